@@ -2,14 +2,14 @@
 
 - :mod:`pymoe.nn`: ``MoE``, a layer that takes the place of a dense feed-forward network, and its parts.
 - :mod:`pymoe.ops`: the operators under it; :mod:`pymoe.reference` is their specification in plain PyTorch.
-- :mod:`pymoe.ep`: the experts of layers, spread over the ranks of a process group.
+- :mod:`pymoe.ep`: experts of a layer spread over the ranks of a process group.
 - :mod:`pymoe.runtime`: ``ExpertBackend`` and ``Runtime``, which serve experts to many clients in large batches;
-  :mod:`pymoe.mixture`: a gate over such experts; :mod:`pymoe.remote`: those of other machines.
+  :mod:`pymoe.mixture`: a gate over such experts; :mod:`pymoe.remote`: experts on other machines.
 - :mod:`pymoe.parallel`: ``map_with_parallel_backward``, calls that run at once, forward and backward.
 - :mod:`pymoe.pipe`: ``Pipe`` and ``pipeline``, models cut into stages that run concurrently.
 - :mod:`pymoe.integrations`: adapters to transformers, Ray and Prometheus.
 
-What most programs need of them is here, too.
+The names that most programs need are available here, too.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ __all__ = [
 
 _LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe", "ep")
 _NEED_MORE = ("remote", "integrations")
-"""Packages for which something else has to be installed, and of which nothing is handed on here."""
+"""Packages with further requirements; no name of theirs is re-exported here."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs ``pymoe._runtime`` or ``torch.distributed`` when somebody asks for it: operators and layers
-    work without.
+    """Import the parts that need ``pymoe._runtime`` or ``torch.distributed`` on first use: operators and layers work
+    without them.
     """
     if name in _LAZY_PACKAGES or name in _NEED_MORE:
         return importlib.import_module(f"pymoe.{name}")

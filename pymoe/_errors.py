@@ -1,10 +1,10 @@
-"""How errors are shown in logs and in notes on other errors."""
+"""Text of errors in logs and in notes on other errors."""
 
 from __future__ import annotations
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and message in one line, or the type alone where printing the message fails."""
+    """Return the type and message of an exception in one line, or only its type if printing the message fails."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -1,4 +1,4 @@
-"""Loads the native modules, says what they were built with, and, where one cannot be loaded, why and what to run."""
+"""Loads the native modules, reports how they were built, and explains failures to load them, with the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-DISTRIBUTION = "pymoe-runtime"  # `pymoe` on the package index is something else
+DISTRIBUTION = "pymoe-runtime"  # the package index has another project called `pymoe`
 
 
 def load_operators() -> ModuleType:
@@ -26,7 +26,7 @@ def load_operators() -> ModuleType:
 
 
 def load_runtime() -> ModuleType:
-    """Import ``pymoe._runtime``, which serving, parallel calls and pipelines need, and operators and layers do not.
+    """Import ``pymoe._runtime``, which serving, parallel calls and pipelines need; operators and layers do not.
 
     Raises:
         ImportError: the module is missing or was built for another Python; the message says what to run.
@@ -42,7 +42,7 @@ def _load(name: str, what: str) -> ModuleType:
 
 
 def _explain(name: str, what: str, error: ImportError, package: Path) -> str:
-    """Say why ``pymoe.<name>`` cannot be loaded from the folder ``package``, and give one command that mends it."""
+    """Explain why ``pymoe.<name>`` cannot be loaded from the folder ``package``, and give one command as a remedy."""
     tree = package.parent
     in_source_tree = (tree / "setup.py").exists() and (tree / "csrc").is_dir()
     pip = f"{sys.executable} -m pip install"
@@ -75,7 +75,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _installed_elsewhere(package: Path) -> Path | None:
-    """Where a pymoe that is built is installed, if that is another folder than ``package``."""
+    """Return the folder of an installed, built pymoe, if it is another folder than ``package``."""
     for distribution in metadata.distributions(name=DISTRIBUTION):
         folder = Path(str(distribution.locate_file("pymoe"))).resolve()
         if folder != package.resolve() and any(folder.glob("_ops*so")):
@@ -84,13 +84,13 @@ def _installed_elsewhere(package: Path) -> Path | None:
 
 
 def build_info() -> dict[str, Any]:
-    """Facts of the installed build and of the process it runs in, for bug reports.
+    """Return facts about the installed build and the current process, for bug reports.
 
     Returns:
         A dictionary of strings and booleans: versions of pymoe, torch (running and built against), Python, CUDA
-        toolkit and architectures of the compiled kernels, compiler (of the runtime: None where that cannot be
-        loaded), and the CPU instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``; the
-        environment variable ``PYMOE_CPU_ISA`` may lower it).
+        toolkit and architectures of the compiled kernels, compiler (None if the runtime cannot be loaded), and the CPU
+        instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``; the environment variable
+        ``PYMOE_CPU_ISA`` may lower it).
     """
     from pymoe import __version__
 

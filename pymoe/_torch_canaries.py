@@ -1,11 +1,11 @@
-"""Exercises private names of torch before the first result rests on them.
+"""Exercises private names of torch before any result depends on them.
 
-A name that another torch still has may do something else there: a method that is no longer called, a question that is
-always answered the same. So code that relies on a name calls a canary first. A canary tries its names once in a
-process, on a thread of its own without modes, transforms or autocast, and raises if one of them fails.
+A name may still exist in another version of torch and do something else: a method may never be called, a question may
+always get the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
+per process, on a thread of its own without modes, transforms or autocast, and raises if one of them fails.
 
-``tests/test_torch_canaries.py`` gives the reason for each name that no canary exercises. It replaces each of the others
-by one that does nothing, and the canary must raise.
+``tests/test_torch_canaries.py`` gives the reason for each name that no canary exercises. It replaces each of the other
+names by one that does nothing, and then the canary must raise.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torch.overrides import TorchFunctionMode
 from pymoe import _torch_private as private
 
 Exercises = Iterator[tuple[str, bool]]
-"""Names, each with whether it does what pymoe relies on."""
+"""Names, each with whether it works as pymoe expects."""
 
 
 def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
     """Decorate a function that exercises names of torch: it runs once in a process, and again after it has raised.
 
     Args:
-        exercise: yields names, each with whether it does what pymoe relies on. Its docstring says what rests on them.
+        exercise: yields names, each with whether it works as pymoe expects. Its docstring says what depends on them.
 
     Returns:
-        A function without arguments, which takes some 50 ns once it has passed. It raises RuntimeError if a name does
-        something else than pymoe relies on.
+        A function without arguments, which takes about 50 ns once it has passed. It raises RuntimeError if a name does
+        not work as pymoe expects.
     """
 
     @cache
@@ -54,7 +54,8 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
                 failure.append(error)
 
         try:
-            # Not a daemon: the interpreter ends after it, as torch aborts where its functions are cut off.
+            # Not a daemon: the interpreter waits for it when it exits, because torch aborts if one of its functions is
+            # cut off.
             thread = threading.Thread(target=run, name="pymoe canary", daemon=False)
             thread.start()
         except RuntimeError:  # the interpreter is about to end
@@ -91,7 +92,7 @@ def _leaf(*values: float) -> Tensor:
 
 @canary
 def graphs() -> Exercises:
-    """Exercise what graphs of isolated calls and of stages are made of, and what notices edits of tensors."""
+    """Exercise the names that build the graphs of isolated calls and of stages, and that notice edits of tensors."""
     leaf = _leaf(3.0)
     kept: list[bool] = []
     output = leaf * 2
@@ -134,7 +135,7 @@ def graphs() -> Exercises:
     shapes = [tuple(about.shape) for about in early.grad_fn._input_metadata]  # type: ignore[union-attr]
     yield "_input_metadata", shapes == [(1,)]
 
-    saved = leaf.exp()  # whose backward needs what it returns
+    saved = leaf.exp()  # its backward needs its result
     version = saved._version
     saved.detach().mul_(1)
     yield "_version", saved._version == version + 1 == saved.view(-1)._version
@@ -183,7 +184,7 @@ class _CountingTensor(Tensor):
 
 
 def _switches(get: Callable[[], bool], put: Callable[[bool], Any]) -> bool:
-    """Return whether ``get`` answers with what was put last."""
+    """Return whether ``get`` returns the value that was put last."""
     usual, answers = get(), []
     for value in (not usual, usual):
         put(value)
@@ -193,7 +194,7 @@ def _switches(get: Callable[[], bool], put: Callable[[bool], Any]) -> bool:
 
 @canary
 def thread_states() -> Exercises:
-    """Exercise what carries the state of the thread that calls to the threads that work for it."""
+    """Exercise the names that carry the state of a calling thread to the threads that work for it."""
     leaf = _leaf(1.0)
     private.set_grad_enabled(False)
     yield "set_grad_enabled", not torch.is_grad_enabled() and not (leaf * 2).requires_grad
@@ -323,7 +324,7 @@ def _raises(function: Callable[[], object]) -> bool:
 
 @canary
 def transforms() -> Exercises:
-    """Exercise what tells whether a call is differentiated by torch.func or in forward mode."""
+    """Exercise the names that tell whether torch.func or forward mode differentiates a call."""
     x = torch.ones(2, dtype=torch.float64, device="cpu")
     seen: list[Any] = []
 
@@ -345,7 +346,7 @@ def transforms() -> Exercises:
 
 
 class _Called(nn.Module):
-    """Notes which of its methods torch calls."""
+    """Records which of its methods torch calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +372,7 @@ class _Called(nn.Module):
 
 @canary
 def modules() -> Exercises:
-    """Exercise what calls of modules run, what modules hold, and how they are moved, saved and loaded."""
+    """Exercise the names for what calls of modules run, what modules hold, and how they are moved, saved and loaded."""
     part = _Called()
     yield "_parameters", list(part._parameters) == ["weight"] and part._parameters["weight"] is part.weight
     yield "_buffers", list(part._buffers) == ["kept", "passing"] and part._buffers["kept"] is part.kept
@@ -386,7 +387,7 @@ def modules() -> Exercises:
     part.to(torch.float64)
     yield "_apply", "_apply" in part.heard and part.weight.dtype == torch.float64
 
-    # What a call runs. Hooks are registered and not called: those of all modules would be heard by others.
+    # Hooks of a call. They are registered and not called: other modules would run hooks that are set for all modules.
     part.__dict__["_call_impl"] = lambda *args: ("called", *args)
     yield "_call_impl", part(1) == ("called", 1)
     part.__dict__["_compiled_call_impl"] = lambda *args: ("compiled", *args)
@@ -408,9 +409,9 @@ def modules() -> Exercises:
 
 
 def _is_known_of_all_modules(register: str) -> bool:
-    """Return whether a registration of a hook of all modules goes into one of ``global_call_hooks``.
+    """Return whether a hook that is registered for all modules appears in one of ``global_call_hooks``.
 
-    The function runs with registries of its own, so that no module hears the hook.
+    The function runs with separate registries, so no module runs the hook.
     """
     function = getattr(_module, register.replace("register_", "register_module_"))
     registries = [name for name, value in vars(_module).items() if isinstance(value, dict)]

@@ -1,11 +1,10 @@
-"""The private names of torch on which pymoe depends: what each does, and why no public name serves.
+"""Private names of torch on which pymoe depends: what each does, and why no public name serves.
 
-No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``); the
-reference, which imports torch alone, uses a ``FakeTensor``. All of these were there in torch 2.11.0 and 2.13.0. After
-an update of torch the test says which ones are missing. The objects are torch's own, so a call costs what it did.
+No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``). The
+reference imports only torch, and uses a ``FakeTensor``. All of these names exist in torch 2.11.0 and 2.13.0. After an
+update of torch the test says which ones are missing. The objects are torch's own, so calls cost the same as before.
 
-Names keep torch's, without the underscore. Attributes of torch's objects, which cannot be handed on, are listed in
-``ATTRIBUTES``.
+The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ if TYPE_CHECKING:
 
 # --- Classes and modules
 # Nested tuples, lists and dicts, taken apart and put together. The public ``torch.utils.pytree`` has other functions,
-# and torch.export speaks of these specs.
+# and torch.export uses the specs of the private module.
 pytree = _pytree
-# Tensors without numbers, as torch.compile and torch.export make them, and the mode of those that are given.
+# Tensors without numbers, which torch.compile and torch.export create, their mode, and the mode of given tensors.
 FakeTensor = _fake_tensor.FakeTensor
 FakeTensorMode = _fake_tensor.FakeTensorMode
 detect_fake_mode = _guards.detect_fake_mode
-# The classes of operators, as graphs of ``torch.export`` have them.
+# The classes of operators that occur in graphs of ``torch.export``.
 OpOverload = _ops.OpOverload
 OpOverloadPacket = _ops.OpOverloadPacket
 HigherOrderOperator = _ops.HigherOrderOperator
-# The classes of all batch norms, of the lazy ones, and of the norms that keep statistics: public classes are of one
-# number of dimensions each.
+# The base classes of all batch norms, of the lazy ones, and of the norms that keep statistics. Each public class is for
+# one number of dimensions.
 BatchNormBase = _batchnorm._BatchNorm
 LazyNormBase = _batchnorm._LazyNormBase
 NormBase = _batchnorm._NormBase
 
-# The dictionaries of hooks that a call of a module runs, or the backward pass of what it computed: those of all
-# modules, and the names of a module's own. ``register_forward_hook`` and its like give handles of single hooks alone.
-# A kind that a later torch adds counts until somebody has classified it (tests/nn/test_plain_calls.py).
+# The dictionaries of hooks that run in a call of a module or in its backward pass: the hooks of all modules, and the
+# names of the dictionaries of one module. ``register_forward_hook`` and its like only give handles of single hooks.
+# A kind that a later torch adds counts as such until somebody has classified it (tests/nn/test_plain_calls.py).
 global_call_hooks: list[Any] = [
     hooks
     for name, hooks in vars(_module).items()
@@ -63,28 +62,28 @@ _C: Any = torch._C
 # --- Graphs of autograd
 # Runs a backward pass; ``autograd.grad`` checks and converts its arguments for several microseconds first.
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-# The class of nodes that an ``autograd.Function`` of Python makes; ``autograd.graph.Node`` is that of all nodes.
+# The class of nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is the class of all nodes.
 FunctionBase = torch._C._FunctionBase
 # A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.
 DelayedError: Any = _C._functions.DelayedError
-# The number that this thread's next node gets: the engine runs nodes in the order of their numbers.
+# The number of the next node that this thread creates: the engine runs nodes in the order of their numbers.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
-# Whether the backward pass that runs on this thread was asked for with ``retain_graph``; nodes are not told.
+# Tells whether the running backward pass of this thread was started with ``retain_graph``; nodes do not learn it.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
-# Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is as private, and a block.
+# Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private too, and is a block.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
-# The base of ``autograd.Function``, above which stands the ``apply`` to which the public one leads, and the class of
-# both, which ``apply`` asks for what it runs.
+# The base of ``autograd.Function``, whose own base has the inner ``apply`` that the public one calls, and the metaclass
+# of both, which ``apply`` asks for the function to run.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
-# --- What a thread has switched on. The public ways are context managers, which cannot be carried to another thread, or
-# cost microseconds where every call asks.
+# --- Settings of a thread. The public ways are context managers, which cannot be carried to another thread or cost
+# microseconds in every call that asks.
 set_grad_enabled: Any = _C._set_grad_enabled
 InferenceMode: Any = _C._InferenceMode
 is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
 set_fwd_grad_enabled: Any = _C._set_fwd_grad_enabled
-is_multithreading_enabled: Any = _C._is_multithreading_enabled  # of the backward pass
+is_multithreading_enabled: Any = _C._is_multithreading_enabled  # in the backward pass
 set_multithreading_enabled: Any = _C._set_multithreading_enabled
 is_view_replay_enabled: Any = _C._is_view_replay_enabled
 set_view_replay_enabled: Any = _C._set_view_replay_enabled
@@ -93,7 +92,7 @@ is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
 set_torch_function_state: Any = _C._set_torch_function_state
 TorchFunctionState: Any = _C._TorchFunctionState
-DisableTorchFunction: Any = _C.DisableTorchFunction  # a block in which tensor subclasses and modes are not asked
+DisableTorchFunction: Any = _C.DisableTorchFunction  # a block that does not call tensor subclasses and modes
 len_torch_function_stack: Any = _C._len_torch_function_stack
 push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
 pop_torch_function_stack: Any = _C._pop_torch_function_stack
@@ -102,24 +101,24 @@ len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
 get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
 push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
-TorchDispatchMode = _dispatch.TorchDispatchMode  # hears of operators; its public name is in no documentation
+TorchDispatchMode = _dispatch.TorchDispatchMode  # sees every operator; its public name is not documented
 disable_current_modes: Any = _dispatch._disable_current_modes  # a block without dispatch modes
-GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the thread's ``torch.set_default_device``, as a mode
+GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the ``torch.set_default_device`` of the thread, as a mode
 top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_default_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
 saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
 saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
-profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` knows its own profiles alone
+profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` only knows its own profiles
 
-# --- Transforms of ``torch.func``. There is no public way to ask whether one is active.
+# --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
 peek_interpreter_stack: Any = _C._functorch.peek_interpreter_stack  # the innermost, or None
-unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # a tensor, out of the wrapper of a transform that it has left
+unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # a tensor without the wrapper of a transform that it has left
 temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
 
-# --- The dispatcher. ``torch.library`` registers kernels and offers no look at them.
+# --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key
 dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # by thread
 dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_excluded
@@ -128,12 +127,12 @@ dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
 after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the keys behind autograd's
 foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
-# What torch.export puts into a graph that holds for the dtypes of its example alone.
+# The operator that torch.export puts into graphs that hold only for the dtypes of their example.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
-# What makes a number of Python of a tensor: ``item()``, indices, fill values.
+# The operator that turns a tensor into a number of Python: ``item()``, indices, fill values.
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
 
-# Attributes that other modules of pymoe use where they stand, by the class or module that has them.
+# Attributes that other modules of pymoe use directly, by the class or module that has them.
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.Tensor": {
         "_version": "how often its memory was written to; errors of autograd alone speak of it",
@@ -181,11 +180,11 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.distributed.distributed_c10d": {"_get_default_group": "``group.WORLD``, with an error where there is none"},
 }
 
-# Modules of torch that are slow to import, and are imported where somebody asks for the name.
+# Modules of torch that are slow to import; they are imported when the name is first used.
 _LAZY = {
-    # What torch's schedules take for a stage; the public class builds its own submodule and exchange.
+    # The base class of torch's stages for its schedules; the public subclass builds its own submodule and exchange.
     "PipelineStageBase": ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
-    # Switches for symbolic shapes, which torch.export asks and does not offer as options.
+    # Settings for symbolic shapes, which torch.export reads and does not offer as options.
     "fx_config": ("torch.fx.experimental._config", ""),
 }
 

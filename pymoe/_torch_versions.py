@@ -1,4 +1,4 @@
-"""Warns where torch is newer than every version that the tests have run with."""
+"""Warns if torch is newer than every version that the tests have run with."""
 
 from __future__ import annotations
 

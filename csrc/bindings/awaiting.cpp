@@ -1,4 +1,4 @@
-// Mailbox of pymoe._runtime: how an event loop learns that requests are done. pymoe/runtime/awaiting.py has the rest.
+// Mailbox of pymoe._runtime: tells an event loop that requests are done. See pymoe/runtime/awaiting.py.
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -11,7 +11,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Has the task that sleeps on `waiter` go on. In its loop.
+// Lets the task that sleeps on `waiter` continue. Runs in its loop.
 void wake(const py::object& waiter) {
   try {
     if (!waiter.attr("done")().cast<bool>()) waiter.attr("set_result")(py::none());
@@ -35,7 +35,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     request->on_done([mailbox = shared_from_this(), told = std::move(told)] { mailbox->put(told->release()); });
   }
 
-  // In the loop.
+  // Runs in the loop.
   void deliver() {
     for (const py::object& waiter : take_all()) wake(waiter);
   }
@@ -43,7 +43,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void discard() { take_all(); }
 
  private:
-  // Takes over a reference to a future of the loop, to be set in the loop. Any thread, without the GIL.
+  // Takes over a reference to a future of the loop, to be completed in the loop. Any thread, without the GIL.
   void put(PyObject* waiter) {
     {
       const std::lock_guard lock(mutex_);
@@ -53,7 +53,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     with_gil([&] {
       bool interrupted = false;
       if (!call_loop(interrupted) && !call_loop(interrupted)) {
-        // They stay, and come with whatever is put next.
+        // The waiters stay, and are delivered with the next one.
         const std::lock_guard lock(mutex_);
         called_ = false;
       }
@@ -61,7 +61,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     });
   }
 
-  // Ctrl-C is for the main thread's own code: what must be told is told first.
+  // Ctrl-C must interrupt only the main thread's own code, so the loop is called first.
   bool call_loop(bool& interrupted) {
     try {
       const py::object self = py::cast(shared_from_this());
@@ -94,7 +94,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   PyObject* const call_loop_;
   std::mutex mutex_;  // guards the rest
   std::vector<PyObject*> waiters_;
-  bool called_ = false;  // the loop will come and look
+  bool called_ = false;  // the loop will look
 };
 
 }  // namespace

@@ -21,7 +21,7 @@ namespace {
 using Slice = runtime::Slice<SystemSync>;
 
 thread_local PyObject* interrupt = nullptr;
-thread_local Batch running;  // that this thread runs; the innermost
+thread_local Batch running;  // the innermost batch that this thread runs
 PyObject* plain_runner = nullptr;
 
 TensorRequest& request_of(const Slice& slice) { return static_cast<TensorRequest&>(*slice.request); }
@@ -38,10 +38,10 @@ class Column {
       : batch_(batch), index_(position), position_(request_of(batch[0]).signature->positions[position]), shape_{rows} {
     shape_.insert(shape_.end(), position_.row_shape.begin(), position_.row_shape.end());
   }
-  bool on_host() const { return position_.device.type != dlpack::kCuda; }  // nothing else is let in
+  bool on_host() const { return position_.device.type != dlpack::kCuda; }  // other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // With the GIL or without.
+  // With the GIL or without it.
   void gather() {
     block_.reset(buffers().take(static_cast<size_t>(bytes())));
     gather_into(block_.get());
@@ -53,7 +53,7 @@ class Column {
                         static_cast<int32_t>(shape_.size()));
   }
 
-  // Under the GIL, which is let go of for the copy.
+  // Under the GIL, which is released for the copy.
   py::object pinned_tensor() const {
     py::tuple sizes(shape_.size());
     for (size_t i = 0; i < shape_.size(); ++i) sizes[i] = shape_[i];
@@ -67,14 +67,14 @@ class Column {
     return made;
   }
 
-  // Under the GIL: on the tensors' own device, by the operator.
+  // Under the GIL: the operator runs on the tensors' own device.
   py::object device_tensor() const {
     const TorchCalls& torch = torch_calls();
     if (torch.gather_batch == nullptr) {
       raise(PyExc_RuntimeError, "torch.ops.pymoe.gather_batch is missing: import pymoe");
     }
-    // The batch is done for the client once its work is queued here: memory of another stream, whose client then lets
-    // go of it, must not be given to anybody else before this stream has read it.
+    // For the client, the batch is done once its work is queued here. Memory of another stream, which the client may
+    // release then, must not be reused before this stream has read it.
     const py::object stream = py::handle(torch.cuda).attr("current_stream")(position_.device.index);
     const GradMode none(false);
     py::list tensors;
@@ -106,7 +106,7 @@ class Column {
   Block block_{nullptr, give_back};
 };
 
-// A range that torch.profiler shows, while it lives. A range that fails is not worth a batch.
+// A range that torch.profiler shows, during the object's lifetime. If a range fails, the batch still runs.
 class Range {
  public:
   explicit Range(PyObject* name)
@@ -132,9 +132,9 @@ class Range {
   const py::object range_;
 };
 
-// What of a thread's Python state a batch has for itself, whosever thread it runs on: context variables (decimal's
-// precision, numpy's error state, what a web framework keeps there) are those of a thread that has just begun, while
-// this lives. A client's are not seen, and what is set is forgotten.
+// A separate context for a batch, whatever thread it runs on: during the object's lifetime context variables (decimal's
+// precision, numpy's error state, those of web frameworks) are as in a new thread. The client's values are not visible,
+// and values that are set are forgotten.
 class EmptyContext {
  public:
   EmptyContext() : context_(own(PyContext_New())) {
@@ -150,9 +150,9 @@ class EmptyContext {
   const py::object context_;
 };
 
-// And a stack of its own depth: the calls that the thread is inside of do not count towards the recursion limit while
-// this lives, so that a client that waits near its limit runs other clients' requests as a worker would. The limit may
-// change meanwhile.
+// A separate stack depth: during the object's lifetime the calls in which the thread already is do not count towards
+// the recursion limit, so that a client that waits near its limit runs other clients' requests as a worker would. The
+// limit may change meanwhile.
 class WholeStack {
  public:
   WholeStack() : state_(PyThreadState_Get()), used_(depth()) { add(-used_); }
@@ -176,7 +176,7 @@ class WholeStack {
   const int used_;
 };
 
-// The batch is the one that this thread runs, while this lives.
+// Marks the batch as the one that this thread runs, during the object's lifetime.
 class Running {
  public:
   explicit Running(Batch batch) : outer_(std::exchange(running, batch)) {}
@@ -188,7 +188,7 @@ class Running {
   const Batch outer_;
 };
 
-// Under the GIL, as all that reads `dropped`.
+// Under the GIL, like all code that reads `dropped`.
 std::optional<double> patience_of_batch() {
   std::optional<Clock::time_point> latest;
   for (const Slice& slice : running) {
@@ -201,8 +201,8 @@ std::optional<double> patience_of_batch() {
   return std::chrono::duration<double>(*latest - Clock::now()).count();
 }
 
-// Gives every request of the batch what is its own; those that are complete need their inputs no more. All or nothing:
-// what may raise comes first, since requests whose batch raised may run again.
+// Gives every request of the batch its part; requests that are complete no longer need their inputs. All or nothing:
+// steps that may raise come first, since requests whose batch raised may run again.
 void hand_out(Batch batch, std::vector<py::object> results) {
   for (size_t i = 0; i < batch.size(); ++i) {
     if (batch[i].whole()) continue;
@@ -229,7 +229,7 @@ void hand_out(Batch batch, std::vector<py::object> results) {
   }
 }
 
-// Memory that a client took away since it submitted would be read after it was freed.
+// Memory that a client has released since it submitted would be read after it was freed.
 void require_unchanged(Batch batch, const char* where) {
   for (const Slice& slice : batch) {
     if (request_of(slice).unchanged()) continue;
@@ -240,7 +240,7 @@ void require_unchanged(Batch batch, const char* where) {
   }
 }
 
-// Fewer bytes are gathered sooner than the GIL is back.
+// Fewer bytes are gathered faster than the GIL could be reacquired.
 constexpr int64_t kGatheredUnderGil = 64 << 10;
 
 void gather(std::vector<Column>& columns) {
@@ -256,19 +256,19 @@ void gather(std::vector<Column>& columns) {
 // Ends a batch with a Python exception.
 [[noreturn]] void fail(Batch batch, const py::error_already_set& raised) {
   const py::object error = exception_of(raised);
-  // On the main thread it means whoever waits there, and has nothing to do with the batch.
+  // On the main thread it is meant for the code that waits there, and not for the batch.
   if (is_interrupt(error)) {
     Py_XSETREF(interrupt, error.inc_ref().ptr());
     throw runtime::Interrupted();
   }
   for (const Slice& slice : batch) request_of(slice).set_outcome(error, true);
-  // Requests may run once more unless the exception itself says, in an attribute, that they may not.
+  // Requests may run once more unless an attribute of the exception says that they may not.
   const auto says = py::reinterpret_steal<py::object>(PyObject_GetAttrString(error.ptr(), "pymoe_may_retry"));
   PyErr_Clear();
   throw BatchRaised(says.ptr() != Py_False);
 }
 
-// Does the work where nothing is switched on. An interrupt that came meanwhile comes again.
+// Does the work in a plain state. An interrupt that arrives meanwhile is raised again.
 void run_elsewhere(const std::function<void()>& work) {
   bool ended = false;
   std::exception_ptr error;
@@ -293,7 +293,7 @@ void run_elsewhere(const std::function<void()>& work) {
 }  // namespace
 
 runtime::BufferPool& buffers() {
-  // Never destroyed: a tensor may let go of its memory when everything else has gone.
+  // Never destroyed: a tensor may release its memory after everything else is gone.
   static auto& pool = *new runtime::BufferPool(size_t{256} << 20);
   return pool;
 }
@@ -347,7 +347,7 @@ void PyBatchFunction::run(Batch batch) {
         fail(batch, error);
       }
     };
-    // Inside another batch, and on a worker of parallel calls, a thread must help, whatever is switched on there.
+    // Inside another batch, and on a worker of parallel calls, a thread must help, whatever its state.
     const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
     try {
       if (known_plain || plain_runner == nullptr || thread_is_plain()) {

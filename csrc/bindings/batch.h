@@ -1,11 +1,12 @@
-// PyBatchFunction: what a batch of requests goes through. Rows are gathered into pooled memory, many of them without
-// the GIL; Python's function is called on tensors over it; its output is cut into views, one structure a request.
+// PyBatchFunction: runs a batch of requests. Rows are gathered into pooled memory, many of them without
+// the GIL; the Python function is called on tensors over it; its output is cut into views, one structure per request.
 //
-// Why GPU batches call the project's own operator through Python while CPU rows call cpu::gather_batch directly: this
-// module includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds. Memory
-// of the host it can allocate and hand to torch (DLPack); memory of a GPU belongs to torch's caching allocator, and
-// work on it to torch's current stream, and the operator knows both. The same price is paid for grad modes, profiler
-// ranges, torch.cat and torch.split, which torch_calls.h reaches through Python. It is a few microseconds a batch,
+// GPU batches call the project's own operator through Python while CPU rows use cpu::gather_batch directly, because
+// this module includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds.
+// It can allocate memory of the host and pass it to torch (DLPack). Memory of a GPU belongs to torch's caching
+// allocator, and work on it to torch's current stream; the operator handles both. For the same reason grad modes,
+// profiler ranges, torch.cat and torch.split are called through Python (torch_calls.h). This costs a few microseconds
+// per batch, compared with the start of a kernel and a copy.
 // beside the start of a kernel and a copy.
 #pragma once
 
@@ -38,14 +39,14 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
 
   const std::string where_;  // "TaskPool 'name'"
   PyObject* function_;       // null once its pool was collected
-  PyObject* range_;          // what the profiler shows
+  PyObject* range_;          // name in the profiler
   const bool pin_memory_;
 };
 
 // The memory that batches are gathered into: one pool for the process, which outlives every tensor over it.
 runtime::BufferPool& buffers();
 
-// Raises the KeyboardInterrupt that ended a batch on this thread, for what waited there.
+// Raises the KeyboardInterrupt that ended a batch on this thread, in the code that waited there.
 [[noreturn]] void raise_interrupt();
 
 }  // namespace pymoe::bindings

@@ -1,12 +1,12 @@
-// What the files of this folder add to the module pymoe._runtime.
+// Parts of the module pymoe._runtime that the files of this folder add.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace pymoe::bindings {
 
-void bind_awaiting(pybind11::module_& module);        // how coroutines wait for requests
-void bind_batches(pybind11::module_& module);         // settings and counters of what runs batches
+void bind_awaiting(pybind11::module_& module);        // waits of coroutines for requests
+void bind_batches(pybind11::module_& module);         // settings and counters of batches
 void bind_executor(pybind11::module_& module);        // Executor, the threads of a Runtime
 void bind_fingerprints(pybind11::module_& module);    // memory_fingerprints
 void bind_parameter_lock(pybind11::module_& module);  // ParameterLock
@@ -14,7 +14,7 @@ void bind_process(pybind11::module_& module);         // ThreadIdentity; fork an
 void bind_profiler(pybind11::module_& module);        // Profiled
 void bind_request_future(pybind11::module_& module);  // RequestFuture
 void bind_task_pool(pybind11::module_& module);       // TaskPool, QueueFull
-void bind_thread_state(pybind11::module_& module);    // whether a thread is in the state in which threads begin
+void bind_thread_state(pybind11::module_& module);    // tells whether a thread is in its initial state
 void bind_worker_pool(pybind11::module_& module);     // WorkerPool, Future, parallel_for
 
 }  // namespace pymoe::bindings

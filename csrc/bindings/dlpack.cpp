@@ -39,7 +39,7 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 PyObject* base_name = nullptr;  // "_base"
 
-// The memory, and its description as torch keeps it.
+// The memory, with the description that torch keeps.
 struct Owned {
   Managed managed;
   void (*release)(void*) noexcept;
@@ -57,7 +57,7 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
   return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for the process
 }
 
-// Throws what an error means for a request whose tensor could not be read.
+// Throws the error for a request whose tensor could not be read.
 [[noreturn]] void refuse(const py::error_already_set& error, PyObject* object, const char* where, Py_ssize_t position) {
   if (!error.matches(PyExc_Exception)) raise(error.value());  // an interrupt
   const std::string said = py::str(error.value());
@@ -71,10 +71,10 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
   raise(PyExc_TypeError,
         "%s: tensor %zd cannot be part of a batch: expected a dense tensor with values, got %S on %S (%s)", where,
         position, tensor.attr("layout").ptr(), tensor.attr("device").ptr(),
-        said.substr(0, said.find('\n')).c_str());  // what follows are torch's own functions
+        said.substr(0, said.find('\n')).c_str());  // the rest are torch's own functions
 }
 
-// Rows are gathered in memory of the kinds that are let in here; that of other devices is not ours to read.
+// Rows are gathered in the kinds of memory that are accepted here; memory of other devices cannot be read here.
 void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
   if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), object, where, position);
   const int32_t type = tensor.device.type;
@@ -83,13 +83,13 @@ void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
         where, position, static_cast<int>(type));
 }
 
-// Whether memory holds the values with the other sign (torch's "neg bit"). Only views have it, and asking those alone
-// keeps the question, for which torch lets go of the GIL, away from most requests.
+// True if memory holds the values with the other sign (torch's "neg bit"). Only views have it. Asking only views saves
+// most requests the question, for which torch releases the GIL.
 bool is_negated(PyObject* object) {
   return !own(PyObject_GetAttr(object, base_name)).is_none() && py::handle(object).attr("is_neg")().ptr() == Py_True;
 }
 
-// A dense plain tensor of the same values; for everything that is out of the ordinary.
+// A dense plain tensor of the same values, for all unusual tensors.
 py::object plain(PyObject* object, const char* where, Py_ssize_t position) {
   if (!is_tensor(object)) {
     raise(PyExc_TypeError, "%s: argument %zd must be a tensor, got %s", where, position, Py_TYPE(object)->tp_name);
@@ -118,7 +118,7 @@ int64_t Tensor::row_bytes() const {
 }
 
 bool Tensor::dense() const {
-  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // as torch says, whatever the strides
+  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // like torch, whatever the strides
   int64_t expected = 1;
   for (int32_t i = ndim - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;
@@ -128,8 +128,8 @@ bool Tensor::dense() const {
 }
 
 bool Tensor::contiguous() const {
-  // A single element may be the imaginary part of a conjugate, whose sign is not in memory. (is_negated would tell, but
-  // for tensors of inference mode, which do not know what they are views of.)
+  // A single element may be the imaginary part of a conjugate, whose sign is not in memory. (is_negated would detect
+  // it, except for tensors of inference mode, which do not record their base.)
   const auto is_one = [](int64_t size) { return size == 1; };
   return dense() && !std::all_of(shape, shape + ndim, is_one);
 }

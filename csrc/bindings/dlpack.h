@@ -1,7 +1,7 @@
 // Tensors of torch, read and made through its table of C functions for DLPack, without a header of torch.
 //
-// The structs are those of DLPack 1.x (its specification is public; major version 1 promises their layout). The table
-// is an attribute of torch.Tensor from torch 2.11 on. Everything here needs the GIL.
+// The structs are defined by DLPack 1.x (its specification is public; major version 1 guarantees their layout). The
+// table is an attribute of torch.Tensor from torch 2.11 on. Everything here needs the GIL.
 #pragma once
 
 #include "bindings/gil.h"
@@ -31,34 +31,34 @@ struct Tensor {
   Device device;
   int32_t ndim;
   DataType dtype;
-  int64_t* shape;    // of torch's own: alive as long as the tensor is, and is not resized
+  int64_t* shape;    // owned by torch: valid as long as the tensor lives and is not resized
   int64_t* strides;  // in elements
   uint64_t byte_offset;
 
   const void* begin() const { return static_cast<const char*>(data) + byte_offset; }
-  // Of one row: all dimensions but the first.
+  // Bytes of one row: all dimensions except the first.
   int64_t row_bytes() const;
-  // Rows one after the other, without gaps.
+  // True for rows one after the other, without gaps.
   bool dense() const;
-  // Dense, and the values are those in memory.
+  // True if dense, with the values as they are in memory.
   bool contiguous() const;
 };
 
-// Finds the table. Throws an ImportError if this torch has none that we understand.
+// Finds the table. Throws an ImportError if this torch has no supported table.
 void load();
 
-// Reads a tensor that can be batched as it is: strided, contiguous, in memory. Returns the tensor, or a contiguous copy
-// where it was not. Throws a TypeError that begins with `where` and names argument `position` for anything else.
+// Reads a tensor that can be batched directly: strided, contiguous, in memory. Returns the tensor, or a contiguous copy
+// of it. Throws a TypeError that begins with `where` and names argument `position` for anything else.
 py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
-// The same for a tensor of our own making, of which nothing needs to be checked.
+// The same for a tensor that this module made, which needs no checks.
 void read_plain(PyObject* object, Tensor& tensor);
 
-// Reads a tensor that was read before. False if it can be read no more; then no error is set.
+// Reads a tensor that was read before. False if it cannot be read any more; then no error is set.
 bool reread(PyObject* object, Tensor& tensor) noexcept;
 
-// A tensor of torch over `data`, contiguous, in the CPU's memory. `release(data)` runs when torch lets go of it, on
-// whatever thread, with or without the GIL, or at once if this fails.
+// A tensor of torch over `data`, contiguous, in the CPU's memory. `release(data)` runs when torch releases it, on
+// any thread, with or without the GIL, or at once if this fails.
 py::object make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim);
 
 bool is_tensor(PyObject* object);

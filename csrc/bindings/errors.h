@@ -1,4 +1,4 @@
-// Errors of the runtime as Python's, and errors that nobody is there to be raised at.
+// Errors of the runtime as Python exceptions, and errors that cannot be raised in any caller.
 #pragma once
 
 #include "bindings/gil.h"
@@ -7,13 +7,13 @@
 
 namespace pymoe::bindings {
 
-// Looks up concurrent.futures.CancelledError, once, when the module is made: an import at interpreter exit, when
-// requests are cancelled, would run Python in threads that are not to run any.
+// Looks up concurrent.futures.CancelledError once, when the module is made: an import at interpreter exit, when
+// requests are cancelled, would run Python in threads that must not run any.
 void find_cancelled_error();
 
-// Sets the Python exception for one that C++ threw.
+// Sets the Python exception for a C++ exception.
 void set_python_error(const std::exception_ptr& error) noexcept;
-// The exception object, with its traceback: of an error that was thrown, of one that is set (which is cleared).
+// The exception object, with its traceback, of an error that was thrown or that is set (which is cleared).
 py::object exception_of(const py::error_already_set& error);
 py::object take_error();
 
@@ -28,11 +28,11 @@ PyObject* guarded(const Body& body) noexcept {
   return nullptr;
 }
 
-// True for a KeyboardInterrupt on the main thread: it is nobody else's, and must not be lost.
+// True for a KeyboardInterrupt on the main thread: it belongs only to that thread, and must not be lost.
 bool is_interrupt(py::handle exception);
 
-// Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread is back in
-// code of its own.
+// Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread runs
+// its own code again.
 void log_error(const char* message, const py::object& error);
 
 }  // namespace pymoe::bindings

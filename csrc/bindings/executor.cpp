@@ -17,7 +17,7 @@ using runtime::Stop;
 using ServerThreads = Stopping<runtime::Executor<SystemSync>>;
 using Strands = std::vector<std::shared_ptr<runtime::Strand<SystemSync>>>;
 
-// Those of the pools, each once.
+// The strands of the pools, each once.
 Strands strands_of(const py::iterable& pools) {
   Strands strands;
   for (py::handle pool : pools) {
@@ -27,7 +27,7 @@ Strands strands_of(const py::iterable& pools) {
   return strands;
 }
 
-// All of them, or none: false if one is served elsewhere. The GIL keeps away others who attach.
+// All of them, or none: false if one is served elsewhere. The GIL keeps out other threads that attach.
 bool attach(ServerThreads& threads, const Strands& strands) {
   if (std::any_of(strands.begin(), strands.end(), [](const auto& strand) { return strand->attached(); })) return false;
   threads.threads.attach(strands);
@@ -36,14 +36,14 @@ bool attach(ServerThreads& threads, const Strands& strands) {
 
 class PyExecutor {
  public:
-  // Checks the pools, too, which are not served before start.
+  // Checks the pools, too; they are not served before start.
   PyExecutor(int workers, const py::iterable& pools) : workers_(workers) {
     strands_of(pools);
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
   }
 
-  // Dropped without a shutdown. May run on any thread, a worker of its own included, so it does not wait: the process
-  // keeps the threads until they have stopped. A parent's locks may be held for ever.
+  // Dropped without a shutdown. May run on any thread, even one of its workers, so it does not wait: the process
+  // keeps the threads until they have stopped. In a fork, the parent's locks may be held for ever.
   ~PyExecutor() {
     if (!running_) return;
     if (created_ != generation()) {
@@ -65,7 +65,7 @@ class PyExecutor {
     const Strands strands = strands_of(pools);
     std::shared_ptr<ServerThreads> threads;
     {
-      const WithoutGil released;  // also while one that came too late joins its workers: they go before `released`
+      const WithoutGil released;  // also while a late call joins its workers: they go before `released`
       auto made = std::make_shared<ServerThreads>(workers_, serve_with_thread_state);
       keep_until_stopped(made);
       threads = std::move(made);
@@ -113,7 +113,7 @@ class PyExecutor {
   }
 
  private:
-  // Null if it does not run. Throws where this is one of its threads, which cannot wait for the end of `whose`.
+  // Null if it does not run. Throws on one of its own threads, which cannot wait for the end of `whose`.
   std::shared_ptr<ServerThreads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {
@@ -122,7 +122,7 @@ class PyExecutor {
     return running_;
   }
 
-  // With the GIL: this waits for nothing but locks under which nobody asks for it.
+  // With the GIL: this waits only for locks under which no thread asks for the GIL.
   template <typename How>
   void change(const char* where, const py::iterable& pools, const How& how) {
     require_this_process(created_, where, "Runtime");

@@ -21,18 +21,18 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
-  PyObject* standard;  // what functions of concurrent.futures see, once one has asked, or null
+  PyObject* standard;  // the view for functions of concurrent.futures, once one has asked, or null
   int created;
   bool may_help;
 };
 
-// What signatures call these two.
+// The name of these two in signatures.
 struct MaybeException : py::object {
   explicit MaybeException(py::object object) : py::object(std::move(object)) {}
 };
 struct DoneCallback : py::object {
   PYBIND11_OBJECT_DEFAULT(DoneCallback, object, any)
-  static bool any(PyObject*) { return true; }  // whoever uses it says what it expected
+  static bool any(PyObject*) { return true; }  // the user of the value reports what it expected
 };
 
 PyTypeObject* future_type = nullptr;
@@ -49,7 +49,7 @@ template <>
 struct pybind11::detail::handle_type_name<pymoe::bindings::DoneCallback> {
   static constexpr auto name = const_name("collections.abc.Callable[[pymoe._runtime.RequestFuture], object]");
 };
-// Hands futures to bound functions that take a FutureObject&.
+// Passes futures to bound functions that take a FutureObject&.
 template <>
 struct pybind11::detail::type_caster<pymoe::bindings::FutureObject> {
   static constexpr auto name = const_name("pymoe._runtime.RequestFuture");
@@ -70,20 +70,20 @@ namespace {
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
-// The collector gets to know a future only once it can be part of a cycle: tracking every future is costly.
+// The collector learns of a future only once it can be part of a cycle: tracking every future is costly.
 void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
 
-// Whether a result may come to refer to its future. That of a plain tensor does only if someone gives it attributes.
+// True if a result may come to refer to its future. A plain tensor does only if someone gives it attributes.
 bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
 
-// How long a thread may wait for a pool that nobody serves until it is warned.
+// Time after which a thread that waits for a pool that nobody serves is warned.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// Waits a while where nobody serves the pool, and then says so. True if the request has ended.
+// Waits a while if nobody serves the pool, and then warns. True if the request has ended.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
@@ -110,7 +110,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();
-      // Whoever may be the only one who can go on waits with the pool.
+      // A thread that may be the only one able to continue waits with the pool.
       if (help != runtime::Help::kYes) return self->pool->wait(self->request, until, help);
       if (!place) {
         if (self->pool->help(self->request)) return true;
@@ -145,7 +145,7 @@ std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ss
   return seconds;
 }
 
-// What a request that is done came to, as CPython's functions return it.
+// The outcome of a request that is done, as CPython's functions return it.
 PyObject* outcome_of(FutureObject* self) {
   const TensorRequest& request = *self->request;
   PyObject* object = reinterpret_cast<PyObject*>(self);
@@ -176,7 +176,7 @@ MaybeException exception(FutureObject& self, std::optional<double> timeout) {
   return MaybeException(self.request->exception());
 }
 
-// False if its only or last batch has started, or it is done.
+// False if its only or last batch has started, or if it is done.
 bool cancel(FutureObject& self) {
   const auto request = self.request;
   if (request->done()) return request->was_cancelled();
@@ -186,7 +186,7 @@ bool cancel(FutureObject& self) {
   return pool->cancel(request) || request->was_cancelled();
 }
 
-// Something for the thread that completes, which may be called with the GIL or without.
+// A callback for the thread that completes; it may be called with the GIL or without it.
 struct Callback {
   GilObject function, future;
 
@@ -240,10 +240,10 @@ PyObject* repr(PyObject* object) {
   return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
 }
 
-// isinstance() believes this where the type itself is another.
+// isinstance() uses this if the type itself is another.
 PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
 
-// _condition, _waiters and _state, as wait() and as_completed() of concurrent.futures know them.
+// _condition, _waiters and _state, as used by wait() and as_completed() of concurrent.futures.
 PyObject* get_standard(PyObject* object, void* name) {
   return guarded([&] {
     FutureObject* self = self_of(object);
@@ -278,7 +278,7 @@ int clear(PyObject* object) {
   FutureObject* self = self_of(object);
   Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
-    // What is left is a future whose outcome has gone: None, for who finds it in a finaliser.
+    // What remains is a future whose outcome is gone: None, for code that finds it in a finaliser.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
     if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
     Py_XDECREF(outcome);
@@ -287,7 +287,7 @@ int clear(PyObject* object) {
   return 0;
 }
 
-// Objects of the type that were freed, for the next ones.
+// Objects of the type that were freed, kept for reuse.
 #ifdef Py_GIL_DISABLED
 constexpr size_t kMostFree = 0;
 #else
@@ -312,7 +312,7 @@ void dealloc(PyObject* object) {
       Py_CLEAR(request->traceback);
       if (request->done()) request->drop_inputs();
     }
-    // In the child of a fork nothing of the parent's is destroyed: its locks may be held for ever.
+    // In the child of a fork, objects of the parent are not destroyed: its locks may be held for ever.
     if (self->created != generation()) new std::pair(request, pool);
   }
   PyTypeObject* type = Py_TYPE(object);

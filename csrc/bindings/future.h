@@ -1,5 +1,5 @@
-// RequestFuture of pymoe._runtime: where a client finds the outcome of its request. A type of CPython's own making,
-// since every request makes one and asks it once: the calls cost a third of what they would through pybind11.
+// RequestFuture of pymoe._runtime: through it a client gets the outcome of its request. It is a CPython type without
+// pybind11, since every request makes one and asks it once: the calls cost a third of what they would through pybind11.
 #pragma once
 
 #include "bindings/gil.h"
@@ -13,14 +13,14 @@ namespace pymoe::bindings {
 // A future of a request that was submitted to the pool.
 py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help);
 
-// The request of a future. Throws std::runtime_error if it is not done, and belongs to the parent of this process.
+// The request of a future. Throws std::runtime_error if it is not done and belongs to the parent of this process.
 std::shared_ptr<TensorRequest> waitable_request_of(const py::object& future, const char* where);
 
 // Whether a thread that would wait for a request, or for room in a queue, runs batches meanwhile. Under the GIL.
 //
-// Inside a batch, and on a worker of a runtime, a thread must: it may be the only one that can go on. So may any other
-// worker, if a batch waits for it; but nobody else whose wait is `limited` helps, since a batch may take longer. A
-// client does if it `may` and a batch would run on its thread as on a worker.
+// Inside a batch, and on a worker of a runtime, a thread must: it may be the only one that can continue. Any other
+// worker may, if a batch waits for it. No other thread whose wait is `limited` helps, since a batch may take longer. A
+// client helps if it `may` and a batch would run on its thread as on a worker.
 runtime::Help help_of_this_thread(bool may, bool limited);
 
 }  // namespace pymoe::bindings

@@ -12,7 +12,7 @@ namespace {
 
 std::atomic<unsigned long> main_thread{0};
 
-// References that are to be dropped. Never destroyed, as the process's registry.
+// References that must be dropped. Never destroyed, like the process's registry.
 struct Deferred {
   std::mutex mutex;
   std::vector<PyObject*> objects;
@@ -40,7 +40,7 @@ void raise(py::handle exception) {
   throw py::error_already_set();
 }
 
-// What is caught in these two is the unwinding of a thread whose interpreter has gone, and nothing else: both are C.
+// These two catch only the unwinding of a thread whose interpreter is gone: both calls are C.
 WithoutGil::~WithoutGil() {
   try {
     PyEval_RestoreThread(state_);
@@ -66,7 +66,7 @@ void drop_later(PyObject* object) noexcept {
     first = !any_deferred.exchange(true, std::memory_order_relaxed);
   }
   if (!first) return;
-  // In case nothing of the runtime is called for long. A full table of pending calls is no loss: the next one serves.
+  // In case the runtime is not called for long. If the table of pending calls is full, the next call suffices.
   const auto pending_call = [](void*) {
     drop_deferred();
     return 0;

@@ -1,16 +1,17 @@
-// The GIL and what crosses it: letting go of it, taking it, waiting without it, Python objects that outlive it.
+// The GIL and code around it: releasing it, taking it, waiting without it, Python objects that outlive it.
 //
 // Rules of this folder:
 //   - The GIL is not held around anything that may wait, join or queue, and no lock of the runtime is held while the
-//     GIL is taken: so PyExecutor can attach pools under the GIL, all or none, though that takes such locks. Python
+//     GIL is taken: so PyExecutor can attach pools under the GIL, all or none, although that takes such locks. Python
 //     objects that live inside tasks and requests are dropped under the GIL (GilObject, drop_later).
-//   - Waits run in slices of at most kSlice on the main thread, between which signals are served: Ctrl-C ends any of
-//     them. Other threads never serve signals, so they wait in one piece.
-//   - A thread that asks for the GIL of an interpreter that has gone stays where it is until the process ends. CPython
-//     does so itself from 3.14 on; before, it unwinds the thread through whatever C++ frames there are, wherever Python
-//     code that they have called takes the GIL back. So the GIL is taken by with_gil() alone and released by WithoutGil
-//     alone, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing of C++ is
-//     destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such unwinding.
+//   - Waits run in slices of at most kSlice on the main thread, and signals are served between them: Ctrl-C ends any
+//     wait. Other threads never serve signals, so they wait in one piece.
+//   - A thread that asks for the GIL of an interpreter that is gone blocks until the process ends. From 3.14 on,
+//     CPython does so itself. Earlier versions unwind the thread through all C++ frames on its stack, wherever Python
+//     code that they have called takes the GIL again. So the GIL is taken only by with_gil() and released only by
+//     WithoutGil, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing in
+//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such
+//     unwinding.
 //   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once
 
@@ -30,23 +31,23 @@ namespace pymoe::bindings {
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
-// Takes over what a call of Python's API returned, or throws the error that it set.
+// Takes over the result of a call of Python's API, or throws the error that the call set.
 inline py::object own(PyObject* returned) {
   if (returned == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(returned);
 }
-// Gives up an object that is kept for the process: an interpreter that ends may need it to the last.
+// Releases an object that is kept for the process: an interpreter that ends may need it to the last.
 inline PyObject* forever(py::object object) { return object.release().ptr(); }
 inline py::object borrow(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
 // Throws a Python exception of the type; the format is PyErr_Format's.
 [[noreturn]] void raise(PyObject* type, const char* format, ...);
-// Throws this exception object, with the traceback that it has.
+// Throws this exception object, with its present traceback.
 [[noreturn]] void raise(py::handle exception);
 
-// Never returns: where a thread stays whose interpreter has gone.
+// Never returns: a thread whose interpreter is gone stays here.
 [[noreturn]] void stay();
-// What unwinds such a thread, where it can be told from other exceptions.
+// The exception that unwinds such a thread, if it can be distinguished from other exceptions.
 #if defined(__GLIBCXX__) && !defined(__ARM_EABI_UNWINDER__)
 #define PYMOE_FORCED_UNWIND abi::__forced_unwind
 #endif
@@ -62,8 +63,8 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Returns body(), a call of Python code: a thread that is unwound in there stays. Where a catch (...) is around Python
-// code, this goes into its try block.
+// Returns body(), a call of Python code: a thread that is unwound in there stays. If a catch (...) surrounds Python
+// code, this belongs into its try block.
 template <typename Body>
 decltype(auto) or_stay(const Body& body) {
 #ifdef PYMOE_FORCED_UNWIND
@@ -88,14 +89,14 @@ class GilTaken {
   PyGILState_STATE state_;
 };
 
-// Returns body(), called with the GIL: from any thread, also from one that holds the GIL already.
+// Returns body(), called with the GIL: from any thread, even from one that holds the GIL already.
 template <typename Body>
 decltype(auto) with_gil(const Body& body) {
   const GilTaken gil;
   return or_stay(body);
 }
 
-// A Python object that may be moved and destroyed without the GIL; all else is done under it.
+// A Python object that may be moved and destroyed without the GIL; everything else needs the GIL.
 class GilObject {
  public:
   GilObject() = default;
@@ -111,7 +112,7 @@ class GilObject {
 
   PyObject* get() const { return pointer_; }
   py::object share() const { return borrow(pointer_); }
-  // Gives the reference away; needs no GIL.
+  // Hands over the reference; needs no GIL.
   PyObject* release() { return std::exchange(pointer_, nullptr); }
   py::object take() { return py::reinterpret_steal<py::object>(release()); }
 
@@ -119,29 +120,29 @@ class GilObject {
   PyObject* pointer_ = nullptr;
 };
 
-// Gives up a reference from any thread, with or without the GIL, under any lock, where the GIL must not be taken: it is
-// dropped soon, under the GIL.
+// Gives up a reference from any thread, with or without the GIL, under any lock, in places where the GIL must not be
+// taken: it is dropped soon, under the GIL.
 void drop_later(PyObject* object) noexcept;
-// Drops what was given up so far. Under the GIL, under no lock; cheap when there is nothing.
+// Drops the references that were given up so far. Under the GIL, under no lock; cheap if there are none.
 void drop_deferred();
-// Around a fork: the child, too, drops references.
+// Called around a fork: the child drops references, too.
 void hold_deferred();
 void release_deferred();
 
-// True where signals are served.
+// True if signals are served on this thread.
 bool on_main_thread();
-// Found once, when the module is made; again in the child of a fork.
+// Called once, when the module is made, and again in the child of a fork.
 void find_main_thread();
 void become_main_thread();
 
 constexpr std::chrono::milliseconds kSlice{50};
 
-// The time `seconds` from now; none without a timeout, or with one so long that no clock counts to it. Throws
+// The time `seconds` from now; none without a timeout, or if it is beyond the range of the clock. Throws
 // ValueError for a timeout that is not a number.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
-// Calls ended(until), which waits to `until` at most and tells whether its end was reached, until it was or the
-// deadline has passed. Call it with the GIL; `ended` runs without. Throws what a signal handler raised.
+// Calls ended(until), which waits at most to `until` and returns whether its end was reached, until it was or the
+// deadline has passed. Call it with the GIL; `ended` runs without. Throws the exception of a signal handler.
 template <typename Ended>
 bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> deadline = std::nullopt) {
   const bool serves_signals = on_main_thread();

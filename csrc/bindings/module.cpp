@@ -2,7 +2,7 @@
 #include "bindings/bind.h"
 #include "bindings/errors.h"
 
-// Without mod_gil_not_used: an interpreter that has no GIL takes it up again, which guards much of this folder.
+// Without mod_gil_not_used: a free-threaded interpreter then enables its GIL, which guards much of this folder.
 PYBIND11_MODULE(_runtime, module) {
   using namespace pymoe::bindings;
   module.doc() = "The native runtime of pymoe.";

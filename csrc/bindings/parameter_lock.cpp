@@ -7,11 +7,11 @@
 namespace pymoe::bindings {
 namespace {
 
-// Never destroyed: static destruction would come while threads may still look at it.
+// Never destroyed: threads may still use it during static destruction.
 auto* waits = new runtime::Waits<SystemSync>;
 
 void enter(const runtime::Turn& turn) {
-  // With the GIL: nobody asks for it under the lock that this takes.
+  // With the GIL: no thread asks for it under the lock that this takes.
   if (waits->enter(turn, Clock::time_point::min())) return;
   wait_interruptibly([&](Clock::time_point until) {
     leave_turnstile();

@@ -1,5 +1,5 @@
-// ParameterLock of pymoe._runtime: what passes hold while they read or change parameters, and the waits of threads that
-// do.
+// ParameterLock of pymoe._runtime: held by passes while they read or change parameters; and the registered waits of
+// threads.
 #pragma once
 
 #include "bindings/gil.h"
@@ -10,8 +10,8 @@ namespace pymoe::bindings {
 // In the child of a fork: nobody waits, and nobody holds anything.
 void forget_waits();
 
-// A wait of this thread for a request of the pool (null: for room), while it lives. Made and destroyed under the GIL.
-// Throws std::logic_error where the wait could never end.
+// A wait of this thread for a request of the pool (null: for room), during the object's lifetime. Created and destroyed
+// under the GIL. Throws std::logic_error if the wait could never end.
 class RegisteredWait {
  public:
   RegisteredWait(const Pool& pool, const TensorRequest* request, bool limited);

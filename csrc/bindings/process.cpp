@@ -18,7 +18,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Never destroyed: static destruction would come while threads may still look at it.
+// Never destroyed: threads may still use it during static destruction.
 struct Registry {
   std::mutex mutex;
   std::vector<std::shared_ptr<Stoppable>> kept;
@@ -30,7 +30,7 @@ thread_local bool is_server = false;
 std::atomic<int> forks{0};
 std::atomic<bool> exiting{false};
 
-// The child's tensors give memory back, and its objects drop references: the locks of both must be free there.
+// The child's tensors return memory, and its objects drop references: the locks of both must be free there.
 void before_fork() {
   hold_deferred();
   buffers().before_fork();
@@ -41,7 +41,7 @@ void after_fork() {
   release_deferred();
 }
 
-// In the child of a fork. The parent's registry is left behind, since another thread may have held its lock.
+// In the child of a fork. The parent's registry is abandoned, since another thread may have held its lock.
 void start_generation() {
   after_fork();
   registry = new Registry;
@@ -54,7 +54,7 @@ void wait_stopped(Stoppable& stoppable) {
   wait_interruptibly([&](Clock::time_point until) { return stoppable.stopped_by(until); });
 }
 
-// Cancels what is queued and waits for all workers.
+// Cancels queued work and waits for all workers.
 void stop_all() {
   std::vector<std::shared_ptr<Stoppable>> kept;
   {
@@ -69,7 +69,7 @@ void stop_all() {
   for (const auto& stoppable : kept) wait_stopped(*stoppable);
 }
 
-// What the runtime knows a thread by.
+// The identity of a thread in the runtime.
 struct ThreadIdentity {
   runtime::SystemSync::ThreadId thread = runtime::SystemSync::this_thread();
   int batches = runtime::SystemSync::batches_on_this_thread();
@@ -83,7 +83,7 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// False also on a thread that runs one of its batches for it, which cannot ask.
+// Also false on a thread that runs one of its batches for it, which cannot ask.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());
@@ -95,7 +95,7 @@ bool has_stopped(Stoppable& stoppable) {
 }  // namespace
 
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable) {
-  std::vector<std::shared_ptr<Stoppable>> ended;  // destroyed after the lock is let go of
+  std::vector<std::shared_ptr<Stoppable>> ended;  // destroyed after the lock is released
   const std::lock_guard lock(registry->mutex);
   std::erase_if(registry->kept, [&](std::shared_ptr<Stoppable>& other) {
     if (other.use_count() > 1 || other->on_worker() || !has_stopped(*other)) return false;

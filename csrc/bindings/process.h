@@ -1,10 +1,10 @@
-// The process around the runtime: what must have ended before the interpreter does, and what a fork leaves behind.
+// The process around the runtime: work that must end before the interpreter does, and the state after a fork.
 //
-//   - Importing starts no thread. At interpreter exit an atexit hook cancels what is queued and joins all workers: a
-//     thread that asks for the GIL of an interpreter that has gone never gets it.
-//   - What has workers is registered here, and stays until they have ended, also if its Python object is collected
-//     before, on whatever thread: nothing waits in a destructor.
-//   - After a fork the child has none of the parent's workers. It gets an error where it would wait for them.
+//   - Importing starts no thread. At interpreter exit an atexit hook cancels queued work and joins all workers, because
+//     a thread that asks for the GIL of an interpreter that is gone never gets it.
+//   - Everything with workers is registered here, and stays until they have ended, even if its Python object is
+//     collected before, on any thread: no destructor waits.
+//   - After a fork the child has none of the parent's workers. It gets an error if it would wait for them.
 #pragma once
 
 #include "bindings/gil.h"
@@ -21,11 +21,11 @@ namespace pymoe::bindings {
 class Stoppable {
  public:
   virtual ~Stoppable() = default;
-  // Returns at once; what has not started runs, or is dropped.
+  // Returns at once; work that has not started runs or is dropped.
   virtual void request_stop(runtime::Stop how) = 0;
-  // True once every thread has ended, and then they are joined.
+  // True once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
-  // True on one of its threads, which cannot wait for its own end.
+  // True on one of its threads, which cannot wait for its end.
   virtual bool on_worker() const = 0;
 };
 
@@ -42,13 +42,13 @@ class Stopping final : public Stoppable {
   Threads threads;
 };
 
-// Keeps `stoppable` until it has stopped and nobody else refers to it. Throws std::runtime_error at exit. No GIL.
+// Keeps `stoppable` until it has stopped and has no other reference. Throws std::runtime_error at exit. No GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 
-// Stops it and waits until every thread has ended. Under the GIL; throws what a signal handler raised.
+// Stops it and waits until every thread has ended. Under the GIL; throws the exception of a signal handler.
 void stop(Stoppable& stoppable, runtime::Stop how);
 
-// Counts forks: what was created in another generation has no threads in this process.
+// Counts forks: an object of another generation has no threads in this process.
 int generation();
 
 // Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", in a generation other than `created`.
@@ -58,7 +58,7 @@ void require_this_process(int created, const char* where, const char* kind);
 void with_thread_state(const std::function<void()>& work);
 // The same for workers of a Runtime.
 void serve_with_thread_state(const std::function<void()>& work);
-// True on a thread that is inside one of these; inside the second.
+// on_worker_thread: inside either function. on_server_thread: inside serve_with_thread_state.
 bool on_worker_thread();
 bool on_server_thread();
 

@@ -1,4 +1,4 @@
-// torch's profiler, carried to the threads that work for the one that is profiled.
+// torch's profiler, extended to the threads that work for a profiled thread.
 #include "bindings/bind.h"
 
 #include <dlfcn.h>
@@ -11,10 +11,11 @@ namespace py = pybind11;
 namespace pymoe::bindings {
 namespace {
 
-// The profiler watches a thread by two things that torch keeps there: a chain of debug information, shared, and a list
-// of callbacks, copied. torch carries both to its own threads; from outside only these C++ functions reach them. No
-// header of torch is needed: a shared pointer is handled the same way whatever it points to, and the list is never
-// looked into. (torch's enableProfilerInChildThread takes one thread, and leaves a callback behind on the first.)
+// The profiler watches a thread through two things that torch keeps there: a chain of debug information, which is
+// shared, and a list of callbacks, which is copied. torch carries both to its own threads; from outside only these C++
+// functions reach them. No header of torch is needed: a shared pointer is handled the same way whatever it points to,
+// and this code never reads the list. (torch's enableProfilerInChildThread takes one thread, and leaves a callback
+// behind on the first.)
 using DebugInfo = std::shared_ptr<void>;
 using Callbacks = void;
 
@@ -30,7 +31,7 @@ struct TorchProfiler {
 
 template <typename Function>
 void find(Function& function, const char* library, const char* name) {
-  // Libraries that are loaded already, or none.
+  // Only libraries that are already loaded.
   if (void* handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY)) {
     function = reinterpret_cast<Function>(dlsym(handle, name));
     dlclose(handle);
@@ -50,7 +51,7 @@ const TorchProfiler& torch_profiler() {
   return profiler;
 }
 
-// What watches the thread on which it was made, which must wait while others take part.
+// The profiling state of the thread that created it, which must wait while other threads take part.
 class Profiled {
  public:
   Profiled() {
@@ -59,7 +60,7 @@ class Profiled {
     callbacks_ = torch_profiler().callbacks();
   }
 
-  // On another thread that nothing watches; true if it does from now on.
+  // On another thread that is not profiled; true if it is profiled from now on.
   bool join() const {
     if (callbacks_ == nullptr) return false;
     torch_profiler().set_callbacks(callbacks_);

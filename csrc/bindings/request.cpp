@@ -54,13 +54,13 @@ py::object TensorRequest::exception() const {
     std::rethrow_exception(error());
   } catch (const BatchRaised&) {
     if (outcome != nullptr && PyExceptionInstance_Check(outcome)) {
-      // Every request of a batch raises the one exception, in threads of their own. Without this its traceback would
+      // Every request of a batch raises the same exception, in several threads. Without this its traceback would
       // grow by the frames of each.
       PyException_SetTraceback(outcome, traceback != nullptr ? traceback : Py_None);
       return borrow(outcome);
     }
   } catch (...) {
-    // said below
+    // reported below
   }
   set_python_error(error());
   return take_error();
@@ -84,15 +84,15 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   }
   std::vector<Position> positions(tensors, tensors + count);
   if (const auto found = known_.find(positions); found != known_.end()) return last_ = found->second;
-  if (schema_) check(tensors, count);  // runs Python only where it throws
+  if (schema_) check(tensors, count);  // runs Python only if it throws
   if (known_.size() >= most_known_) forget_unused();
   last_ = std::make_shared<Signature>(next_kind_++, positions);
   known_.emplace(std::move(positions), last_);
   return last_;
 }
 
-// Ragged requests come in any number of shapes. One that is forgotten is a new kind when it comes back, so those that
-// requests have are kept: what is queued, and what comes now, still meet in a batch.
+// Ragged requests come in any number of shapes. A forgotten shape is a new kind when it comes back, so shapes with
+// requests are kept: a queued request and a new one can then still share a batch.
 void Signatures::forget_unused() {
   std::erase_if(known_, [](const auto& entry) { return entry.second.use_count() == 1; });
   most_known_ = std::max(kKept, 2 * known_.size());

@@ -1,5 +1,5 @@
-// TensorRequest: a client's tensors on their way through a pool, and Signature: what the tensors of one batch have in
-// common.
+// TensorRequest: a client's tensors on their way through a pool, and Signature: the common properties of the tensors in
+// one batch.
 #pragma once
 
 #include "bindings/dlpack.h"
@@ -22,8 +22,8 @@ using runtime::SystemSync;
 using Pool = runtime::TaskPool<SystemSync>;
 using Batch = std::span<const runtime::Slice<SystemSync>>;
 
-// The error of a request whose batch raised; the exception itself is the request's `outcome`. Of a request that ended
-// in another way `outcome` may hold what an earlier run of its batch raised.
+// The error of a request whose batch raised; the exception itself is the request's `outcome`. If a request ended in
+// another way, `outcome` may hold an exception from an earlier run of its batch.
 class BatchRaised : public std::exception {
  public:
   explicit BatchRaised(bool may_retry) : may_retry(may_retry) {}
@@ -54,13 +54,13 @@ struct Signature {
 
   const uint64_t kind;
   const std::vector<Position> positions;
-  const bool on_cpu;  // every tensor
+  const bool on_cpu;  // true if every tensor is
 
  private:
   static bool is_on_cpu(const Position& position) { return position.device.type == dlpack::kCpu; }
 };
 
-// One client's tensors. Everything Python is read and written under the GIL alone.
+// One client's tensors. All Python objects are read and written only under the GIL.
 class TensorRequest final : public runtime::Request<SystemSync> {
  public:
   struct Input {
@@ -78,39 +78,39 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   int64_t positions() const { return static_cast<int64_t>(signature->positions.size()); }
   void drop_inputs();
   void set_outcome(py::object value, bool raised);
-  // Whether every tensor is still what it was at submit: its memory, shape, strides and dtype. Under the GIL.
+  // True if every tensor still has the memory, shape, strides and dtype that it had at submit. Under the GIL.
   bool unchanged() const;
-  // Of a request that has ended with an error: the exception object to raise.
+  // The exception to raise, for a request that has ended with an error.
   py::object exception() const;
   // True if it was cancelled before it had started.
   bool was_cancelled() const;
 
   const std::shared_ptr<const Signature> signature;
-  // Rows of its tensors. A request without rows counts as one in its queue, or nothing would ever make it ready.
+  // Number of rows of its tensors. A request without rows counts as one in its queue, or it would never become ready.
   const int64_t tensor_rows;
 
   PyObject* outcome = nullptr;    // its result, or the exception that its batch raised
-  PyObject* traceback = nullptr;  // that exception's, as the batch left it
-  std::vector<PyObject*> parts;   // owned: results of the slices so far, of a request larger than a batch
+  PyObject* traceback = nullptr;  // traceback of that exception when the batch ended
+  std::vector<PyObject*> parts;   // owned: results of the finished slices, for a request larger than a batch
   bool dropped = false;           // nobody will ask for the outcome
 
  private:
   std::array<Input, 2> few_;
-  std::unique_ptr<Input[]> many_;  // when they are more than two
+  std::unique_ptr<Input[]> many_;  // if there are more than two
 };
 
-// The signatures that a pool has seen, and their numbers. Guarded by the GIL: what runs Python leaves them in order.
+// The signatures that a pool has seen, with their numbers. Guarded by the GIL: calls into Python leave them consistent.
 class Signatures {
  public:
   // `schema`: what every request must look like, if given.
   Signatures(std::string pool, std::optional<std::vector<Position>> schema)
       : pool_(std::move(pool)), schema_(std::move(schema)) {}
 
-  // The signature of these tensors. Throws ValueError or TypeError when they do not fit the schema.
+  // The signature of these tensors. Throws ValueError or TypeError if they do not fit the schema.
   std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
 
  private:
-  // So many are kept although no request has them now.
+  // Number of signatures that are kept without a request.
   static constexpr size_t kKept = 256;
 
   void check(const dlpack::Tensor* tensors, size_t count) const;

@@ -9,7 +9,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Structures that hold themselves never end.
+// Structures that contain themselves never end.
 class Deeper {
  public:
   Deeper() {
@@ -18,7 +18,7 @@ class Deeper {
   ~Deeper() { Py_LeaveRecursiveCall(); }
 };
 
-// `items` as the tuple or list that `like` is.
+// `items` as a tuple or list, like `like`.
 py::object sequence_like(py::handle like, py::list items) {
   const py::type type = py::type::of(like);
   if (PyList_CheckExact(like.ptr())) return items;
@@ -37,8 +37,8 @@ class Split {
   Split(const std::vector<int64_t>& rows, const char* where)
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
-  // Finds the memory that several tensors of an output share: in clones of each an edit of one would not show in the
-  // others, as it does where the function is called directly, and nobody could tell.
+  // Finds the memory that several tensors of an output share. In separate clones, an edit of one would not show in the
+  // others, as it does in a direct call of the function, and nobody could notice.
   void find_shared(const py::object& output) {
     if (dlpack::is_tensor(output.ptr())) {
       const size_t memory = memory_of(output);
@@ -76,12 +76,12 @@ class Split {
             static_cast<long long>(total_), shape.ptr());
     }
     const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
-    // Clients may change what they get: the function's own memory (a table, a cache, its parameters), which it may have
-    // returned, a view of it, or one row of memory as several (an expanded one) never get to them.
+    // Clients may change their results. They never get the function's own memory (a table, a cache, its parameters), a
+    // view of it, or several rows that are one row in memory (an expanded tensor).
     const py::object apart = shares(output) ? output : own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
     if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);
-    // "Unsafe" leaves out what forbids to change one of several views in place: each goes to a client of its own.
+    // The "unsafe" version allows in-place changes of one of several views: each goes to a different client.
     PyObject* arguments[] = {apart.ptr(), sizes_.ptr()};
     const py::object views = own(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
     std::vector<py::object> parts;
@@ -96,7 +96,7 @@ class Split {
   std::vector<py::object> sequence(const py::object& output) {
     const Deeper deeper;
     std::vector<py::list> items(rows_.size());
-    for (py::handle item : py::tuple(output)) {  // what is done with them may change a list
+    for (py::handle item : py::tuple(output)) {  // the calls below may change a list
       const std::vector<py::object> parts = (*this)(py::reinterpret_borrow<py::object>(item));
       for (size_t i = 0; i < parts.size(); ++i) items[i].append(parts[i]);
     }
@@ -124,7 +124,7 @@ class Split {
     return results;
   }
 
-  // Zero where there is none.
+  // Zero for a tensor without memory.
   static size_t memory_of(const py::object& tensor) {
     try {
       return tensor.attr("untyped_storage")().attr("data_ptr")().cast<size_t>();
@@ -134,7 +134,7 @@ class Split {
     }
   }
 
-  // Rows that are one row in memory are made to be several all the same.
+  // Also true if several rows are one row in memory, which must become separate rows.
   bool shares(const py::object& output) const {
     if (shared_.empty()) return false;
     const size_t memory = memory_of(output);
@@ -162,7 +162,7 @@ py::object cat_structures(const py::list& parts) {
   const py::object first = parts[0];
   if (dlpack::is_tensor(first.ptr())) return own(PyObject_CallOneArg(torch_calls().cat, parts.ptr()));
 
-  // What every part has at `key`, put together.
+  // The values of all parts at `key`, concatenated.
   const auto cat_at = [&](const py::object& key) {
     py::list column;
     for (py::handle part : parts) column.append(own(PyObject_GetItem(part.ptr(), key.ptr())));

@@ -1,5 +1,5 @@
-// TaskPool of pymoe._runtime: where Python's clients submit tensors. submit_task is a function of CPython's own calling
-// convention: pybind11 would take longer to read its arguments than the queue takes.
+// TaskPool of pymoe._runtime: Python clients submit tensors here. submit_task uses CPython's own calling
+// convention, because pybind11 would take longer to read its arguments than the queue takes.
 #include <pybind11/typing.h>
 
 #include <array>
@@ -47,7 +47,7 @@ std::optional<std::vector<Position>> read_schema(const std::optional<py::sequenc
   return positions;
 }
 
-// What is behind a TaskPool object.
+// The native object behind a TaskPool.
 class PyTaskPool {
  public:
   PyTaskPool(const py::object& process_func, const std::string& name, int64_t min_batch_size, int64_t max_batch_size,
@@ -78,7 +78,7 @@ class PyTaskPool {
     pool = Pool::create(name, options, function, std::move(strand));
   }
 
-  // In the child of a fork nothing of the parent's is destroyed: its locks may be held for ever.
+  // In the child of a fork, objects of the parent are not destroyed: its locks may be held for ever.
   ~PyTaskPool() {
     if (created != generation()) {
       new std::pair(std::move(function), std::move(pool));
@@ -91,7 +91,7 @@ class PyTaskPool {
   PyTaskPool(const PyTaskPool&) = delete;
   PyTaskPool& operator=(const PyTaskPool&) = delete;
 
-  // A thread that helps runs the batch on its own current device and stream, so nothing may be there for a GPU to do.
+  // A thread that helps runs the batch on its own current device and stream, so a GPU must not be involved.
   bool may_help(const Signature& signature) const { return !pin_memory && signature.on_cpu; }
 
   const std::string where;  // for errors
@@ -101,11 +101,11 @@ class PyTaskPool {
   const double priority;  // seconds
   const bool raise_when_full;
   const bool pin_memory;
-  const std::optional<double> request_timeout;  // of requests that have none of their own
+  const std::optional<double> request_timeout;  // for requests without a timeout
   const int created = generation();
 };
 
-// Shows the garbage collector the pool's function, whose closure may refer to the pool.
+// Shows the pool's function, whose closure may refer to the pool, to the garbage collector.
 void let_collector_in(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
@@ -120,7 +120,7 @@ void let_collector_in(PyHeapTypeObject* heap_type) {
   };
 }
 
-// The pool of an object of the type. pybind11's own way takes longer, and does not look whether there is one.
+// The pool of an object of the type. pybind11's own way takes longer, and does not check that there is one.
 PyTaskPool& native(PyObject* object) {
   const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
@@ -223,7 +223,7 @@ void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
-// Memory bounds the number of batches that a request takes, but not where its rows take none.
+// Memory bounds the number of batches that a request takes, unless its rows take no memory.
 void require_elements(const PyTaskPool& state, const Signature& signature, int64_t rows) {
   for (const Position& position : signature.positions) {
     if (position.row_bytes > 0) return;
@@ -233,7 +233,7 @@ void require_elements(const PyTaskPool& state, const Signature& signature, int64
         static_cast<long long>(rows));
 }
 
-// Null if the queue is full and the pool waits for room, but not `may_wait`.
+// Null if the queue is full and the pool would wait for room, but `may_wait` is false.
 std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
                                       bool may_wait) {
   require_this_process(state.created, state.where.c_str(), "TaskPool");
@@ -248,8 +248,8 @@ std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, 
   auto request =
       std::make_shared<TensorRequest>(std::move(signature), arguments.inputs(), rows, deadline,
                                       priority == 0 ? SystemSync::Duration::zero() : to_duration(priority, "priority"));
-  // With the GIL: this takes no longer than to let go of it and to come back. It waits for nothing but the strand's
-  // lock, under which nobody asks for the GIL.
+  // With the GIL: this takes no longer than releasing and reacquiring it. It waits only for the strand's lock, under
+  // which no thread asks for the GIL.
   if (state.pool->submit(request, SystemSync::Time::min())) return request;
   if (!may_wait && !state.raise_when_full) return nullptr;
   submit_slowly(state, request);

@@ -19,7 +19,7 @@ bool answers_as_usual(const Question& question) {
 
 void set_grad(bool enabled) { own(PyObject_CallOneArg(torch_calls().set_grad_enabled, enabled ? Py_True : Py_False)); }
 
-// A dotted name below torch, kept for the process; null where this torch does not have it.
+// A dotted name below torch, kept for the process; null if this torch does not have it.
 PyObject* find_optional(const std::string& dotted) {
   try {
     py::object found = py::module_::import("torch");
@@ -41,11 +41,11 @@ PyObject* find(const char* dotted) {
 
 PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromString(name))); }
 
-// What a thread can have switched on in torch, each with the answer of a thread that has not. Few, since every client
-// that is alone with its request asks them all: a thread in inference mode is noticed by its forward-mode gradients,
-// which are off. The interpreters are those of torch.func's transforms. Keys of the dispatcher are left out below
-// autograd: inside a custom operator, and where a dispatch mode handles an operation. A frame callback is
-// torch.compile's, while it runs compiled code.
+// Settings that a thread can have in torch, each with the answer of a thread without it. There are few questions, since
+// every client that is alone with its request asks them all: a thread in inference mode is recognised by its
+// forward-mode gradients, which are off. The interpreters belong to torch.func's transforms. Dispatch keys below
+// autograd are excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a
+// frame callback while it runs compiled code.
 std::vector<Question> plain_state() {
   return {
       {find("_C._is_any_autocast_enabled"), nullptr, Py_False},
@@ -90,7 +90,7 @@ const TorchCalls& torch_calls() {
   return *calls;
 }
 
-// Work of a thread that has not been told otherwise goes to the default stream of the first GPU.
+// By default, the work of a thread goes to the default stream of the first GPU.
 static bool on_usual_gpu(const TorchCalls& calls) {
   if (calls.cuda == nullptr || calls.cuda_device == nullptr || calls.cuda_stream == nullptr) return true;
   if (own(PyObject_GetAttr(calls.cuda, calls.initialized)).ptr() != Py_True) return true;
@@ -110,7 +110,7 @@ bool thread_is_plain() {
 void adopt_thread_count() {
   thread_local bool adopted = false;
   if (adopted) return;
-  // Workers begin with this, maybe before torch is there, and none of them is to import it.
+  // Workers begin with this, maybe before torch is imported, and must not import it.
   const py::object torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
   if (!torch || !py::hasattr(torch, "get_num_threads")) return;
   torch.attr("get_num_threads")();
@@ -125,7 +125,7 @@ GradMode::~GradMode() {
   if (!changed_) return;
   try {
     set_grad(before_);
-  } catch (const py::error_already_set&) {  // nothing that a destructor could do
+  } catch (const py::error_already_set&) {  // a destructor could do nothing about it
   }
 }
 

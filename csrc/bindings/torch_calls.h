@@ -7,8 +7,8 @@
 
 namespace pymoe::bindings {
 
-// Something that a thread can be asked, and what a thread in the state in which threads begin answers (null: anything
-// that counts as false).
+// A question about a thread, and the answer of a thread in its initial state (null: any
+// value that counts as false).
 struct Question {
   PyObject* function;
   PyObject* argument;  // or null
@@ -20,11 +20,11 @@ struct TorchCalls {
   PyObject* cat;
   PyObject* empty;
   PyObject* unsafe_split_with_sizes;
-  PyObject* gather_batch;  // pymoe's operator; null where the operators are not loaded
+  PyObject* gather_batch;  // pymoe's operator; null if the operators are not loaded
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   const std::vector<Question>* plain_state;
-  PyObject* cuda;         // the module; null where torch has none, as are the next two
+  PyObject* cuda;         // the module; null if torch has none, as are the next two
   PyObject* cuda_device;  // of this thread
   PyObject* cuda_stream;
   PyObject* record;         // torch._C._profiler._RecordFunctionFast
@@ -34,19 +34,19 @@ struct TorchCalls {
   PyObject* initialized;
 };
 
-// Throws an ImportError where torch is not as we know it.
+// Throws an ImportError if torch does not have the expected names.
 const TorchCalls& torch_calls();
 
-// True where a batch may run on this thread as it would on a worker: nothing is switched on that an operation, a graph
-// or a module would notice (modes, autocast, hooks on saved tensors, transforms, another GPU). The grad mode may be
-// any: GradMode sets it. Context variables and the depth of the stack a batch has for itself anyway (batch.cpp).
+// True if a batch may run on this thread as it would on a worker: no setting is on that an operation, a graph
+// or a module would notice (modes, autocast, hooks on saved tensors, transforms, another GPU). The grad mode does not
+// matter: GradMode sets it. A batch has its own context variables and stack depth anyway (batch.cpp).
 bool thread_is_plain();
 
-// Has this thread heed torch.set_num_threads: torch tells OpenMP so for each thread by itself, but not before its first
-// parallel loop, and a matrix product may come first.
+// Makes this thread follow torch.set_num_threads: torch passes the number to OpenMP for each thread, but only at the
+// thread's first parallel loop, and a matrix product may come first.
 void adopt_thread_count();
 
-// Sets the grad mode while it lives.
+// Sets the grad mode during the object's lifetime.
 class GradMode {
  public:
   explicit GradMode(bool enabled);

@@ -19,7 +19,7 @@ using SeatPointer = std::shared_ptr<Seat>;
 
 namespace {
 
-// What a client's step takes between two waits: to return, to loop, to submit.
+// The time of a client's step between two waits: to return, to loop, to submit.
 constexpr std::chrono::microseconds kSpin{5};
 
 void relax() {
@@ -35,7 +35,7 @@ void relax() {
 // The threads that wait for the requests of one batch, in their order.
 class Turnstile : public std::enable_shared_from_this<Turnstile> {
  public:
-  // `runs` comes before them all; null if nobody does.
+  // `runs` precedes all of them; null if there is no such thread.
   Turnstile(std::vector<SeatPointer> seats, SeatPointer runs) : seats_(std::move(seats)), last_(std::move(runs)) {}
 
   void call_next();
@@ -44,7 +44,7 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
   std::mutex mutex_;
   std::vector<SeatPointer> seats_;
   size_t next_ = 0;
-  SeatPointer last_;  // who was called last, as long as there is a next one to be told
+  SeatPointer last_;  // the seat that was called last, while a next one must be told
 };
 
 struct Seat {
@@ -56,9 +56,9 @@ struct Seat {
   SeatPointer before;
   std::shared_ptr<Turnstile> turnstile;
   std::atomic<bool> owes_call{false};
-  std::atomic<bool> left{false};  // its thread waits again, or has gone
+  std::atomic<bool> left{false};  // its thread waits again, or is gone
 
-  // True if its thread is there to come.
+  // True if its thread is ready to come.
   bool call(SeatPointer predecessor, std::shared_ptr<Turnstile> through) {
     {
       const std::lock_guard lock(mutex);
@@ -72,7 +72,7 @@ struct Seat {
     return true;
   }
 
-  // The call that it owes, made by its thread or by the one after it.
+  // Makes the call that this seat owes, on its thread or on the one after it.
   void pass_on() {
     if (owes_call.exchange(false)) turnstile->call_next();
   }
@@ -82,7 +82,7 @@ struct Seat {
     pass_on();
   }
 
-  // By its own thread, once called.
+  // Called on its own thread after the call.
   void take_turn() {
     const SeatPointer running = std::move(before);
     if (!running) return;
@@ -107,7 +107,7 @@ void Turnstile::call_next() {
 
 namespace {
 
-// The seat on which this thread came back last, until it waits again.
+// The seat on which this thread last came back, until it waits again.
 struct Current {
   SeatPointer seat;
   int created = 0;
@@ -136,7 +136,7 @@ void arrive(const SeatPointer& seat) {
 
 void leave_turnstile() {
   const SeatPointer seat = std::move(current.seat);
-  // In the child of a fork the other threads are not there, and their locks may be held for ever.
+  // In the child of a fork the other threads are missing, and their locks may be held for ever.
   if (seat && current.created == generation()) seat->leave();
 }
 
@@ -149,7 +149,7 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // It was called, and its thread does not come: it passes on its own call and the one of who runs before it.
+  // It was called, and its thread does not come: it passes on its own call and that of the thread before it.
   if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }

@@ -27,7 +27,7 @@ Clock::duration seconds_up_to_a_year(double seconds, bool valid, const char* wha
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// A call on a pool, and what came of it: the job and its future. Its Python objects are used under the GIL.
+// A call on a pool and its outcome: the job and its future. Its Python objects are used under the GIL.
 class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
  public:
   Task(py::object function, py::object args, py::object kwargs)
@@ -71,24 +71,24 @@ class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
 
  private:
   GilObject function_, args_, kwargs_, outcome_;
-  bool raised_ = false;  // what the outcome is
+  bool raised_ = false;  // true if the outcome is an exception
   const int created_ = generation();
 };
 
-// All under the GIL.
+// Everything is called under the GIL.
 class PyWorkerPool {
  public:
   PyWorkerPool(int workers, int most, double still, double idle) {
     const runtime::Growth<SystemSync> growth{
         most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
         seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
-    const WithoutGil released;  // also while a pool that came too late joins its workers: they go before `released`
+    const WithoutGil released;  // also while a late pool joins its workers: they go before `released`
     auto threads = std::make_shared<Threads>(workers, with_thread_state, growth);
     keep_until_stopped(threads);
     threads_ = std::move(threads);
   }
 
-  // May run on any thread, a worker of this very pool included, so it does not wait: the process keeps the threads.
+  // May run on any thread, even a worker of this pool, so it does not wait: the process keeps the threads.
   ~PyWorkerPool() {
     if (created_ == generation()) threads_->threads.request_stop(Stop::kDrain);
   }
@@ -132,21 +132,21 @@ class PyWorkerPool {
 
 using Calls = runtime::ParallelFor<runtime::SystemSync>;
 
-// What a call raised. Copies share the exception object; they are made and destroyed without the GIL.
+// The exception of a call. Copies share the exception object; they are made and destroyed without the GIL.
 struct CallRaised : std::exception {
   explicit CallRaised(py::object error) : object(std::make_shared<GilObject>(std::move(error))) {}
   const char* what() const noexcept override { return "a call raised"; }
   std::shared_ptr<GilObject> object;
 };
 
-// What the innermost parallel_for of a thread shares with the calls that the thread makes for it.
+// State that the innermost parallel_for of a thread shares with the calls that the thread makes for it.
 struct Helped {
   Calls* run = nullptr;
-  py::object interrupt;  // that came in one of these calls
+  py::object interrupt;  // an interrupt in one of these calls
 };
 thread_local Helped* helped = nullptr;
 
-// While it lives, the thread makes calls of the run.
+// During its lifetime, the thread makes calls of the run.
 struct Helping {
   explicit Helping(Helped* now) : before(std::exchange(helped, now)) {}
   ~Helping() { helped = before; }
@@ -155,7 +155,7 @@ struct Helping {
   Helped* before;
 };
 
-// Makes the calls that are left, and waits for those that run. An interrupt leaves out what has not started; a second
+// Makes the remaining calls, and waits for running ones. An interrupt drops calls that have not started; a second
 // one does not wait for the rest.
 void wait_for(Calls& run) {
   Helped shared{&run, {}};
@@ -211,7 +211,8 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
     const WithoutGil released;
     run = Calls::start(workers->threads, count, call, limit);
   }
-  // Destroys what the calls have raised, or leaves it to a worker that is about to end: without the GIL, as the pool.
+  // Destroys the exceptions of the calls, or leaves them to a worker that is about to end: without the GIL, as the
+  // pool.
   struct Released {
     ~Released() {
       const WithoutGil released;
@@ -248,7 +249,7 @@ void bind_worker_pool(py::module_& module) {
            "Start ``workers`` threads, and up to ``most`` while functions are queued and threads wait: use no "
            "processor\n"
            "for ``still`` seconds. Threads beyond ``workers`` end after ``idle`` seconds without work.")
-      // The function's parameter has no name, so that every keyword is the function's own.
+      // The function's parameter has no name, so that all keywords belong to the function.
       .def("submit", &PyWorkerPool::submit,
            "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`; RuntimeError after a shutdown.")
       .def("shutdown", &PyWorkerPool::shutdown, py::arg("drain") = true,

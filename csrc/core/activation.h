@@ -1,6 +1,6 @@
-// The arithmetic of expert_activation on one element, by one fixed sequence of IEEE operations, so that results do not
-// depend on a library's functions or on the device: but for fp64's gelu, which takes the library's erfc. Build without
-// contraction.
+// The arithmetic of expert_activation on one element, as one fixed sequence of IEEE operations, so that results do not
+// depend on a library's functions or on the device. The exception is fp64's gelu, which uses the library's erfc. Build
+// without contraction.
 #pragma once
 
 #include <cmath>
@@ -24,20 +24,20 @@ enum class Activation : int8_t {
   kClampedSwiglu,
 };
 
-// Does it take gate and up, two values for one?
+// True if the kind takes gate and up, two values for one.
 constexpr bool is_gated(Activation kind) {
   return kind == Activation::kSwiglu || kind == Activation::kGeglu || kind == Activation::kGegluTanh ||
          kind == Activation::kClampedSwiglu;
 }
 
-// The numbers of kClampedSwiglu; the other kinds have none.
+// The parameters of kClampedSwiglu; the other kinds have none.
 template <typename S>
 struct SwigluClamp {
   S limit, alpha, up_offset;
 };
 
-// 1 + e^x: the bits of exp_in_fixed_steps(x) + 1 for every x but NaN, where it is some number. Fewer steps reach them,
-// because what e^x is below the rounding of 1 does not matter: no second factor for subnormals, and none for NaN.
+// 1 + e^x: the bits of exp_in_fixed_steps(x) + 1 for every x except NaN, for which it is some number. It needs fewer
+// steps, because bits of e^x below the rounding of 1 do not matter: no second factor for subnormals, and none for NaN.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   using Steps = ExpSteps<S>;
@@ -51,16 +51,16 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   const S twice = add_exact_product(p * (r * r) + r, S{2}, S{2});
-  // The lower bits of `shifted` are n, whose upper ones the shift pushes out. Twice e^r times 2^(n - 1): for the
-  // greatest x 2^n would overflow before the result does.
+  // The lower bits of `shifted` are n; the shift pushes out its upper bits. The factors are 2 e^r and 2^(n - 1),
+  // because for the greatest x 2^n would overflow before the result does.
   using Unsigned = std::make_unsigned_t<Integer>;
   const Unsigned exponent = (bit_cast<Unsigned>(shifted) + static_cast<Unsigned>(Steps::kBias - 1)) << Steps::kMantissa;
   return add_exact_product(twice, bit_cast<S>(exponent), S{1});
 }
 
-// The numbers of fp32's normal_cdf: for z = |x| / sqrt 2 and t = 1 / (1 + 0.3 z), 1 - Phi(|x|) = e^(-z^2) t P(t). P is
-// a minimax fit (relative error 2e-8 for 0 <= z <= 10.5, beyond which the result underflows), so the lower tail keeps
-// its relative accuracy, which it loses as 1 + erf.
+// The constants of fp32's normal_cdf: for z = |x| / sqrt 2 and t = 1 / (1 + 0.3 z), 1 - Phi(|x|) = e^(-z^2) t P(t). P
+// is a minimax fit (relative error 2e-8 for 0 <= z <= 10.5; beyond that the result underflows), so the lower tail keeps
+// its relative accuracy, which 1 + erf would lose.
 struct NormalTail {
   static constexpr float kSlope = 0.212132034f;  // 0.3 / sqrt 2
   static constexpr float kP0 = 0.0845937263f, kP1 = 0.0853616191f, kP2 = 0.0741449206f, kP3 = 0.107547398f;
@@ -68,8 +68,8 @@ struct NormalTail {
   static constexpr float kP8 = -0.0647767023f;
 };
 
-// The numbers of gelu_tanh: 2 u = x (kLinear + kCubic x^2) for u = sqrt(2 / pi) (x + 0.044715 x^3). Past kSaturated
-// both e^(-2 u) and e^(2 u) are 0 in fp64, too, and x^2 is no overflow before it.
+// The constants of gelu_tanh: 2 u = x (kLinear + kCubic x^2) for u = sqrt(2 / pi) (x + 0.044715 x^3). Past kSaturated
+// both e^(-2 u) and e^(2 u) are 0 even in fp64, and x^2 does not overflow before it.
 struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308, kCubic = 0.071354816272600254, kSaturated = 40.0;
 };

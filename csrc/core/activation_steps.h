@@ -1,8 +1,8 @@
-// The steps of expert_activation, for V an element or a vector of them. Included by core/activation.h and, once an
-// instruction set, by the CPU kernel (no include guard on purpose), each of which has element_t<V>,
-// exp_in_fixed_steps(V), one_plus_exp(V) and normal_cdf(V, V&) of fp64 before it.
+// The steps of expert_activation, for V an element or a vector of elements. Included by core/activation.h and, once for
+// each instruction set, by the CPU kernel (no include guard on purpose). Each includer first defines element_t<V>,
+// exp_in_fixed_steps(V), one_plus_exp(V) and, for fp64, normal_cdf(V, V&).
 
-// The normal distribution's Phi(x) in fp32, and e^(-x^2 / 2) into `gauss`. The polynomial by Estrin's scheme: short
+// The normal distribution's Phi(x) in fp32, and e^(-x^2 / 2) in `gauss`. The polynomial uses Estrin's scheme: short
 // chains of dependent operations.
 template <typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V normal_cdf(V x, V& gauss) {
@@ -17,7 +17,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V normal_cdf(V x, V& gauss) {
   return x > 0.0f ? 1.0f - tail : tail;
 }
 
-// (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)), the factor of x in gelu_tanh, and 2 du/dx into `slope`.
+// (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)), the factor of x in gelu_tanh, and 2 du/dx in `slope`.
 template <typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V tanh_gate(V x, V& slope) {
   using S = element_t<V>;
@@ -29,14 +29,14 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V tanh_gate(V x, V& slope) {
   return S(1) / one_plus_exp(-(inside * (kLinear + kCubic * square)));
 }
 
-// `x` within [-limit, limit], and NaN where it is NaN.
+// `x` clamped to [-limit, limit]; NaN stays NaN.
 template <typename V, typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE V clamp_both(V x, S limit) {
   const V low = x < -limit ? V{} - limit : x;
   return low > limit ? V{} + limit : low;
 }
 
-// One result. `up` is read by gated kinds alone, `clamp` by kClampedSwiglu alone.
+// One result. Only gated kinds read `up`, only kClampedSwiglu reads `clamp`.
 template <Activation kind, typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V activate(V x, V up, const SwigluClamp<element_t<V>>& clamp) {
   if constexpr (kind == Activation::kSwiglu) {
@@ -58,7 +58,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V activate(V x, V up, const SwigluClamp<element_t
   }
 }
 
-// One gradient: of x (the gate, for gated kinds), and of up into `grad_up`.
+// One gradient: of x (the gate, for gated kinds), and of up in `grad_up`.
 template <Activation kind, typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V differentiate(V grad, V x, V up, V& grad_up, const SwigluClamp<element_t<V>>& clamp) {
   using S = element_t<V>;

@@ -57,8 +57,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(Float16 value) {
   if (magnitude >= 0x7c00u) {  // infinity or NaN: widen the exponent, keep the payload
     return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // fp32 holds every fp16 subnormal as a normal. No operand below is subnormal, so that a thread which flushes
-  // subnormals to zero gets the same.
+  // fp32 holds every fp16 subnormal as a normal number. No operand below is subnormal, so a thread that flushes
+  // subnormals to zero gets the same result.
   const float widened = magnitude < 0x400u ? static_cast<float>(magnitude) * bit_cast<float>(0x33800000u)  // * 2^-24
                                            : bit_cast<float>((magnitude << 13) + 0x38000000u);
   return bit_cast<float>(sign | bit_cast<uint32_t>(widened));

@@ -1,4 +1,4 @@
-// Compiler spellings used by every layer. Nothing here knows of torch or Python.
+// Compiler spellings used by every layer. Nothing here depends on torch or Python.
 #pragma once
 
 #if defined(__CUDACC__)

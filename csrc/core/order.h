@@ -1,7 +1,7 @@
 // The order in which experts are chosen, on integers.
 //
-// order_key(x) is greater for what is chosen first: numbers by value, -0 equal to +0, every NaN above all numbers and
-// equal to every other NaN. No value has the least integer as its key, so that one can stand for "nothing yet".
+// order_key(x) is greater for values that are chosen first: numbers by value, -0 equal to +0, every NaN above all
+// numbers and equal to every other NaN. No value has the least integer as its key, so that key can mean "nothing yet".
 // 16-bit floats order as the float that they widen to. Ties between keys go to the lower index.
 #pragma once
 
@@ -30,7 +30,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE order_key_t<S> order_key(S value) {
   return value != value ? kMagnitude : key;
 }
 
-// The value of a key that order_key made: exact but for -0, which comes back as +0, and for a NaN's payload.
+// The value from which order_key made a key: exact, except that -0 comes back as +0 and a NaN loses its payload.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S value_of_key(order_key_t<S> key) {
   return bit_cast<S>(key < 0 ? key ^ std::numeric_limits<order_key_t<S>>::max() : key);

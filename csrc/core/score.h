@@ -1,4 +1,4 @@
-// Scores of a router's logits, by one fixed sequence of IEEE operations, so that a choice that is made on scores does
+// Scores of a router's logits, by one fixed sequence of IEEE operations, so that a choice by scores does
 // not depend on a library's exp, on the instruction set or on the device. The specification is
 // pymoe/reference/scores.py; kernels/cpu/simd.h computes the same steps on vectors. Build without contraction.
 #pragma once
@@ -12,14 +12,14 @@ namespace pymoe {
 
 enum class Score : int8_t { kSoftmax, kSigmoid };
 
-// Sums of chosen scores, and sums of sigmoid scores, are floored at this before they divide.
+// Least divisor: smaller sums of chosen scores, and of sigmoid scores, are replaced by it.
 inline constexpr double kScoreSumFloor = 1e-20;
 
 // Sums over experts run in this many interleaved lanes: lane i adds values i, i + 16, i + 32, ... in turn; then lanes
 // i and i + 8 are added, then i and i + 4, i + 2, i + 1.
 inline constexpr int kSumLanes = 16;
 
-// The numbers of exp_in_fixed_steps: x = n ln 2 + r, |r| <= ln 2 / 2, e^r = 1 + r + r^2 * polynomial(r).
+// The constants of exp_in_fixed_steps: x = n ln 2 + r, |r| <= ln 2 / 2, e^r = 1 + r + r^2 * polynomial(r).
 template <typename S>
 struct ExpSteps;
 
@@ -59,8 +59,8 @@ struct ExpSteps<double> {
   }
 };
 
-// a * b + c for a product that needs no rounding: a fused multiply-add, on the GPU one instruction for two, then has
-// the bits of the two.
+// a * b + c for a product that needs no rounding: a fused multiply-add, which is one instruction on the GPU, then gives
+// the same bits as two operations.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S add_exact_product(S a, S b, S c) {
 #if defined(__CUDA_ARCH__)
@@ -102,7 +102,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;
 }
 
-// A sum over the choices of a token, in blocks so that rounding stays small for large K.
+// A sum over the choices of a token, in blocks so that the rounding error stays small for large K.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S sum_in_blocks(const S* values, int64_t count) {
   S total = 0;

@@ -4,9 +4,9 @@
 //     slot[t, k]  = offsets[e] + place,  place = choices of e = experts[t, k] before (t, k);  -1 if place >= capacity
 //     token[slot[t, k]] = t;  token[s] = -1 for s >= offsets[E]
 //
-// Where `foreign` is set, an expert of E or more is one that others have: such a choice gets slot -1 and counts for no
-// expert, and all else is as if it were not there. For any other expert outside [0, E) the CPU twin throws
-// std::out_of_range and leaves the outputs unspecified; the CUDA twin never throws for a value, and takes it as
+// If `foreign` is set, an expert of E or more belongs to another rank: such a choice gets slot -1 and counts for no
+// expert, and everything else is as if it did not exist. For any other expert outside [0, E) the CPU twin throws
+// std::out_of_range and leaves the outputs unspecified; the CUDA twin never throws for a value, and treats it as
 // foreign. Neither touches memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
 #pragma once
 
@@ -45,7 +45,7 @@ int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 // Enqueues on `stream` (a cudaStream_t) and returns at once: one launch for up to 49152 choices and 1406 experts, else
 // two. Throws std::runtime_error if a launch is refused.
 void build_routing(const BuildRoutingArguments& arguments, void* stream);
-// The same for experts that the gate has chosen and counted, in one launch.
+// The same for experts that the gate chose and counted, in one launch.
 void build_routing_counted(const CountedRoutingArguments& arguments, void* stream);
 }  // namespace cuda
 

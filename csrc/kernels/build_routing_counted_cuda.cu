@@ -1,14 +1,14 @@
-// Stable counting sort behind the gate, on the GPU, in one launch.
+// Stable counting sort after the gate, on the GPU, in one launch.
 //
-// Choices are cut into tiles, one block each: those of one tile of the gate, or of several. Where a tile's rows begin
-// follows from two numbers per expert, how many choices it has in all and how many of them lie in earlier tiles, and
-// the gate has counted them tile by tile (choice_counts.h). So every block adds the gate's counts up, instead of
-// counting all choices or asking for a launch that does; the first block writes the sums, `load`.
+// Choices are cut into tiles, one block each: the choices of one tile of the gate, or of several. The first row of a
+// tile for an expert follows from two numbers: the number of choices of the expert in all, and in earlier tiles.
+// The gate has counted both tile by tile (choice_counts.h). So every block adds up the gate's counts, instead of
+// counting all choices or needing a launch that does; the first block writes the sums, `load`.
 //
-// Sums are added by twos in words of 32 bits: a group of threads has a tile's counts, four experts a thread, and takes
-// every groups-th tile; then a thread has four experts and adds the groups' parts. The rest is as in
+// Sums are added in pairs in words of 32 bits: a group of threads has a tile's counts, four experts per thread, and
+// takes every groups-th tile; then a thread has four experts and adds the parts of the groups. The rest is as in
 // build_routing_cuda.cu: offsets by a scan over the experts, every warp counts a stretch of the tile, a prefix over the
-// warps, and __match_any_sync ranks the 32 choices of a round. No result depends on which block runs when.
+// warps, and __match_any_sync ranks the 32 choices of a round. No result depends on the order in which blocks run.
 #include <algorithm>
 
 #include "kernels/build_routing.h"
@@ -20,14 +20,14 @@ namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
-// At most: each block reads all counts of the gate, so more blocks would read more.
+// An upper limit: each block reads all counts of the gate, so more blocks would read more.
 constexpr int64_t kMostTiles = 128;
-constexpr int64_t kMostGroups = 32;  // whose parts a thread adds
+constexpr int64_t kMostGroups = 32;  // whose parts one thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
-// Every pack has a thread, and half of the warps are left for other things.
+// Every pack has a thread, and half of the warps are left for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
 
-// Sums of the counts of four experts, 16 bits each; of numbers of tokens, none of which needs more.
+// Sums of the counts of four experts, 16 bits each; each counts tokens, so 16 bits are enough.
 using Sums = Pack<unsigned, kPack / 2>;
 static_assert(ChoiceCounts::kMostTokens <= 0xffff);
 
@@ -35,17 +35,17 @@ struct Sort {
   const int32_t* experts;
   int32_t *slot, *token, *offsets, *load;
   const uint16_t* counts;
-  uint64_t reciprocal;  // of the choices a token, times 2^kShift and rounded up
+  uint64_t reciprocal;  // of the choices per token, times 2^kShift and rounded up
   int rows, num_experts, capacity;
-  int tiles, packs;  // of the gate, and a tile
-  int lanes_log2;    // the threads of a group: as many as packs, or up to twice, of which some have none
+  int tiles, packs;  // tiles of the gate; packs per tile
+  int lanes_log2;    // the threads of a group: as many as packs, or up to twice as many; some then have no pack
   int groups;        // of threads
-  int each;          // tiles of the gate a block
-  int tile;          // choices a block
-  int rounds;        // of 32 choices a warp
+  int each;          // tiles of the gate per block
+  int tile;          // choices per block
+  int rounds;        // of 32 choices per warp
 
-  // i / choices. The rounding adds less than i * choices / 2^kShift, which is less than 1, so it changes no quotient's
-  // whole part.
+  // i / choices. The rounding adds less than i * choices / 2^kShift, which is less than 1, so it does not change the
+  // integer part of a quotient.
   static constexpr int kShift = 37;
   static_assert(ChoiceCounts::kMostTokens * ChoiceCounts::kMostExperts * ChoiceCounts::kMostExperts < int64_t{1}
                                                                                                           << kShift);
@@ -55,7 +55,7 @@ struct Sort {
   PYMOE_HOST_DEVICE int parts() const { return 2 * groups * packs; }
 };
 
-// How many choices experts have: in all, and in earlier tiles.
+// The number of choices of experts: in all, and in earlier tiles.
 struct Counts {
   Sums all{}, earlier{};
 
@@ -69,7 +69,7 @@ PYMOE_DEVICE int count_in(const Sums& sums, int i) {
   return static_cast<int>(i % 2 == 0 ? sums[i / 2] & 0xffffu : sums[i / 2] >> 16);
 }
 
-// Writes the part of the thread's group of the sums of its pack; parts of all tiles lie before those of earlier ones.
+// Writes the group's part of the sums of the thread's pack; parts of all tiles precede those of earlier tiles.
 PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   constexpr int kLoads = 8;
   const int thread = static_cast<int>(threadIdx.x), group = thread >> s.lanes_log2;
@@ -95,8 +95,8 @@ PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   parts[(s.groups + group) * s.packs + pack] = counts.earlier;
 }
 
-// Turns every warp's count of an expert's choices into how many of them earlier warps have. By the threads from
-// `first`.
+// Turns every warp's count of an expert's choices into the count of all earlier warps. Run by the threads from
+// `first` on.
 PYMOE_DEVICE void sum_warps(int first, int experts, int32_t* of_warps) {
   for (int expert = static_cast<int>(threadIdx.x) - first; expert < experts; expert += kThreads - first) {
     int32_t counts[kWarps];
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
   auto* const of_warps = reinterpret_cast<int32_t*>(memory);
   int32_t* const limit = of_warps + kWarps * stride;
   int32_t* const first = limit + stride;
-  int32_t* const ends = first + stride;  // of the experts that a warp has
+  int32_t* const ends = first + stride;  // for the experts of a warp
   auto* const parts = reinterpret_cast<Sums*>(ends + kWarps);
 
   const int begin = static_cast<int>(blockIdx.x) * s.tile, end = min(begin + s.tile, s.rows);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
     const int i = place(round);
     return round < s.rounds && i < end ? s.experts[i] : -1;
   };
-  const int in_first_round = expert_in(0);  // on its way while the gate's counts are
+  const int in_first_round = expert_in(0);  // loaded while the gate's counts are
   int32_t* const of_warp = of_warps + warp * stride;
 #pragma unroll 1
   for (int pack = lane; pack < s.packs; pack += kWarp) reinterpret_cast<uint4*>(of_warp)[pack] = uint4{};
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
   }
   __syncthreads();
 
-  // Some warps have a pack of experts in every lane, the others add up what the warps have counted.
+  // Some warps have a pack of experts in every lane; the others add up the counts of the warps.
   const int warps_of_packs = (s.packs + kWarp - 1) / kWarp;
   Counts counts;
   int32_t ends_in_warp[kPack] = {};
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
 #pragma unroll 1
   for (int round = 0; round < s.rounds; ++round) {
     const int i = place(round), expert = next;
-    next = expert_in(round + 1);  // on its way while this round is placed
+    next = expert_in(round + 1);  // loaded while this round is placed
     const unsigned same = __match_any_sync(kFullWarp, expert);
     const int rank = __popc(same & ((1u << lane) - 1u));
     const int32_t row = expert >= 0 ? first[expert] + of_warp[expert] + rank : 0;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
       if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
       __syncwarp();
     }
-    if (i >= end) continue;  // no collective follows in this round, and none that is missed in the next
+    if (i >= end) continue;  // this round has no collective after this, and the next one includes all lanes
     const bool kept = row < limit[expert];
     s.slot[i] = kept ? row : -1;
     if (kept) s.token[row] = s.token_of(i);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
 
 void build_routing_counted(const CountedRoutingArguments& a, void* stream) {
   const ChoiceCounts& counts = a.counts;
-  const int64_t of_gate = std::max<int64_t>(1, counts.tokens * a.choices);  // choices a tile of the gate
+  const int64_t of_gate = std::max<int64_t>(1, counts.tokens * a.choices);  // choices per tile of the gate
   const int64_t each = std::max({int64_t{1}, kThreads / of_gate, ceil_div(counts.tiles, kMostTiles)});
   const int64_t packs = counts.stride / kPack;
   Sort s{};
@@ -229,7 +229,7 @@ void build_routing_counted(const CountedRoutingArguments& a, void* stream) {
   s.reciprocal = static_cast<uint64_t>(ceil_div(int64_t{1} << Sort::kShift, std::max<int64_t>(1, a.choices)));
   s.num_experts = static_cast<int>(a.num_experts);
   s.capacity =
-      static_cast<int>(std::min<int64_t>(a.capacity, ChoiceCounts::kMostTokens));  // which no expert has more of
+      static_cast<int>(std::min<int64_t>(a.capacity, ChoiceCounts::kMostTokens));  // no expert has more choices
   s.tiles = static_cast<int>(counts.tiles);
   s.packs = static_cast<int>(packs);
   while ((1 << s.lanes_log2) < s.packs) ++s.lanes_log2;

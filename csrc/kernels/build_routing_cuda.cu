@@ -1,24 +1,25 @@
-// Stable counting sort on the GPU, in one launch for few choices and in two for many. (Where the gate has counted the
-// choices, build_routing_counted_cuda.cu takes its place.)
+// Stable counting sort on the GPU, in one launch for few choices and in two for many. (If the gate has counted the
+// choices, build_routing_counted_cuda.cu is used instead.)
 //
-// Choices are cut into tiles, one block each. To place its tile's rows a block needs two numbers per expert: how many
-// choices the expert has in all (they give the offsets) and how many of them lie in earlier tiles. Blocks never wait
-// for one another, so they come by these numbers in one of two ways:
+// Choices are cut into tiles, one block each. To place its tile's rows a block needs two numbers per expert: the number
+// of choices of the expert in all (these give the offsets) and in earlier tiles. Blocks never wait for one another, so
+// they get these numbers in one of two ways:
 //
-//   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which for the S = 32768 of 4096
-//                 tokens and 8 choices is 128 KiB a block, and makes S additions in shared memory, of some seven
-//                 instructions each (sm_90). A lane adds in a column of its own, which is one bank, and to both
+//   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which is 128 KiB per block for the
+//                 S = 32768 of 4096 tokens and 8 choices, and makes S additions in shared memory, of some seven
+//                 instructions each (sm_90). A lane adds in a separate column, which is one bank, and to both
 //                 numbers at once, 16 bits each.
 //   two launches  a first kernel writes every tile's histogram to the workspace, and every block of the second one
-//                 sums them. Twice the launches, but the work of a block no longer grows with S.
+//                 sums them. This has twice the launches, but the work of a block no longer grows with S.
 //
-// From there both are one: a scan over the experts gives offsets; every warp of the block owns a stretch of the tile
-// and counts it; a prefix over the warps gives each its first row per expert; then the warp takes 32 choices at a time,
-// whose rank among the choices of the same expert __match_any_sync gives. Ranks follow the order of the choices
-// everywhere, so the sort is stable, and no result depends on which block runs when.
+// The rest is the same for both: a scan over the experts gives offsets; every warp of the block owns a stretch of the
+// tile and counts it; a prefix over the warps gives each its first row per expert; then the warp takes 32 choices at a
+// time, and __match_any_sync gives their ranks among the choices of the same expert. Ranks follow the order of the
+// choices everywhere, so the sort is stable, and no result depends on the order in which blocks run.
 //
-// A block holds (warps + 2) * E counters. They lie in shared memory up to some thousand experts (fewer warps make room
-// for more experts), else in the workspace. Nothing need be initialised: what is used is written first.
+// A block has (warps + 2) * E counters. They are in shared memory for up to some thousand experts (fewer warps make
+// room for more experts), otherwise in the workspace. Nothing needs initialisation: all memory is written before it is
+// read.
 #include <algorithm>
 #include <type_traits>
 
@@ -31,19 +32,19 @@ namespace {
 
 constexpr const char* kName = "build_routing";
 constexpr int kMostWarps = 32;
-constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16: counts are kept in 16 bits there
+constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16: counts have 16 bits there
 constexpr int kOneLaunchWarps = 16;                    // with fewer, counting everything in every block takes too long
 
-// How the choices are cut; a function of the sizes alone.
+// The cut of the choices; a function of the sizes only.
 struct Plan {
   bool in_shared;  // the blocks' counters are in shared memory
   bool one_launch;
-  int warps;       // a block
-  int64_t rounds;  // of 32 choices a warp
-  int64_t tiles;   // and blocks
+  int warps;       // per block
+  int64_t rounds;  // of 32 choices per warp
+  int64_t tiles;   // which are also the blocks
 
   int64_t tile() const { return warps * rounds * kWarp; }
-  int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // a block
+  int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // per block
 };
 
 constexpr int64_t kScanWords = kMostWarps;  // before the counters in shared memory
@@ -56,8 +57,8 @@ Plan make_plan(int64_t rows, int64_t experts) {
   plan.one_launch = plan.in_shared && plan.warps >= kOneLaunchWarps && rows <= kOneLaunchRows;
   plan.rounds = 1;
   if (!plan.one_launch) {
-    // Every block reads the histograms of all tiles: fewer tiles where there are many experts. Counters in the
-    // workspace are paid for by the choices: 8 an expert and a tile at least.
+    // Every block reads the histograms of all tiles, so there are fewer tiles if there are many experts. Counters in
+    // the workspace must pay off: there are at least 8 choices per expert and tile.
     const int64_t most_tiles = std::clamp<int64_t>((int64_t{64} << 10) / experts, 32, 128);
     const int64_t fewest = plan.in_shared ? 2 * plan.warps * kWarp : 8 * experts;
     plan.rounds = ceil_div(std::max(fewest, ceil_div(rows, most_tiles)), plan.warps * kWarp);
@@ -66,7 +67,7 @@ Plan make_plan(int64_t rows, int64_t experts) {
   return plan;
 }
 
-// The expert of a choice, or -1 where it names none.
+// The expert of a choice, or -1 if it names none.
 template <typename Index>
 PYMOE_DEVICE int expert_of(Index named, int experts) {
   using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // a negative index is a large one
@@ -84,14 +85,14 @@ struct Tile {
   }
 };
 
-// --- how many choices an expert has: in all, and before this tile ---
+// --- the number of choices of an expert: in all, and before this tile ---
 
-// What a choice adds to a count: one in all, in the low half of a word, and one in the high half if it lies in an
-// earlier tile.
+// The increment of a count for a choice: one in all, in the low half of a word, and one in the high half if it lies in
+// an earlier tile.
 PYMOE_DEVICE unsigned count_of(int choice, int tile_begin) { return choice < tile_begin ? 0x10001u : 1u; }
 
-// Adds choices to a column of counts, `stride` bytes from expert to expert. There is no branch: a choice of no expert
-// is counted before the column, where the scan has its words later.
+// Adds choices to a column of counts, `stride` bytes from expert to expert. There is no branch: a choice without an
+// expert is counted before the column, where the scan has its words later.
 template <typename Index, int kCount>
 PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count, int experts, int stride,
                                 unsigned char* column) {
@@ -116,7 +117,7 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
   __syncthreads();
 
-  // All loads of a batch are on their way at once; what a pack past the last one holds counts 0.
+  // All loads of a batch are issued at once; elements of a pack after the last one count 0.
   const int packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
   for (int batch = thread; batch < packs; batch += kLoads * threads) {
     Wide loaded[kLoads];
@@ -146,7 +147,7 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   __syncthreads();
 }
 
-// The same from the histograms of all tiles. A warp sums every warps-th tile.
+// The same from the histograms of all tiles. Warp w sums tiles w, w + warps, w + 2 * warps, ...
 PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64_t tiles, int64_t tile, int experts,
                                  int32_t* total, int32_t* before) {
   constexpr int kLoads = 4;
@@ -175,10 +176,10 @@ PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64
   __syncthreads();
 }
 
-// --- where rows begin and end ---
+// --- begin and end of rows ---
 
 // In: total[e], before[e]. Out: first[e], the tile's first row for expert e, in place of before; limit[e], the end of
-// the expert's rows, in place of total. `sums` holds one word a warp.
+// the expert's rows, in place of total. `sums` has one word per warp.
 PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int32_t* total_to_limit,
                                int32_t* before_to_first) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -188,7 +189,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
     const int64_t expert = chunk + thread;
     const int32_t total = expert < experts ? total_to_limit[expert] : 0;
     const int32_t kept = total < capacity ? total : static_cast<int32_t>(capacity);
-    const int32_t within = scan_lanes<kWarp>(kept, lane, Sum{});  // up to and with this expert, in the warp
+    const int32_t within = scan_lanes<kWarp>(kept, lane, Sum{});  // including this expert, within the warp
     if (lane == kWarp - 1) sums[warp] = within;
     __syncthreads();
     const int32_t of_warps = scan_lanes<kWarp>(lane < warps ? sums[lane] : 0, lane, Sum{});
@@ -205,7 +206,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
 
 // Turns every warp's count of an expert's choices into the warp's first row for that expert.
 PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
-  constexpr int kAtOnce = 4;  // divides the number of warps; read together, because a read waits for a write before it
+  constexpr int kAtOnce = 4;  // divides the number of warps; read together, because a read waits for an earlier write
   const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;
   for (int64_t expert = threadIdx.x; expert < experts; expert += threads) {
     int32_t row = first[expert];
@@ -225,11 +226,11 @@ PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_
 
 // --- the kernels ---
 
-// Where a block keeps its counters.
+// The memory of a block's counters.
 template <bool kInShared>
 PYMOE_DEVICE int32_t* block_counters(int32_t* shared, int32_t* workspace, int64_t tiles, int64_t words, int experts) {
   if constexpr (kInShared) return shared;
-  return workspace + tiles * experts + static_cast<int64_t>(blockIdx.x) * words;  // behind the histograms
+  return workspace + tiles * experts + static_cast<int64_t>(blockIdx.x) * words;  // after the histograms
 }
 
 template <typename Index, bool kInShared>
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   }
 }
 
-// One block a multiprocessor is enough, and is said: without it ptxas makes room for two on sm_80, and spills.
+// One block per multiprocessor is enough, and is declared: otherwise ptxas makes room for two on sm_80, and spills.
 template <typename Index, bool kInShared, bool kOneLaunch>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     place_kernel(const Index* PYMOE_RESTRICT named, int32_t* slot, int32_t* token, int32_t* offsets, int32_t* workspace,
@@ -294,14 +295,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
   for (int round = 0; round < rounds; ++round) {
     const int64_t i = tile.place(round);
     const int expert = next;
-    next = expert_in(round + 1);  // on its way while this round is placed
+    next = expert_in(round + 1);  // loaded while this round is placed
     const unsigned same = __match_any_sync(kFullWarp, expert);
     const int rank = __popc(same & ((1u << lane) - 1u));
     const int32_t row = expert >= 0 ? of_warp[expert] + rank : 0;
     __syncwarp(kFullWarp);
     if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
     __syncwarp(kFullWarp);
-    if (i >= rows) continue;  // no collective follows in this round, and none that is missed in the next
+    if (i >= rows) continue;  // this round has no collective after this, and the next one includes all lanes
     const bool kept = expert >= 0 && row < limit[expert];
     slot[i] = kept ? row : -1;
     if (kept) token[row] = static_cast<int32_t>(static_cast<uint32_t>(i) / static_cast<uint32_t>(choices));

@@ -1,5 +1,5 @@
-// How many choices each expert has in each tile, some consecutive tokens: what the gate counts while it chooses, and
-// what build_routing then sorts by without counting again. Of the CUDA twins.
+// The number of choices of each expert in each tile of consecutive tokens. The gate counts them while it chooses, and
+// build_routing then sorts by them without counting again. Used by the CUDA twins.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@ namespace pymoe {
 struct ChoiceCounts {
   uint16_t* values = nullptr;  // (tiles, stride)
   int64_t tiles = 0;
-  int64_t tokens = 0;  // a tile; fewer in the last
-  int64_t stride = 0;  // the number of experts, rounded up to kCountPack: what lies between are zeroes
+  int64_t tokens = 0;  // per tile; fewer in the last
+  int64_t stride = 0;  // the number of experts, rounded up to kCountPack; the surplus is zero
 
-  static constexpr int64_t kCountPack = 4;  // that are loaded at once
-  // An expert has at most one choice of a token: with so few tokens no sum of counts needs more than 16 bits.
+  static constexpr int64_t kCountPack = 4;  // loaded at once
+  // An expert has at most one choice per token: with at most this many tokens every sum of counts fits into 16 bits.
   static constexpr int64_t kMostTokens = 65535;
-  static constexpr int64_t kMostExperts = 1024;  // whose counters build_routing keeps in shared memory with them
+  static constexpr int64_t kMostExperts = 1024;  // build_routing keeps their counters in shared memory with the counts
 
   int64_t size() const { return tiles * stride; }
 };

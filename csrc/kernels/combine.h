@@ -12,15 +12,16 @@
 //     dweights[t, k] = <grad[t], y[slot[t, k]]>;  0 where the slot is -1
 //
 // The CPU twin keeps the inner product in 32 interleaved partial sums, element h in sum h % 32, which are added as a
-// balanced tree: one order for every instruction set. The CUDA twin has another fixed order, which depends on H and the
-// dtype alone (combine_backward_cuda.cu): its dweights are within rounding of the CPU's; out and dy have the same bits.
+// balanced tree: one order for every instruction set. The CUDA twin has another fixed order, which depends only on H
+// and the dtype (combine_backward_cuda.cu): its dweights are within rounding of the CPU's; out and dy have the same
+// bits.
 //
 // Slots must hold -1 or a row in [0, S), each row once, the rows below *used. The CPU twin throws std::out_of_range for
-// a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). Whatever slots and
-// *used hold, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
-// below *used that no slot names is left as it was; one that two slots name gets a gradient of either (on the GPU the
-// elements of such a row may come from both); a row from *used on is 0 also where a slot names it. Row offsets are
-// 64-bit. No workspace.
+// a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). For any slots and
+// *used, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
+// below *used that no slot names is not written. A row that two slots name gets a gradient of either (on the GPU the
+// elements of such a row may come from both). A row from *used on is 0 even if a slot names it. Row offsets are
+// 64-bit. There is no workspace.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@
 
 namespace pymoe {
 
-// What both have.
+// The common arguments of forward and backward.
 struct CombineInput {
   const void* y;        // (S, H); read by the backward for dweights only
   const int32_t* slot;  // (T, K)
@@ -38,7 +39,7 @@ struct CombineInput {
   int64_t choices;      // K
   int64_t rows;         // S, T * K or any other number
   int64_t hidden;       // H
-  DType dtype;          // of all but weights and dweights
+  DType dtype;          // of everything except weights and dweights
 };
 
 struct CombineArguments : CombineInput {
@@ -48,8 +49,8 @@ struct CombineArguments : CombineInput {
 struct CombineBackwardArguments : CombineInput {
   const void* grad;     // (T, H)
   const int32_t* used;  // one value: the number of rows in use, offsets[E]
-  void* dy;             // (S, H), or null: not asked for
-  void* dweights;       // (T, K) in accumulate type, or null: not asked for
+  void* dy;             // (S, H), or null if not needed
+  void* dweights;       // (T, K) in accumulate type, or null if not needed
 };
 
 namespace cpu {

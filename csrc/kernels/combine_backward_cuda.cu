@@ -5,13 +5,13 @@
 //
 // The order of a dweight: the products of a chunk are added as a balanced tree; thread i of the group adds the trees of
 // chunks i, i + threads, ... in turn; the threads of a warp are added by the bits of their lanes, from the highest
-// down; the warps in turn. The number of threads follows from H and the dtype alone, and a chunk has 16 bytes whatever
-// the alignment of the tensors, so a result depends on neither grid nor address.
+// down; the warps in turn. The number of threads depends only on H and the dtype, and a chunk has 16 bytes for any
+// alignment of the tensors, so a result depends on neither grid nor address.
 //
 // Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 144 bytes
-// on their way each are 72 KB an SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu). Up to two
-// and up to four choices have kernels of their own, with fewer loads a thread and more blocks. An element costs six to
-// seven instructions a choice (bf16 on sm_90), half of what the SMs can issue meanwhile.
+// in flight each are 72 KB per SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu). Up to two
+// and up to four choices have separate kernels, with fewer loads per thread and more blocks. An element costs six to
+// seven instructions per choice (bf16 on sm_90), half of what the SMs can issue meanwhile.
 #include <algorithm>
 
 #include "kernels/combine.h"
@@ -22,11 +22,11 @@
 namespace pymoe::cuda {
 namespace {
 
-// The choices that fit into the registers at once.
+// The number of choices that fit into the registers at once.
 template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
-// A chunk of a row, by accesses of kBytes; where those are narrower the row may end within the chunk, and `count`
+// A chunk of a row, by accesses of kBytes. If these are narrower than the chunk, the row may end within it, and `count`
 // elements are touched.
 template <int kBytes, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
@@ -63,14 +63,14 @@ PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
   return values[0];
 }
 
-// Which of the sums a lane holds in the end: none, or `count` from `first` on.
+// The sums that a lane holds in the end: none, or `count` from `first` on.
 struct Held {
   int first, count;
 };
 
 // Adds each of kCount sums over the `lanes` of a group in a warp, by the lane bits from the highest down. As long as a
 // lane has several, it gives half of them to its partner and gets the partner's other half: 9 shuffles for 8 sums over
-// 32 lanes, where 8 sums one by one take 40. The sums that the lane holds in the end come first in `sums`.
+// 32 lanes, compared with 40 for 8 sums one by one. The sums that the lane holds in the end come first in `sums`.
 template <typename S, int kCount>
 PYMOE_DEVICE Held add_lanes(S (&sums)[kCount], int lane, int lanes) {
   int bit = lanes / 2, count = kCount;
@@ -102,10 +102,10 @@ struct Rows {
   accumulate_t<T>* PYMOE_RESTRICT dweights;  // or null
   int64_t tokens, choices, rows, hidden;
   int64_t row_chunks;  // the last may be partial
-  int group;           // threads a token
+  int group;           // threads per token
 };
 
-// Clears the rows of dy that are not in use and fall to `token`.
+// Clears the unused rows of dy that belong to `token`.
 template <typename T, int kBytes>
 PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int32_t used, int lane) {
   for (int64_t row = token; row < a.rows; row += max(a.tokens, int64_t{1})) {
@@ -118,7 +118,7 @@ PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int32_t used, int 
   }
 }
 
-// Blocks a multiprocessor: as many registers a thread as keep everything out of local memory.
+// Blocks per multiprocessor: as many registers per thread as keep everything out of local memory.
 template <typename T, int kBytes, int kAtOnce>
 inline constexpr int kResident = kAtOnce <= 2                                    ? 4
                                  : kAtOnce <= 4 && sizeof(T) < 8 && kBytes == 16 ? 3
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / a.group) + in_block;
   const bool there = token < a.tokens;  // no early return: the block meets at barriers
   const bool with_rows = a.dy != nullptr, with_weights = a.dweights != nullptr;
-  const int32_t used = with_rows ? *a.used : 0;  // on its way together with the slots
+  const int32_t used = with_rows ? *a.used : 0;  // loaded together with the slots
   const T* grad = a.grad + token * a.hidden;
 
   for (int64_t begin = 0, round = 0; begin < a.choices; begin += kAtOnce, ++round) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
       Chunk<T> of_y[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // Where there is nothing to read, grad once more: a load behind a branch would not be issued with the others.
+        // If there is nothing to read, grad again: a load behind a branch would not be issued with the others.
         const T* const from = with_weights && row[k] >= 0 ? a.y + static_cast<uint32_t>(row[k]) * a.hidden : grad;
         of_y[k] = load_chunk<kBytes>(from + column, count);
       }
@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
       widen(of_grad, g);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // The sum of products is made whether it counts or not: behind a branch the compiler would put its load, too.
+        // The sum of products is computed even if it does not count: with a branch the compiler would put its load
+        // behind it.
         S products[kChunk<T>];
         widen(of_y[k], products);
 #pragma unroll
@@ -180,8 +181,8 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
     if (!with_weights) continue;
 
     const Held held = add_lanes(sums, lane % kWarp, min(a.group, kWarp));
-    // Two halves of shared memory in turn: the barrier of the next round stands between this round's readers and the
-    // writers that come after it.
+    // Two halves of shared memory alternate: the barrier of the next round lies between this round's readers and the
+    // writers after it.
     S* const of_block = shared_sums + (round % 2) * kWarps * kAtOnce;
     const int warp = static_cast<int>(threadIdx.x) / kWarp, warps = a.group / kWarp;
 #pragma unroll
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
     if (warps > 1) {
       __syncthreads();
       if (there && lane < kAtOnce && begin + lane < a.choices) {
-        S total = of_block[warp * kAtOnce + lane];  // of the group's first warp
+        S total = of_block[warp * kAtOnce + lane];  // from the group's first warp
         for (int i = 1; i < warps; ++i) total = total + of_block[(warp + i) * kAtOnce + lane];
         a.dweights[token * a.choices + begin + lane] = total;
       }

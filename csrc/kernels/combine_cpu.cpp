@@ -13,7 +13,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// Tokens a thread takes at least: some 64 KiB of traffic.
+// The least number of tokens per thread: some 64 KiB of traffic.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
 }
@@ -26,8 +26,8 @@ int64_t grain(int64_t choices, int64_t row_bytes) {
 
 namespace pymoe::cpu {
 
-// Stores go through the caches: an output fresh from the system was cleared there a moment ago, and stores past the
-// caches (as in dispatch) gained nothing.
+// Stores go through the caches: new memory was just cleared there by the system, and stores past the caches (as in
+// dispatch) were no faster.
 void combine(const CombineArguments& a) {
   if (a.tokens == 0) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);

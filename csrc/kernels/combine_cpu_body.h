@@ -1,8 +1,8 @@
-// The loops of combine and its backward, compiled once an instruction set (see cpu/for_each_isa.h).
+// The loops of combine and its backward, compiled once per instruction set (see cpu/for_each_isa.h).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// total += weight * value, product and addition rounded separately; just value where there are no weights.
+// total += weight * value, product and addition rounded separately; just value if there are no weights.
 template <bool kWeighted, typename Vector, typename Scalar>
 PYMOE_INLINE Vector accumulate(Vector total, Scalar weight, Vector value) {
   if constexpr (kWeighted) {
@@ -20,8 +20,8 @@ struct Choices {
   int64_t count;
 };
 
-// `next` are the rows that the following token will want: 16-bit rows gain from being asked for early, because a
-// block of them is converted for longer than it is loaded; wider ones do not.
+// `next` are the rows of the following token: 16-bit rows gain from being prefetched, because converting
+// a block of them takes longer than loading it; wider rows do not.
 template <typename T, bool kWeighted>
 PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* out, int64_t hidden) {
   constexpr int kVectors = 4, kBlock = kVectors * kStep<T>;
@@ -90,7 +90,7 @@ inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end,
   });
 }
 
-// One choice: dy = weight * grad where kRows, and the inner product of grad and y where kWeights.
+// One choice: dy = weight * grad if kRows, and the inner product of grad and y if kWeights.
 template <typename T, bool kRows, bool kWeights>
 PYMOE_INLINE accumulate_t<T> combine_backward_row(const T* grad, const T* y, accumulate_t<T> weight, T* dy,
                                                   int64_t hidden) {

@@ -1,17 +1,17 @@
 // Gather-sum on the GPU. A group of threads owns a token; the slots and weights of its choices are read once into
 // registers. Every thread then takes one pack of columns at a time: it issues the loads of up to eight choices' rows
-// before it uses the first, adds them in the order of the choices, and stores once. Nothing is shared between threads,
-// so there is no barrier and no temporary, and the order of every sum is the CPU twin's: the bits are, too.
+// before it uses the first, adds them in the order of the choices, and stores once. Threads share nothing,
+// so there is no barrier and no temporary. The order of every sum, and so every bit, is the same as in the CPU twin.
 //
 // The bytes decide: (S + T) rows move, each once (528 MB for T 4096, K 8, H 7168 in bf16). To keep an H200's memory
-// busy some 25 KB must be on their way in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
-// 128 bytes a thread, and 80 registers at most let three blocks of 256 threads share an SM: 96 KB. (nvcc 13 needs 72
-// for bf16 on sm_80, 90 and 100: there a fourth of the blocks of 224 threads that H 7168 makes fits.) Up to two and up
-// to four choices have kernels of their own, with fewer loads a thread and more blocks.
+// busy some 25 KB must be in flight in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
+// 128 bytes per thread, and 80 registers at most let three blocks of 256 threads share an SM: 96 KB. (nvcc 13 needs 72
+// for bf16 on sm_80, 90 and 100: there a fourth block of 224 threads fits, as H 7168 makes them.) Up to two and up
+// to four choices have separate kernels, with fewer loads per thread and more blocks.
 //
-// An element costs four to five instructions a choice, of which three are inevitable (widen, multiply, add): a third
-// of what the SMs can issue in the time that the memory takes. So there is no branch between the choices: one that has
-// no row adds 0 * 0, which changes no sum, not even in the sign of a zero, since no sum that began at +0 is -0.
+// An element costs four to five instructions per choice, three of which are inevitable (widen, multiply, add): a third
+// of what the SMs can issue in the time that the memory takes. So there is no branch between the choices: a choice
+// without a row adds 0 * 0, which changes no sum, not even the sign of a zero, since no sum that began at +0 is -0.
 #include "kernels/combine.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
@@ -20,14 +20,14 @@
 namespace pymoe::cuda {
 namespace {
 
-// `kAtOnce` choices of a token: their rows of y, or -1 where there is nothing to add.
+// `kAtOnce` choices of a token: their rows of y, or -1 if there is nothing to add.
 template <typename S, int kAtOnce>
 struct Choices {
   int32_t row[kAtOnce];
-  S weight[kAtOnce];  // 0 where there is nothing to add: an infinite weight times 0 would be NaN
+  S weight[kAtOnce];  // 0 if there is nothing to add: an infinite weight times 0 would be NaN
 };
 
-// Choices `begin` and on. Reads no slot past the token's last.
+// Choices from `begin` on. Reads no slot past the token's last.
 template <typename S, int kAtOnce>
 PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, const S* weights, int64_t begin,
                                int64_t choices, int64_t rows) {
@@ -35,7 +35,7 @@ PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, c
   for (int k = 0; k < kAtOnce; ++k) {
     const bool there = begin + k < choices;
     now.row[k] = there ? slots[begin + k] : -1;
-    now.weight[k] = there && weights != nullptr ? weights[begin + k] : S{1};  // times one is exact
+    now.weight[k] = there && weights != nullptr ? weights[begin + k] : S{1};  // multiplying by one is exact
   }
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
@@ -45,13 +45,13 @@ PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, c
   }
 }
 
-// Blocks a multiprocessor: as many registers a thread as the loads and sums need.
+// Blocks per multiprocessor: as many registers per thread as the loads and sums need.
 template <int kAtOnce>
 inline constexpr int kResident = kAtOnce <= 2   ? 5
                                  : kAtOnce <= 4 ? 4
                                                 : 3;
 
-// kInRounds: more choices than kAtOnce, which are read again for every column.
+// kInRounds: there are more choices than kAtOnce, and they are read again for every column.
 template <typename T, int kBytes, int kAtOnce, bool kInRounds>
 __global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,

@@ -3,16 +3,16 @@
 //     out[slot[t, k]] = x[t]     for every choice with slot[t, k] >= 0
 //     out[s] = 0                 for rows s >= *used
 //
-// S, the rows of `out`, is T * K for a routing of all choices; rows of an exchange may be fewer or more. A row below
-// *used that no slot names is left as it was.
+// S, the rows of `out`, is T * K for a routing of all choices; an exchange may have fewer or more rows. A row below
+// *used that no slot names is not written.
 //
 // Source-major: a token's row is read once and written K times, so a call moves (T + S) * row_bytes bytes. Rows are
 // opaque bytes; any dtype is served by one kernel. Row offsets are 64-bit.
 //
 // `slot` must hold -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range otherwise; the CUDA twin
-// skips such a choice. *used is clamped to [0, S]; a row that is not in use is zero even if a slot names it. Neither
+// skips such a choice. *used is clamped to [0, S]; an unused row is zero even if a slot names it. Neither
 // ever writes outside `out`. The result is a permutation of the input bytes: exact, and the same for any number of
-// threads. No workspace.
+// threads. There is no workspace.
 #pragma once
 
 #include <cstdint>

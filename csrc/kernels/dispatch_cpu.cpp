@@ -39,7 +39,7 @@ PYMOE_INLINE void stream_row(void* target, const void* source, int64_t bytes) {
   for (; i < bytes / 16; ++i) _mm_stream_si128(to + i, _mm_loadu_si128(from + i));
 }
 
-// Orders streamed stores before whatever the thread publishes next.
+// Orders streamed stores before anything that the thread publishes next.
 void finish_streaming() { _mm_sfence(); }
 #else
 bool can_stream(const void*, int64_t, int64_t) { return false; }

@@ -1,15 +1,15 @@
-// Source-major gather on the GPU. A group of threads owns a stretch of one token's row, kUnroll words a thread: it
+// Source-major gather on the GPU. A group of threads owns a stretch of one token's row, kUnroll words per thread: it
 // reads its words once, all of them in flight together, and writes them to the K rows that the token's choices own.
 // Words are as wide as alignment allows, 16 bytes in all usual shapes, and neighbouring threads hold neighbouring
 // words, so every store of a warp is 512 contiguous bytes. A block has as many groups as 256 threads hold; the group is
-// cut to the row, so that H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
+// fitted to the row, so that H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
 //
-// With K = 8 the bytes written outweigh those read 8 to 1: what counts is that stores are wide and never wait. A
-// token's slots are therefore read once a thread, 8 at a time, together with the row. Where input and output together
-// are larger than a GPU's L2 the stores are streaming: nothing of them would be found there later.
+// With K = 8 the bytes written exceed those read 8 to 1: stores must be wide and never wait. A
+// token's slots are therefore read once per thread, 8 at a time, together with the row. If input and output together
+// are larger than a GPU's L2 the stores are streaming: later reads would not find them there anyway.
 //
-// The same threads then clear the rows from *used on, a share each: nothing where no choice was dropped, and the
-// bandwidth of the whole GPU where many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
+// The same threads then clear the rows from *used on, a share each: nothing if no choice was dropped, and with the
+// bandwidth of the whole GPU if many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
 // write to one place unless two choices name one slot.
 #include <algorithm>
 
@@ -21,8 +21,8 @@ namespace pymoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // words of a row in a thread's hands
-constexpr int kSlots = 8;   // slots in a thread's hands
+constexpr int kUnroll = 4;  // words of a row that a thread holds
+constexpr int kSlots = 8;   // slots that a thread holds
 constexpr int64_t kLargerThanL2 = int64_t{64} << 20;
 
 struct Shape {
@@ -31,7 +31,7 @@ struct Shape {
   int64_t rows;
   int64_t row_words;
   int group;      // threads that share a stretch of a row: kUnroll * group words
-  int groups;     // of a block, one a token
+  int groups;     // of a block, one per token
   int stretches;  // of a row
 };
 
@@ -44,7 +44,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   }
 }
 
-// How many of the words 0, group, 2 * group, ... are among the first `left`, kUnroll at most.
+// The number of the words 0, group, 2 * group, ... that are among the first `left`, kUnroll at most.
 PYMOE_DEVICE int words_left(int64_t left, int group) {
   int count = 0;
 #pragma unroll
@@ -56,14 +56,14 @@ template <typename Word, bool kStreaming>
 __global__ void __launch_bounds__(kThreads, 5)
     dispatch_kernel(const Word* PYMOE_RESTRICT x, const int32_t* PYMOE_RESTRICT slot,
                     const int32_t* PYMOE_RESTRICT used, Word* PYMOE_RESTRICT out, Shape shape) {
-  const int32_t named = *used;  // on its way together with the row
+  const int32_t named = *used;  // loaded together with the row
   const unsigned stretch = blockIdx.x % static_cast<unsigned>(shape.stretches);
   const unsigned group = threadIdx.x / static_cast<unsigned>(shape.group);
   const int64_t token =
       static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(shape.stretches)) * shape.groups + group;
   const int64_t first = (static_cast<int64_t>(stretch) * kUnroll) * shape.group +
                         (threadIdx.x - group * static_cast<unsigned>(shape.group));
-  // How many of the thread's words lie in the row.
+  // The number of the thread's words that lie in the row.
   const int count = token < shape.tokens ? words_left(shape.row_words - first, shape.group) : 0;
 
   const Word* const from = x + token * shape.row_words + first;
@@ -106,7 +106,7 @@ void dispatch_words(const DispatchArguments& a, void* stream) {
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
   const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));
-  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);  // without any there may still be rows to clear
+  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);  // without tokens there may still be rows to clear
   shape.groups = static_cast<int>(std::min<int64_t>(kThreads / shape.group, tokens));
   launch("dispatch", dispatch_kernel<Word, kStreaming>,
          {ceil_div(tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream, a.x, a.slot, a.used,

@@ -13,10 +13,10 @@
 // Gate and up of the clamped swiglu may be interleaved: h = [gate 0, up 0, gate 1, up 1, ...]. A clamp has the gradient
 // 0 outside of its limits and 1 on them.
 //
-// The backward recomputes from h. Everything in fp32 (fp64 for fp64), rounded once; NaN stays NaN. All tensors are
-// contiguous. An element depends on its own inputs alone, by the steps of core/activation.h, so results are the same
-// for any number of threads, and on the GPU too: but for fp64's gelu, where the two libraries' erfc may differ in the
-// last bits. No workspace.
+// The backward recomputes from h. Everything is in fp32 (fp64 for fp64) and rounded once; NaN stays NaN. All tensors
+// are contiguous. An element depends only on its own inputs, by the steps of core/activation.h, so results are the same
+// for any number of threads and on the GPU. The exception is fp64's gelu, where the two libraries' erfc may differ in
+// the last bits. There is no workspace.
 #pragma once
 
 #include <cstdint>
@@ -28,18 +28,18 @@
 namespace pymoe {
 
 struct ExpertActivationArguments {
-  const void* grad;  // (S, F); of the backward alone
+  const void* grad;  // (S, F); only for the backward
   const void* h;     // (S, 2F) for gated kinds, else (S, F)
-  void* out;         // (S, F); of the backward the gradient of h, as h
+  void* out;         // (S, F); in the backward the gradient of h, with the shape of h
   int64_t rows;      // S
   int64_t features;  // F
   Activation kind;
   DType dtype;
-  SwigluClamp<double> clamp{};  // of the clamped swiglu, and
-  bool interleaved = false;     // whether its gate and up are
+  SwigluClamp<double> clamp{};  // the clamp of the clamped swiglu, and
+  bool interleaved = false;     // whether its gate and up are interleaved
 };
 
-// The numbers in the type that the kernel computes in.
+// The parameters in the type of the kernel's computation.
 template <typename S>
 SwigluClamp<S> clamp_of(const ExpertActivationArguments& a) {
   return {static_cast<S>(a.clamp.limit), static_cast<S>(a.clamp.alpha), static_cast<S>(a.clamp.up_offset)};

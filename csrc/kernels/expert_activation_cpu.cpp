@@ -11,7 +11,7 @@ namespace pymoe::cpu {
 namespace {
 
 // body(row, first, count) over strips of rows that together cover the (rows, features) output. Without a gate the
-// rows lie one behind the other, and are one long row.
+// rows are consecutive and form one long row.
 template <typename Body>
 void for_each_strip(int64_t rows, int64_t features, bool gated, const Body& body) {
   constexpr int64_t kStrip = 4096;
@@ -37,7 +37,7 @@ void forward(const ExpertActivationArguments& a) {
   const T* h = static_cast<const T*>(a.h);
   T* out = static_cast<T*>(a.out);
   if constexpr (kind == Activation::kClampedSwiglu) {
-    if (a.interleaved) {  // rows lie one behind the other, and are one long row of pairs
+    if (a.interleaved) {  // consecutive rows form one long row of pairs
       const auto activate = PYMOE_SELECT_ISA(activate_pairs<kind, T>);
       for_each_strip(a.rows, a.features, false, [&](int64_t, int64_t first, int64_t count) {
         activate(h + 2 * first, out + first, count, clamp);

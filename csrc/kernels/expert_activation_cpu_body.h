@@ -1,4 +1,4 @@
-// The loops of expert_activation, compiled once an instruction set (see expert_activation.h): the steps of
+// The loops of expert_activation, compiled once per instruction set (see expert_activation.h): the steps of
 // core/activation_steps.h on vectors.
 
 namespace pymoe::cpu::PYMOE_ISA {
@@ -45,7 +45,7 @@ void differentiate_strip(const T* grad, const T* x, const T* up, T* grad_x, T* g
   });
 }
 
-// Gate and up of `pairs` interleaved: taken apart, and put together, in pieces that stay in the first cache.
+// Gate and up of `pairs` interleaved pairs: separated, and joined again, in pieces that stay in the first cache.
 inline constexpr int64_t kPairs = 512;
 
 template <Activation kind, typename T>

@@ -1,16 +1,16 @@
-// Expert activations on the GPU: element by element, by the steps of core/activation.h, so the CPU twin's bits.
+// Expert activations on the GPU: element by element, by the steps of core/activation.h, with the CPU twin's bits.
 //
-// A row is cut into chunks of 16 bytes; a thread takes two of them, issues the loads of both (of gate and up, and of
-// grad for the backward) before it computes, and stores each result once: 64 bytes on their way a thread for swiglu,
-// 96 for its backward, where some 25 KB an SM keep an H200's memory busy. A row's base is reckoned in 64 bits, once a
-// thread, without a division an element. Without a gate all rows are one long row, whose last chunk may be partial;
-// with one, a chunk never crosses from gate to up. Where the tensors or F do not allow accesses of 16 bytes, elements
-// are moved one by one.
+// A row is cut into chunks of 16 bytes. A thread takes two of them, issues the loads of both (of gate and up, and of
+// grad for the backward) before it computes, and stores each result once: 64 bytes in flight per thread for swiglu,
+// 96 for its backward, where some 25 KB per SM keep an H200's memory busy. A row's base is computed in 64 bits, once
+// per thread, without a division per element. Without a gate all rows form one long row, whose last chunk may be
+// partial; with one, a chunk never crosses from gate to up. If the tensors or F do not allow accesses of 16 bytes,
+// elements are moved one by one.
 //
 // A swiglu element costs 38 instructions (counted in sm_90's code for bf16; 24 are e^x, ten the division), and its
-// share of what a thread does once seven more, a few more than an H200's multiprocessors can issue while its six bytes
-// pass: hence one_plus_exp, which leaves out what 1 + e^x cannot show, products and sums that are fused where no bit
-// depends on it, and a row that is found without a division.
+// share of a thread's fixed work seven more. That is a few more than an H200's multiprocessors can issue while its six
+// bytes pass. Therefore one_plus_exp omits what 1 + e^x cannot show, products and sums are fused if no bit
+// depends on it, and a row is found without a division.
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
@@ -23,17 +23,17 @@
 namespace pymoe::cuda {
 namespace {
 
-constexpr int kShare = 2;  // chunks a thread
+constexpr int kShare = 2;  // chunks per thread
 constexpr int kInverseBits = 24;
 
-// Which thread takes which chunks of which row.
+// The assignment of chunks of rows to threads.
 struct Strips {
   int64_t rows, features;  // of the output
   bool whole;              // chunks may be moved by one access
-  int step;                // from an element of gate to the next: 2 where gate and up are interleaved
-  uint32_t tiles;          // blocks that share a row; more than one only where a block has one row
+  int step;                // distance between elements of gate: 2 if gate and up are interleaved
+  uint32_t tiles;          // blocks that share a row; more than one only if a block has one row
   RowGroup group;
-  uint32_t inverse;  // 2^24 over the threads of a row, rounded up: which row a thread has is a product, not a division
+  uint32_t inverse;  // 2^24 over the threads of a row, rounded up: a thread finds its row by a product, not a division
   int64_t blocks;
 
   PYMOE_DEVICE int64_t to_up() const { return step == 1 ? features : 1; }  // from an element of gate to its up
@@ -44,7 +44,7 @@ template <typename T>
 struct Place {
   int64_t row, column;  // of the first chunk
   int stride, rest;     // rest: elements from `column` to the row's end, as far as the thread's chunks could reach
-  bool whole;           // one access moves a chunk, each of them
+  bool whole;           // every chunk is moved by one access
 
   PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
 };
@@ -60,7 +60,7 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   place.column = static_cast<int64_t>(tile) * kShare * place.stride + lane * kChunk<T>;
   const int64_t rest = place.row < s.rows ? s.features - place.column : 0;
   place.rest = static_cast<int>(min(rest, static_cast<int64_t>(kShare) * place.stride));
-  // Gate and up are whole chunks where they may be moved by one access at all; one long row may end within a chunk.
+  // Gate and up are whole chunks if they may be moved by one access at all; one long row may end within a chunk.
   place.whole = s.whole;
 #pragma unroll
   for (int j = 0; j < (kGated ? 0 : kShare); ++j) {
@@ -69,7 +69,7 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   return place;
 }
 
-// Chunks `first` and on of those that begin at `from`; zeros past the row's end. All loads are issued together.
+// Chunks from `first` on, of those that begin at `from`; zeros past the row's end. All loads are issued together.
 template <bool kWhole, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {
@@ -101,8 +101,8 @@ PYMOE_DEVICE void store_chunk(T* to, const Place<T>& place, int j, int step, con
   }
 }
 
-// f(kWhole, kCount, first): a thread's chunks, all together where they are whole, else one by one. That is asked once:
-// code that served both would put each chunk together from elements, with an instruction or two for each.
+// f(kWhole, kCount, first): a thread's chunks, all together if they are whole, otherwise one by one. This is decided
+// once: code for both cases would build each chunk from elements, with an instruction or two for each.
 template <typename T, typename F>
 PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
   if (place.whole) return f(std::true_type{}, std::integral_constant<int, kShare>{}, 0);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   });
 }
 
-// `addresses` are those of all tensors.
+// `addresses`: the addresses of all tensors.
 template <typename T>
 Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActivationArguments& a) {
   int64_t rows = a.rows, features = a.features;
@@ -197,7 +197,7 @@ Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActi
   const int64_t tiles = shared ? ceil_div(chunks, kShare * kRowThreads) : 1;
   const RowGroup group = shared ? RowGroup{kRowThreads, 1} : group_for(chunks, kShare);
   const bool whole = !a.interleaved && widest_access(addresses, row_bytes) == 16;
-  // Where `tiles` does not fit, there are too many blocks, and the launch says so.
+  // If `tiles` does not fit, there are too many blocks, and the launch reports it.
   return {rows,
           features,
           whole,

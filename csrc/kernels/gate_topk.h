@@ -1,14 +1,14 @@
 // gate_topk: scores, choice of experts, weights and load in one pass over the logits; and its backward.
 //
 // Contract: pymoe/reference/gate_topk.py. The choice is made on integer keys (core/order.h). With neither bias nor
-// groups they are the keys of the logits, and softmax scores that are renormalised need K exponentials a token:
+// groups they are the keys of the logits, and renormalised softmax scores need K exponentials per token:
 // the weights are e^(l - l_best) over their sum. Otherwise they are the keys of score(logit) + bias, where the scores
-// are computed in the fixed steps of core/score.h. Either way `experts` and `load` are exact, for every instruction set
-// and any number of threads; weights agree with the reference within a few ulp.
+// are computed in the fixed steps of core/score.h. In both cases `experts` and `load` are exact, for every instruction
+// set and any number of threads; weights agree with the reference within a few ulp.
 //
 // The backward recomputes scores from the logits. It trusts no index: at an expert outside [0, E) the CPU twin throws
-// std::out_of_range; the CUDA twin goes on as if that choice had not been made. Neither touches memory outside. A logit
-// that is NaN gets a NaN gradient, and makes those of its token NaN where softmax does.
+// std::out_of_range; the CUDA twin continues as if that choice had not been made. Neither touches memory outside. A NaN
+// logit gets a NaN gradient, and with softmax makes all gradients of its token NaN.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace pymoe {
 
-// Accumulated dtype below: float64 for float64 logits, else float32.
+// Accumulated dtype below means float64 for float64 logits, otherwise float32.
 struct GateOptions {
   Score score;
   bool renormalize;
@@ -39,16 +39,16 @@ struct GateTopkArguments {
   int64_t num_groups;   // 0: no groups; else divides E
   int64_t topk_groups;  // topk_groups * (E / num_groups) >= K
   GateOptions options;
-  // Of the CUDA twin. Results do not depend on the number of blocks.
+  // Only for the CUDA twin. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
   int64_t most_blocks = 0;    // in the grid; 0: the twin's own choice
-  ChoiceCounts counts{};      // with memory: written in place of `load`, which then needs no memory that is cleared
+  ChoiceCounts counts{};      // with memory: written in place of `load`, whose memory then need not be cleared
 
   PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
 };
 
 struct GateTopkBackwardArguments {
-  DType dtype;               // of logits and, unless they are narrow, of grad_logits
+  DType dtype;               // of logits and, unless `narrow`, of grad_logits
   const void* logits;        // (T, E)
   const int32_t* experts;    // (T, K)
   const void* grad_weights;  // (T, K) accumulated dtype
@@ -56,10 +56,10 @@ struct GateTopkBackwardArguments {
   int64_t tokens;
   int64_t num_experts;
   int64_t choices;        // K >= 1
-  bool chosen_on_logits;  // the best expert is among the chosen, so no floor and no full softmax to renormalise
+  bool chosen_on_logits;  // the best expert is among the chosen, so renormalising needs no floor and no full softmax
   GateOptions options;
-  void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, of the CUDA twin
-  bool narrow = false;        // float32 logits, and gradients rounded to bf16: operands of a product to come
+  void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, for the CUDA twin
+  bool narrow = false;        // float32 logits, and gradients rounded to bf16 as operands of a later product
 };
 
 // f(TypeTag of the logits, TypeTag of their gradients).
@@ -75,10 +75,10 @@ void gate_topk_backward(const GateTopkBackwardArguments& arguments);
 }  // namespace cpu
 
 namespace cuda {
-// How many bytes of workspace a call needs: none in usual shapes, whose rows fit into shared memory.
+// The bytes of workspace that a call needs: none in usual shapes, whose rows fit into shared memory.
 int64_t gate_topk_workspace(const GateTopkArguments& arguments);
 int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments);
-// The counts that a call can write for build_routing, as yet without memory; no tiles where it cannot.
+// The counts that a call can write for build_routing, still without memory; no tiles if it cannot.
 ChoiceCounts gate_topk_counts(const GateTopkArguments& arguments);
 // Enqueue on `stream` (a cudaStream_t) and return at once; throw std::runtime_error if a launch is refused.
 void gate_topk(const GateTopkArguments& arguments, void* stream);

@@ -1,14 +1,14 @@
 // The inner loops of gate_topk_backward for one instruction set; see kernels/cpu/for_each_isa.h.
 //
-// With s the scores, c the chosen, g = grad * scale, S = sum of the chosen scores, d_i the gradient of s_i:
+// With s the scores, c the chosen experts, g = grad * scale, S = sum of the chosen scores, d_i the gradient of s_i:
 //
 //     d_i = g_i                                  not renormalised, i chosen
-//     d_i = (g_i - sum_c g s / S) / S            renormalised, i chosen; without the sum where S is floored
+//     d_i = (g_i - sum_c g s / S) / S            renormalised, i chosen; without the sum if S is floored
 //     d_i = 0                                    i not chosen
 //     softmax: grad_i = s_i (d_i - sum_c s d)    sigmoid: grad_i = d_i s_i (1 - s_i)
 //
-// For a renormalised softmax that is not floored, sum_c s d is 0, so the gradient is 0 but for the chosen, and
-// s_i / S needs the exponentials of the chosen only.
+// For a renormalised softmax that is not floored, sum_c s d is 0, so the gradient is 0 except for the chosen experts,
+// and s_i / S needs only their exponentials.
 
 #include "kernels/cpu/score_rows.h"
 
@@ -22,7 +22,7 @@ struct ChosenScratch {
   S* delta;   // (K,) their gradients
 };
 
-// Gradients of the weights to gradients of the chosen scores, in place; returns sum_c s d.
+// Turns gradients of the weights into gradients of the chosen scores, in place; returns sum_c s d.
 template <typename S>
 PYMOE_INLINE S chosen_gradients(const GateOptions& options, int64_t choices, const S* chosen, S* delta) {
   S divisor = 1, inner = 0;
@@ -53,7 +53,7 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
     const S sum = sum_in_blocks(scratch.chosen, a.choices);
     S inner = 0;
     for (int64_t j = 0; j < a.choices; ++j) inner += scratch.delta[j] * (scratch.chosen[j] / sum);
-    // 0, or NaN where the token's scores are NaN: NaN is never hidden.
+    // 0, or NaN if the token's scores are NaN: NaN is never hidden.
     const Out rest = round_to<Out>(sum * S{0});
     for (int64_t i = 0; i < a.num_experts; ++i) out[i] = rest;
     for (int64_t j = 0; j < a.choices; ++j) {

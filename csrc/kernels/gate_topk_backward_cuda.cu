@@ -1,10 +1,11 @@
 // The backward of the gate on the GPU. kernels/gate_topk_backward_cpu_body.h has the formulas; every operation and its
 // order are the same here, so the gradients have the CPU twin's bits.
 //
-// A group of 16 lanes owns a token (one lane a lane of the sums in core/score.h); a block's tokens are consecutive.
-// Rows of gradients are put together in shared memory (in the workspace where that is too small): what is not chosen
-// first, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch of memory,
-// once, in 16-byte stores whatever E is. Of a renormalised softmax over logits, the usual gate, only the logits of the
+// A group of 16 lanes owns a token (one lane per lane of the sums in core/score.h); a block's tokens are consecutive.
+// Rows of gradients are assembled in shared memory (in the workspace if that is too small): first the values of
+// unchosen experts, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch
+// of memory, once, in 16-byte stores for any E. For a renormalised softmax over logits, the usual gate, only the logits
+// of the chosen experts are read: the kernel moves little more than the gradients that it writes.
 // chosen are read: the kernel moves little more than the gradients that it writes.
 #include <algorithm>
 
@@ -17,16 +18,16 @@ namespace {
 
 constexpr const char* kName = "gate_topk_backward";
 constexpr int kThreads = 256;
-constexpr int kLanes = kSumLanes;   // a token
+constexpr int kLanes = kSumLanes;   // per token
 constexpr int kValuesOfChoice = 3;  // buffered: score, gradient, a term of a sum
 
-// How a launch lays out its memory.
+// The layout of a launch's memory.
 struct Layout {
-  void* rows;   // a block's buffers after the other; null: in shared memory
+  void* rows;   // the buffers of one block after the other; null: in shared memory
   bool packed;  // rows of a block begin at multiples of 16 bytes
 };
 
-// One token in the hands of a group of lanes. Lane l owns elements l + n * kLanes of the row and of the choices.
+// One token, held by a group of lanes. Lane l owns elements l + n * kLanes of the row and of the choices.
 template <typename T>
 class Token {
   using S = accumulate_t<T>;
@@ -72,8 +73,8 @@ class Token {
     for (int64_t i = lane(); i < a_.num_experts; i += kLanes) f(i);
   }
 
-  // The gradients of the chosen, f(choice), in the place of what their lane has written there; of equal experts, which
-  // only a caller's mistake can bring, the last one stays.
+  // Writes the gradients of the chosen experts, f(choice), over the values that their lane has written there. If
+  // experts are equal, which only a caller's mistake can cause, the last one stays.
   template <typename F>
   PYMOE_DEVICE void replace_chosen(const F& f) const {
     for (int64_t j = 0; j < a_.choices; ++j) {
@@ -88,7 +89,7 @@ class Token {
     return sum;
   }
 
-  // Gradients of the weights to gradients of the chosen scores, in place; returns sum_c s d.
+  // Turns gradients of the weights into gradients of the chosen scores, in place; returns sum_c s d.
   PYMOE_DEVICE S chosen_gradients() {
     __syncwarp();
     S divisor = 1, inner = 0;
@@ -108,7 +109,7 @@ class Token {
     return sum_of_terms();
   }
 
-  // Renormalised, and the best expert is among the chosen: the gradient is 0 but for them.
+  // Renormalised, and the best expert is among the chosen: the gradient is 0 except for the chosen.
   PYMOE_DEVICE void chosen_softmax_backward() {
     int64_t first = 0;
     while (first < a_.choices && !inside(experts_[first])) ++first;
@@ -125,13 +126,13 @@ class Token {
     });
     __syncwarp();
     const S inner = sum_of_terms();
-    const S rest = sum * S{0};  // 0, or NaN where the token's scores are NaN: NaN is never hidden
+    const S rest = sum * S{0};  // 0, or NaN if the token's scores are NaN: NaN is never hidden
     each_own_element([&](int64_t i) { grad_[i] = rest; });
     replace_chosen([&](int64_t j) { return (delta_[j] - inner) * chosen_[j]; });
   }
 
   PYMOE_DEVICE void softmax_backward() {
-    S local = -std::numeric_limits<S>::infinity();  // the greatest of the numbers alone
+    S local = -std::numeric_limits<S>::infinity();  // the greatest of the numbers, without NaN
     each_own_element([&](int64_t i) {
       const S value = logit(i);
       local = value > local ? value : local;
@@ -167,7 +168,7 @@ class Token {
   const T* const PYMOE_RESTRICT row_;
   const int32_t* const experts_;
   const S* const grad_weights_;
-  S* const grad_;    // (E,) what will be written
+  S* const grad_;    // (E,) the gradients to be written
   S* const chosen_;  // (K,) scores of the chosen
   S* const delta_;   // (K,) their gradients
   S* const terms_;   // (K,)
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
   S* const rows = layout.rows == nullptr
                       ? memory
                       : static_cast<S*>(layout.rows) + blockIdx.x * tokens * (a.num_experts + of_choices);
-  // Groups past the last token repeat it, and nothing of it is written: the warp's collectives need all lanes.
+  // Groups past the last token repeat it without writing: the warp's collectives need all lanes.
   Token<T>(a, min(token, a.tokens - 1), rows + slot * a.num_experts, rows + tokens * a.num_experts + slot * of_choices)
       .backward();
   __syncthreads();

@@ -37,7 +37,7 @@ void select_sorted(const S* row, int64_t size, int64_t choices, int64_t stride, 
   }
 }
 
-constexpr int64_t kTile = 16;  // the most tokens that any instruction set takes at once
+constexpr int64_t kTile = 16;  // the largest number of tokens that any instruction set takes at once
 
 struct alignas(64) Line {
   unsigned char bytes[64];
@@ -52,9 +52,9 @@ int64_t scratch_bytes(const GateTopkArguments& a) {
 }  // namespace
 }  // namespace pymoe::cpu
 
-// Tiles of 16 tokens leave more lanes empty than tiles of 8 save instructions: over ten shapes on a Zen 5, in turns on
-// the same memory, v4 took 0.92 to 1.18 times as long as v3, 1.03 in the middle (groups of 24 experts 1.18, E256 K8
-// 1.10, E64 K2 1.11, E160 in groups 0.92).
+// The empty lanes of tiles of 16 tokens cost more than tiles of 8 would cost in instructions: over ten shapes on a Zen
+// 5, interleaved on the same memory, v4 took 0.92 to 1.18 times as long as v3, with a median of 1.03 (groups of 24
+// experts 1.18, E256 K8 1.10, E64 K2 1.11, E160 in groups 0.92).
 #define PYMOE_ISA_WIDEST 3
 #define PYMOE_ISA_BODY "kernels/gate_topk_cpu_body.h"
 #include "kernels/cpu/for_each_isa.h"

@@ -1,9 +1,9 @@
 // The inner loops of gate_topk for one instruction set; see kernels/cpu/for_each_isa.h.
 //
-// Tokens go in tiles of as many as a vector has lanes. First most experts are ruled out, a token's row at a time: each
+// A tile has as many tokens as a vector has lanes. First most experts are excluded, one token's row at a time: each
 // of 16 or 32 virtual lanes holds the maximum of its share of the row, and since K of these maxima are at least as
-// great as the K-th greatest of them, no logit below that one can be among the best K. A little more than K candidates
-// are left on average. Then a lane is a token: its best experts are kept as a sorted list of vectors, into which the
+// great as the K-th greatest of them, no logit below that one can be among the best K. On average a little more than K
+// candidates remain. Then a lane is a token: its best experts are kept as a sorted list of vectors, into which the
 // candidates are inserted without a branch.
 
 #include "kernels/cpu/lanes.h"
@@ -42,7 +42,7 @@ struct Best {
     }
   }
 
-  // Candidates must come in ascending order of their experts: an equal key then stays behind.
+  // Candidates must come in ascending order of their experts: an equal key then stays behind earlier ones.
   PYMOE_INLINE void insert(Keys key, Keys expert) {
     Keys better[N];
     for (int j = 0; j < N; ++j) better[j] = key > keys[j];
@@ -59,11 +59,11 @@ template <typename S>
 struct Scratch {
   S* wide;                     // (tile, E): logits of a 16-bit dtype, widened
   S* scores;                   // (tile, E): scores of the tile's tokens
-  S* choice;                   // (tile, E): choice scores, those of the remaining groups side by side
+  S* choice;                   // (tile, E): choice scores, with the remaining groups next to each other
   S* candidates;               // (E, tile)
-  order_key_t<S>* candidate;   // (E, tile): the column that each candidate stands in
-  S* values;                   // (K, tile): of the chosen
-  order_key_t<S>* columns;     // (K, tile): of the chosen
+  order_key_t<S>* candidate;   // (E, tile): the column of each candidate
+  S* values;                   // (K, tile): of the chosen experts
+  order_key_t<S>* columns;     // (K, tile): of the chosen experts
   S* weights;                  // (K, tile)
   order_key_t<S>* group_keys;  // (groups, tile)
   int32_t* groups;             // (tile, groups): the remaining groups of each token, ascending
@@ -108,7 +108,7 @@ PYMOE_INLINE void for_columns(const S* const* rows, int64_t begin, int64_t end, 
   }
 }
 
-// The maxima of `kMaxima` virtual lanes of a row, NaNs passed over.
+// The maxima of `kMaxima` virtual lanes of a row, ignoring NaNs.
 template <int kMaxima, typename S>
 PYMOE_INLINE void lane_maxima(const S* row, int64_t size, S* maxima) {
   constexpr int kL = kLanes<S>, kVectors = kMaxima / kL;
@@ -127,7 +127,7 @@ PYMOE_INLINE void lane_maxima(const S* row, int64_t size, S* maxima) {
   for (int v = 0; v < kVectors; ++v) store(maxima + v * kL, best[v]);
 }
 
-// Writes the candidates of row `t` of the tile, all that are not below `bound`, and returns how many there are.
+// Writes the candidates of row `t` of the tile, which are not below `bound`, and returns how many there are.
 template <typename S>
 PYMOE_INLINE int64_t collect(const S* row, int64_t size, S bound, int t, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>, kWord = 64;
@@ -214,7 +214,7 @@ PYMOE_INLINE void select(const S* const* rows, int64_t size, int64_t choices, co
   }
 }
 
-// Writes the remaining groups of each token, and the choice scores of their experts side by side.
+// Writes the remaining groups of each token, and the choice scores of their experts next to each other.
 template <typename S>
 void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>;
@@ -259,7 +259,7 @@ void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
   }
 }
 
-// Scores of the tile's tokens, then choice scores in their place in scratch.choice.
+// Computes scores of the tile's tokens, then replaces them by choice scores in scratch.choice.
 template <typename S>
 void score_tile(const GateTopkArguments& a, const S* const* rows, const Scratch<S>& scratch) {
   const auto* bias = static_cast<const S*>(a.bias);
@@ -276,8 +276,8 @@ void score_tile(const GateTopkArguments& a, const S* const* rows, const Scratch<
   if (a.num_groups > 0) keep_best_groups<S>(a, scratch);
 }
 
-// Turns scratch.values, the logits of the chosen, into their scores. Softmax scores that will be renormalised are left
-// as e^(logit - best), a common factor of the token away.
+// Turns scratch.values, the logits of the chosen experts, into their scores. Softmax scores that will be renormalised
+// remain e^(logit - best), which differs by a common factor of the token.
 template <typename S>
 PYMOE_INLINE void score_chosen(const GateTopkArguments& a, const S* const* rows, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>;
@@ -358,7 +358,7 @@ void gate_tokens(const GateTopkArguments& a, int64_t begin, int64_t end, unsigne
     for (int64_t first = begin; first < end; first += kLanes<S>) {
       const int count = end - first < kLanes<S> ? static_cast<int>(end - first) : kLanes<S>;
       const S* rows[kLanes<S>];
-      for (int t = 0; t < kLanes<S>; ++t) {  // past the last token it is repeated; nothing of it is written out
+      for (int t = 0; t < kLanes<S>; ++t) {  // past the last token it is repeated, but not written out
         const int64_t token = first + (t < count ? t : count - 1);
         rows[t] = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts,
                               scratch.wide + t * a.num_experts);

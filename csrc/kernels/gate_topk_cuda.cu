@@ -3,17 +3,18 @@
 // A group of 4 to 32 lanes owns a token. Element l + n * kLanes of the row belongs to lane l: consecutive lanes load
 // consecutive elements, so that every load fills its sectors for any E and any alignment, and a lane owns whole lanes
 // of the sums in core/score.h. Rows of up to 512 experts stay in registers as 32-bit keys, and all loads of a row are
-// in flight at once; longer ones and fp64 stay in a buffer (shared memory, or the workspace where that is too small),
-// with eight loads a lane in flight. A bias is loaded as the row is.
+// in flight at once; longer rows and fp64 stay in a buffer (shared memory, or the workspace if that is too small),
+// with eight loads per lane in flight. A bias is loaded in the same way as the row.
 //
-// The limit is instructions, not bytes: peers spend K dependent passes over the row. Here (choose.h) maxima of parts of
-// the row give a bound that leaves little more than K candidates, and these are ranked against each other. One or two
-// choices, more choices than maxima, and rows with too many ties at the bound take passes, which need no memory.
+// The limit is instructions, not bytes: other implementations need K dependent passes over the row. Here (choose.h)
+// maxima of parts of the row give a bound that leaves little more than K candidates, which are ranked against each
+// other. For one or two choices, more choices than maxima, and rows with too many ties at the bound, passes are made,
+// which need no memory.
 //
 // Weights are computed by the lanes of the group in parallel, in the operations and order of the CPU twin: all outputs
-// have its bits. Loads are counted in shared memory, then one integer atomic an expert a block: order-free. The zeroes
-// that those begin from are a memset before the launch, except where one block has all tokens and writes what it has
-// counted: no block may wait for another, so none can be the one that clears for all.
+// have its bits. Loads are counted in shared memory, then added by one integer atomic per expert and block, in any
+// order. The zeroes for these sums come from a memset before the launch, except if one block has all tokens and writes
+// its counts: no block may wait for another, so no block can clear memory for all.
 #include <algorithm>
 #include <type_traits>
 
@@ -26,26 +27,27 @@ namespace {
 
 constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 528;             // at most: what four blocks on each of an H200's 132 multiprocessors make
-constexpr int64_t kCountedBlocks = 256;      // the same where every block of build_routing reads the counts of each
+constexpr int64_t kBlocks = 528;             // at most: four blocks on each of an H200's 132 multiprocessors
+constexpr int64_t kCountedBlocks = 256;      // the same if every block of build_routing reads the counts of each
 constexpr int64_t kMostCounted = 8192;       // experts whose slots are counted in shared memory
 constexpr int64_t kMostBuffered = 64 << 20;  // bytes of the workspace for rows; fewer blocks above it
-// Up to here 16 lanes a token, of which a block has 16, make two blocks on each of 132 multiprocessors at most: where
-// rows are scored a warp is done sooner than with 8 lanes, which need fewer instructions for many tokens.
+// Up to this number of tokens, 16 lanes per token, of which a block has 16, make at most two blocks on each of 132
+// multiprocessors: if rows are scored, a warp is then done sooner than with 8 lanes, which need fewer instructions for
+// many tokens.
 constexpr int64_t kFewTokens = 4224;
 constexpr int kHeldExperts = 512;
-constexpr int kHeldScores = 256;  // where the choice or the weights need the scores of the whole row
+constexpr int kHeldScores = 256;  // if the choice or the weights need the scores of the whole row
 
-// How a launch lays out its memory.
+// The layout of a launch's memory.
 struct Layout {
-  int32_t tiles;       // of threads / kLanes tokens
-  int32_t each;        // of these tiles a block, one after the other
-  int32_t capacity;    // candidates of a token that there is room for; 0: choose by passes
-  int32_t group_size;  // experts a group; 0: no groups
-  int64_t row_keys;    // keys a token buffers: E and one a group, or none
-  int64_t row_scores;  // scores that it keeps in shared memory: E and some more, or none
+  int32_t tiles;       // of threads / kLanes tokens each
+  int32_t each;        // consecutive tiles per block
+  int32_t capacity;    // room for candidates of a token; 0: choose by passes
+  int32_t group_size;  // experts per group; 0: no groups
+  int64_t row_keys;    // keys that a token buffers: E and one per group, or none
+  int64_t row_scores;  // scores that it keeps in shared memory: E and a few more, or none
   bool counts_in_shared;
-  void* rows;  // buffered keys, a token of a block after the other; null: in shared memory
+  void* rows;  // buffered keys, one token of a block after the other; null: in shared memory
 };
 
 // Calls f with the row of logits of a token, as a pointer to its dtype.
@@ -63,7 +65,7 @@ PYMOE_DEVICE void with_logits(const GateTopkArguments& a, int64_t token, const F
   }
 }
 
-// One token in the hands of a group of lanes.
+// One token, held by a group of lanes.
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
 class Token {
   using Key = order_key_t<S>;
@@ -92,14 +94,14 @@ class Token {
     gate_by_passes();
   }
 
-  // Maxima a lane: twice as many of them as there are choices in usual shapes keep the candidates few.
+  // Maxima per lane: in usual shapes there are twice as many as choices, which keeps the candidates few.
   static constexpr int kMaxima = kHeld == 0 ? 8 : kLanes == kWarp ? 4 : 2;
 
  private:
   PYMOE_DEVICE int lane() const { return threadIdx.x % kLanes; }
   PYMOE_DEVICE bool inside(int32_t expert) const { return static_cast<uint32_t>(expert) < a_.num_experts; }
   PYMOE_DEVICE bool softmax() const { return a_.options.score == Score::kSoftmax; }
-  // Softmax weights that are renormalised need the exponentials of the chosen alone, if the greatest is among them.
+  // Renormalised softmax weights need only the exponentials of the chosen experts, if the greatest is among them.
   PYMOE_DEVICE bool sums_row() const {
     return kScoresRow && softmax() && !(a_.chooses_on_logits() && a_.options.renormalize);
   }
@@ -107,8 +109,8 @@ class Token {
   // Slots hold the bits of the logits; -infinity past the end.
   PYMOE_DEVICE void load_row() {
     with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
-      // In the larger kernels the compiler makes one branch of both questions whether an expert is inside, with the
-      // load and the widening behind it, unless the first is not asked.
+      // In the larger kernels the compiler merges both tests whether an expert is inside into one branch, with the
+      // load and the widening behind it, unless the first test is omitted.
       constexpr bool kClamped = kScoresRow && sizeof(*logits) == 2;
       const auto bits = [&](Key, int32_t expert, int, auto logit) {
         return bit_cast<Key>(inside(expert) ? to_accumulate(logit) : -std::numeric_limits<S>::infinity());
@@ -121,10 +123,10 @@ class Token {
     });
   }
 
-  // From logits to keys of the choice.
+  // Turns logits into keys of the choice.
   PYMOE_DEVICE void score_row() {
     if (sums_row()) {
-      S local = -std::numeric_limits<S>::infinity();  // of the numbers alone
+      S local = -std::numeric_limits<S>::infinity();  // the greatest of the numbers, without NaN
       row_.each([&](Key slot, int32_t expert, int) {
         const S logit = bit_cast<S>(slot);
         if (inside(expert) && logit > local) local = logit;
@@ -141,7 +143,7 @@ class Token {
     }
     if (!kScoresRow || a_.chooses_on_logits()) {
       row_.map([&](Key slot, int32_t expert, int) {
-        const Key key = order_key(bit_cast<S>(slot));  // whether inside or not: without a branch
+        const Key key = order_key(bit_cast<S>(slot));  // inside or not, to avoid a branch
         return inside(expert) ? key : kNoKey<S>;
       });
       return;
@@ -158,7 +160,7 @@ class Token {
     if (layout_.group_size > 0) keep_best_groups();
   }
 
-  // Takes the experts of all groups but the best out of the choice.
+  // Removes the experts of all groups except the best from the choice.
   PYMOE_DEVICE void keep_best_groups() {
     const auto size = static_cast<uint32_t>(layout_.group_size), groups = static_cast<uint32_t>(a_.num_groups);
     if constexpr (kHeld > 0) {
@@ -170,7 +172,7 @@ class Token {
     Key* group_keys = buffer_ + a_.num_experts;
     for (uint32_t group = lane(); group < groups; group += kLanes) {
       Key first = kNoKey<S>, second = first;
-      uint32_t at = group % size;  // lanes begin in different banks; the order is of no account
+      uint32_t at = group % size;  // lanes begin in different banks; the order does not matter
       for (uint32_t i = 0; i < size; ++i) {
         const Key key = buffer_[group * size + at];
         const Key lesser = key > first ? first : key;
@@ -202,7 +204,7 @@ class Token {
     }
   }
 
-  // The score of a chosen expert; e^(logit - best) where a common factor is divided away later.
+  // The score of a chosen expert; e^(logit - best) if a common factor is divided out later.
   PYMOE_DEVICE S score_of(const Candidate<S>& candidate) const {
     if (kScoresRow && kHeld > 0 && !a_.chooses_on_logits()) return row_scores_[candidate.expert()];
     S logit;
@@ -245,7 +247,7 @@ class Token {
         weights()[choice] = weight_of(scores[choice], divisor);
       }
     }
-    __syncwarp();  // the lists serve the next token
+    __syncwarp();  // the next token reuses the lists
   }
 
   // Lane `choice % kLanes` writes a choice; its weight waits in a register, or in the output if the lane has several.
@@ -284,13 +286,13 @@ class Token {
   const bool writes_;
   int32_t* const counts_;
   Key* const buffer_;
-  S* const row_scores_;  // of rows in registers whose choice is made on more than the logits
+  S* const row_scores_;  // of rows in registers whose choice depends on more than the logits
   S greatest_ = 0;       // the greatest logit
-  S sum_ = 1;            // of e^(logit - greatest) over the row, where that is needed
+  S sum_ = 1;            // of e^(logit - greatest) over the row, if needed
   HeldRow<S, kLanes, kHeld> row_;
 };
 
-// Blocks a multiprocessor: with room for a third, nvcc 13 puts registers into local memory on sm_120.
+// Blocks per multiprocessor: with room for a third, nvcc 13 puts registers into local memory on sm_120.
 inline constexpr int kResident = 2;
 
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const int first = static_cast<int>(blockIdx.x) * layout.each;
   for (int tile = first; tile < min(first + layout.each, layout.tiles); ++tile) {
     const int64_t token = static_cast<int64_t>(tile) * tokens + slot;
-    // Groups past the last token repeat it and write nothing: the warp's collectives need all lanes.
+    // Groups past the last token repeat it without writing: the warp's collectives need all lanes.
     Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, row_scores,
                                         counts)
         .gate(list, chosen, scores);
@@ -351,11 +353,11 @@ __global__ void __launch_bounds__(kThreads, kResident)
 struct Plan {
   LaunchShape shape;
   Layout layout;
-  int64_t tokens;  // a tile
+  int64_t tokens;  // per tile
   int64_t workspace_bytes = 0;
 };
 
-// Which of the kernels serves a call.
+// The kernel that serves a call.
 template <typename Sums, int kGroup, int kSlots, bool kWholeRow>
 struct Kernel {
   using S = Sums;
@@ -380,7 +382,7 @@ auto with_kernel(const GateTopkArguments& a, const F& f) {
   return f(Kernel<float, kWarp, 16, false>{});
 }
 
-// `counted`: for build_routing.
+// `counted`: count for build_routing.
 template <typename K>
 Plan plan_of(const GateTopkArguments& a, bool counted) {
   using S = typename K::S;
@@ -393,7 +395,7 @@ Plan plan_of(const GateTopkArguments& a, bool counted) {
   layout.group_size = a.num_groups > 0 ? static_cast<int32_t>(a.num_experts / a.num_groups) : 0;
   if (K::kHeld == 0 || a.num_groups > 0) layout.row_keys = a.num_experts + a.num_groups;
   if (K::kHeld > 0 && K::kScoresRow && !a.chooses_on_logits()) {
-    layout.row_scores = ceil_div(a.num_experts, kWarp) * kWarp + kLanes;  // the tokens of a warp begin in other banks
+    layout.row_scores = ceil_div(a.num_experts, kWarp) * kWarp + kLanes;  // a warp's tokens begin in different banks
   }
   layout.counts_in_shared = a.num_experts <= kMostCounted;
 

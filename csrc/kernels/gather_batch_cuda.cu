@@ -1,16 +1,16 @@
 // Many blocks of bytes to one, on the GPU, in one launch for up to 2000 of them.
 //
-// The table of pointers and starts travels as a parameter of the kernel: the driver copies it when the launch is
+// The table of pointers and starts is a parameter of the kernel: the driver copies it when the launch is
 // enqueued, or captured into a graph, so there is no staging buffer to allocate, to wait for or to keep alive. A
-// table has one of two sizes, 4 KB for everyday calls and the 32 KB that CUDA allows from 12.1 on. Blocks that do not
-// fit one table go to further launches; empty ones are left out.
+// table has one of two sizes, 4 KB for common calls and the 32 KB that CUDA allows from 12.1 on. Blocks that do not
+// fit into one table go to further launches; empty blocks are omitted.
 //
-// The output, not the list, is cut over the grid, 16 KiB a block, so one large tensor and a thousand small ones are
-// spread alike. A block looks its first and last byte up in the table (all threads ask the same: a broadcast from the
-// constant cache) and keeps what lies between in shared memory. A thread owns four 16-byte words of the output, finds
-// where each comes from, and copies whole words whose source is as aligned as the output with four loads in flight;
-// otherwise it reads as widely as the source's alignment allows and still writes 16 bytes. Words that two sources
-// share, and the ends of the output, go byte by byte.
+// The output, not the list, is cut over the grid, 16 KiB per block, so one large tensor and a thousand small ones are
+// distributed equally well. A block looks up its first and last byte in the table (all threads ask the same: a
+// broadcast from the constant cache) and keeps the entries between them in shared memory. A thread owns four 16-byte
+// words of the output, finds the source of each, and copies whole words whose source is as aligned as the output with
+// four loads in flight; otherwise it reads as widely as the source's alignment allows and still writes 16 bytes. Words
+// that two sources share, and the ends of the output, are copied byte by byte.
 #include <algorithm>
 
 #include "kernels/cuda/launch.h"
@@ -23,7 +23,7 @@ namespace {
 using Byte = unsigned char;
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // words in a thread's hands
+constexpr int kUnroll = 4;  // words that a thread holds
 constexpr int kWord = 16;
 constexpr int64_t kBlockBytes = int64_t{kThreads} * kUnroll * kWord;
 
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   }
 }
 
-// Copies from the first blocks that are not empty, as many as a table holds, to `out`; returns how many blocks of the
-// list it is done with.
+// Copies from the first blocks that are not empty, as many as a table holds, to `out`; returns the number of blocks of
+// the list that are done.
 template <int kMost>
 int64_t gather_some(const void* const* sources, const int64_t* starts, int64_t count, Byte* out, void* stream) {
   Table<kMost> table;

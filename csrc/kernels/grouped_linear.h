@@ -9,25 +9,25 @@
 // expert without rows are zero. Every element of the output is written; the outputs are contiguous, the inputs may
 // have any strides (a stride is in elements).
 //
-// With an order the rows need not be sorted in memory: the r-th of them is row order[r] of x, y and grad.
-// What is said of rows past offsets[E] then holds for the rows that the first offsets[E] of the order do not name; what
-// it holds from there on is not read. These rows must be distinct. x and grad are contiguous then, and every bit is
-// that of sorted, contiguous rows: sums over an expert's rows run in the given order.
+// With an order the rows need not be sorted in memory: the r-th sorted row is row order[r] of x, y and grad.
+// The rules for rows past offsets[E] then hold for the rows that the first offsets[E] values of the order do not name;
+// later values are not read. The named rows must be distinct. x and grad are then contiguous, and every bit is
+// the same as for sorted, contiguous rows: sums over an expert's rows run in the given order.
 //
 // Sums are kept in fp32 (fp64 for fp64) and rounded once. The terms of an output element are added in an order that
-// depends on the length of its sum and on the operands' strides alone: results are the same for any number of threads,
-// and a row of y does not depend on the rows around it. (Where torch's grouped GEMM makes the product,
-// ops/torch_grouped_mm.h, the order is torch's.) Where the processor multiplies bf16 (AVX512_BF16), the CPU twin of
-// bf16 takes subnormal operands for zero, and a sum that would be subnormal too.
+// depends only on the length of its sum and on the operands' strides: results are the same for any number of threads,
+// and a row of y does not depend on the rows around it. (If torch's grouped GEMM makes the product,
+// ops/torch_grouped_mm.h, the order is torch's.) If the processor multiplies bf16 (AVX512_BF16), the CPU twin of
+// bf16 treats subnormal operands, and sums that would be subnormal, as zero.
 //
 // `offsets` must start at 0, not decrease, and end within S; `order` must name rows in [0, S), none twice. The CPU twin
 // throws std::invalid_argument or std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads
-// nothing on the host, takes 0 for the first offset and the greatest before it, or S, for one that decreases or passes
-// S, and leaves out what an order names that does not exist: it never reads or writes a row outside of [0, S), and rows
-// of experts whose offsets are right come out right, unless the order names them twice. Of a wrong order rows of y may
-// be left as they were.
+// nothing on the host, uses 0 for the first offset, the greatest earlier offset for one that decreases, and S for one
+// above S; it skips values of an order that name no row. It never reads or writes a row outside of [0, S), and rows
+// of experts with correct offsets are correct, unless the order names them twice. With a wrong order some rows of y may
+// not be written.
 //
-// Memory: the CPU twin keeps a few MiB a thread between calls; the CUDA twin works in `workspace`.
+// Memory: the CPU twin keeps a few MiB per thread between calls; the CUDA twin works in `workspace`.
 #pragma once
 
 #include <cstdint>
@@ -42,12 +42,12 @@ struct MatrixView {
   int64_t column_stride;
 };
 
-// What all three have.
+// The common arguments of all three.
 struct GroupedArguments {
   const int32_t* offsets;          // (E + 1,)
-  void* out;                       // y (S, N), the gradient of the weight (E, N, H) or that of the bias (E, N)
+  void* out;                       // y (S, N), the gradient of the weight (E, N, H) or of the bias (E, N)
   int64_t rows;                    // S
-  int64_t input_features;          // H; of no account to the gradient of the bias
+  int64_t input_features;          // H; unused for the gradient of the bias
   int64_t output_features;         // N
   int64_t experts;                 // E, below 2^30
   DType dtype;                     // of every tensor
@@ -83,10 +83,10 @@ void grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* stream);
 
-// What stands around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
-// that keep the contract; after it, zeros where no expert has a say. The product is in bf16 and contiguous at a 16-byte
-// boundary, its rows are multiples of 16 bytes, and the workspace is that of the plan. There is no bias: added to a
-// product that has been rounded, it would make two roundings of one.
+// Steps around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
+// that keep the contract; after it, zeros for rows and gradients without an expert's rows. The product is in bf16 and
+// contiguous at a 16-byte boundary, its rows are multiples of 16 bytes, and the workspace holds the plan. There is no
+// bias: added to a rounded product, it would round twice.
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);

@@ -48,16 +48,16 @@ struct Block {
   int64_t columns;
 };
 
-// A result of this many bytes is not read back from a cache by whoever takes it next.
+// Results of this size in bytes leave the caches before their next reader reads them.
 constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
 
-// Cuts the (rows_of(e), columns) outputs of all experts into blocks: as large as gemm likes them, smaller where the
-// threads would run out of them. How they are cut does not show in the results.
+// Cuts the (rows_of(e), columns) outputs of all experts into blocks: of gemm's preferred size, or smaller if there
+// would be too few for the threads. The cut does not affect the results.
 template <typename RowsOf>
 std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) {
-  // Multiples of every micro-kernel's tile but for AVX-512's 14 rows: a block then ends in whole tiles.
+  // Multiples of every micro-kernel's tile except AVX-512's 14 rows: a block then ends in whole tiles.
   constexpr int64_t kRowMultiple = 48, kColumnMultiple = 96, kSmallest = 96;
   int64_t block_rows = kGemmBlockRows, block_columns = kGemmBlockColumns;
   const int threads = num_threads();
@@ -91,7 +91,7 @@ void clear_rows_of_none(const GroupedLinearArguments& a, const std::vector<char>
   const int64_t used = a.offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
   auto* y = static_cast<char*>(a.out);
   if (a.order == nullptr) return fill_zero(y + used * row_bytes, (a.rows - used) * row_bytes);
-  if (used == a.rows || row_bytes == 0) return;  // memory of nothing may be at no address
+  if (used == a.rows || row_bytes == 0) return;  // empty memory may have no address
   for (int64_t row = 0; row < a.rows; ++row) {
     if (named[static_cast<size_t>(row)] == 0) memset(y + row * row_bytes, 0, static_cast<size_t>(row_bytes));
   }
@@ -157,7 +157,7 @@ void weight_grad(const GroupedWeightGradArguments& a) {
 
 template <typename T>
 void bias_grad(const GroupedBiasGradArguments& a) {
-  constexpr int64_t kWidth = 64;  // columns of a task
+  constexpr int64_t kWidth = 64;  // columns per task
   const int64_t strips = pieces(a.output_features, kWidth);
   parallel_for(0, a.experts * strips, std::max<int64_t>(1, 65536 * a.experts / std::max<int64_t>(1, a.rows * kWidth)),
                [&](int64_t begin, int64_t end) {

@@ -1,7 +1,7 @@
 // Grouped products on the GPU, safe under CUDA graphs: nothing is read on the host. A launch of one block turns the
 // offsets into a plan (kernels/cuda/group_plan.h); then every block takes one tile of the output and finds its expert
-// in the plan. The grid is the most tiles that any offsets could make, so blocks may find no tile and end. A tile runs
-// over the whole depth of its sum, in the same steps whatever its size: results know nothing of the grid.
+// in the plan. The grid is the largest number of tiles for any offsets, so blocks may find no tile and end. A tile runs
+// over the whole depth of its sum, in the same steps for any size: results do not depend on the grid.
 //
 // 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128, or of 64 x 128 where
 // experts have fewer than 128 rows on average. fp32 and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
@@ -11,11 +11,11 @@
 // waits for its first stage and writes its result. There are none: torch makes the products of bf16, and what is left
 // for this kernel on such a GPU is fp16 and layers with biases.
 //
-// Rows that an order gives are read and written at their places, which a thread looks up once for a tile, or for every
-// depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are those of
-// sorted rows.
+// Rows in a given order are read and written at their places, which a thread looks up once per tile, or for every
+// depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are the same as
+// for sorted rows.
 //
-// Where torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
+// If torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
 // what it leaves out; they return at once for tiles and experts that lack nothing.
 #include <algorithm>
 #include <limits>
@@ -33,7 +33,7 @@ namespace {
 constexpr const char* kName = "grouped_linear";
 
 // Writes a tile's part of the output: rows of `pitch` elements that begin at `to`, at their places. f(row, column)
-// gives what to add.
+// returns the value to add.
 template <typename T, typename Tile, typename Places>
 PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Places& places, int rows, int columns,
                              const T* bias, int64_t bias_step, bool in_runs) {
@@ -51,7 +51,7 @@ PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Place
     }
     if (in_runs && column + Tile::kRun <= columns) {
       using Word = word_of<decltype(values)>;
-      __stcg(reinterpret_cast<Word*>(run), bit_cast<Word>(values));  // one access; a plain one is taken apart
+      __stcg(reinterpret_cast<Word*>(run), bit_cast<Word>(values));  // one access; a plain store would be split
     } else {
 #pragma unroll
       for (int i = 0; i < Tile::kRun; ++i) {
@@ -61,7 +61,7 @@ PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Place
   });
 }
 
-// Clears the tile of y that begins at `to`; rows that an order leaves out are clear.
+// Clears the tile of y that begins at `to`; rows that an order omits are already clear.
 template <typename T, int kThreads>
 PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
   for (int i = static_cast<int>(threadIdx.x); i < rows * kTileColumns; i += kThreads) {
@@ -69,11 +69,11 @@ PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
   }
 }
 
-// Where y goes, and what it is made of beside its operands.
+// The destination of y, and its inputs apart from the operands.
 template <typename T>
 struct Output {
   T* y;
-  const T* bias;  // or null
+  const T* bias;  // null: no bias
   int64_t bias_row_stride, bias_step;
   int64_t rows, features;
   int experts, column_tiles;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(CudaCoreTile<T>::kThreads)
 
 constexpr int kClearThreads = 256;
 
-// Clears y if it has rows of no expert, before the others are written at their places.
+// Clears y if it has rows without an expert, before the others are written at their places.
 template <typename T>
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(T* y, GroupPlan plan, int experts, int64_t rows, int64_t output_features) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kClearThreads)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x; i < count; i += stride) y[i] = T{};
 }
 
-// Of a gradient of a weight: the output's rows are grad's features, its columns x's, its depth the expert's rows.
+// A tile of a weight's gradient: the output's rows are grad's features, its columns x's, its depth the expert's rows.
 struct WeightTile {
   int64_t expert, row, column, begin, depth, place;  // place: of its first element in the gradient
   int rows, columns;
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kBiasThreads)
 
 constexpr int kCompleteThreads = 256;
 
-// Clears the rows of no expert; nothing is left to do where there are none.
+// Clears the rows without an expert; returns at once if there are none.
 __global__ void __launch_bounds__(kCompleteThreads)
     complete_linear_kernel(uint4* y, GroupPlan plan, int64_t packs, int64_t row_packs, int experts) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kCompleteThreads;
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kCompleteThreads)
   }
 }
 
-// Clears the gradients of experts without rows. Several blocks an expert.
+// Clears the gradients of experts without rows. Several blocks per expert.
 __global__ void __launch_bounds__(kCompleteThreads)
     complete_weight_grad_kernel(uint4* weight_grad, GroupPlan plan, int64_t expert_packs, int64_t blocks) {
   const int64_t expert = blockIdx.x / blocks;
@@ -269,13 +269,13 @@ __global__ void __launch_bounds__(kCompleteThreads)
   }
 }
 
-// May threads store their runs of `features` columns as one access each, of 16 bytes?
+// True if threads may store their runs of `features` columns as one access of 16 bytes each.
 template <typename T>
 bool in_runs(const void* output, int64_t features) {
   return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) == 16;
 }
 
-// How many rows a tile of y has. All that a layer makes of the same rows has tiles of the same rows.
+// The number of rows of a tile of y. All products of a layer for the same rows have tiles of the same rows.
 int tile_rows_of(const GroupedArguments& a) {
   return size_of(a.dtype) == 2 && a.rows >= 128 * a.experts ? 128 : kTileRows;
 }
@@ -300,7 +300,7 @@ template <typename T, typename Places>
 void linear(const GroupedLinearArguments& a, const Places& places, void* stream) {
   const GroupPlan plan = group_plan(a.workspace, a.experts);
   if (Places::kGiven) {
-    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements a thread, before blocks take more
+    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements per thread, before blocks take more
     launch(kName, clear_kernel<T>,
            {std::min(ceil_div(a.rows * a.output_features, kShare * kClearThreads), kMostBlocks), kClearThreads}, stream,
            a.out, plan, a.experts, a.rows, a.output_features);
@@ -357,7 +357,7 @@ void bias_grad(const GroupedBiasGradArguments& a, const Places& places, void* st
          a.grad.column_stride, places, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
 }
 
-// f(TypeTag of the dtype, where the rows are).
+// f(TypeTag of the dtype, places of the rows).
 template <typename F>
 void for_kind(const GroupedArguments& a, F&& f) {
   visit_dtype(a.dtype,
@@ -399,7 +399,7 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
 }
 
 void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
-  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // packs a thread, before blocks take more
+  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // packs per thread, before blocks take more
   const int64_t row_packs = a.output_features * size_of(a.dtype) / 16, packs = a.rows * row_packs;
   launch(kName, complete_linear_kernel,
          {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks), kCompleteThreads}, stream, a.out,

@@ -2,15 +2,15 @@
 //
 //     y[r] = W[e] @ x[r] + bias[e]      for rows offsets[e] <= r < offsets[e + 1]; (S, H) -> (S, N)
 //
-// W is packed as quantized_weight.h says. Rows of x are rounded to integers of 16 bits in blocks of 128 inputs, whose
-// step is a power of two; products with the codes of the weights are added up as integers over a block (8 bits) or a
-// group of 32 (4 bits), and these sums are scaled and added in fp32, without fused multiply-adds, in the order of the
-// inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have no order, so the bits of a result depend
-// on nothing but its row and its expert: neither on the instruction set nor on threads nor on the rows around it.
+// W is packed as described in quantized_weight.h. Rows of x are rounded to integers of 16 bits in blocks of 128 inputs,
+// whose step is a power of two. Products with the codes of the weights are added up as integers over a block (8 bits)
+// or a group of 32 (4 bits), and these sums are scaled and added in fp32, without fused multiply-adds, in the order of
+// the inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have no order, so the bits of a result
+// depend only on its row and its expert: not on the instruction set, the threads or the rows around it.
 //
 // Rows past offsets[E] belong to no expert: their y is zero, their x is never read. Every element of the output is
 // written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
-// std::out_of_range is thrown before any memory is touched. All tensors are contiguous. CPU alone.
+// std::out_of_range is thrown before any memory is touched. All tensors are contiguous. CPU only.
 #pragma once
 
 #include <cstdint>
@@ -34,17 +34,17 @@ struct QuantizedLinearArguments {
   void* workspace;         // quantized_linear_workspace bytes, 64-byte aligned for speed, contents arbitrary
 };
 
-// What a row's block of inputs is rounded to: 128 integers and this.
+// The rounded form of a row's block of inputs: 128 integers and these numbers.
 struct RoundedBlock {
-  float step;     // NaN where the block holds a NaN or an infinity, and the integers are zero then
-  int32_t zero;   // 8 bits: what the code of zero adds to each sum
+  float step;     // NaN if the block has a NaN or an infinity; the integers are then zero
+  int32_t zero;   // 8 bits: the part of each sum that comes from the code of zero
   float sums[4];  // 4 bits: the sums of the integers of each group of 32
 };
 
 inline constexpr int64_t kRoundedInputs = 128;
 inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
 
-// How the integers of a block lie: as the products by vectors take them, or those by tiles (quantized_linear_amx.h) of
+// The layout of a block's integers: for products by vectors, or for products by tiles (quantized_linear_amx.h) of
 // weights in 8 or 4 bits. At 4 bits tiles take pairs of bf16.
 enum class Integers { kForVectors, kForTiles8, kForTiles4 };
 
@@ -52,7 +52,7 @@ constexpr int64_t rounded_bytes(Integers integers) {
   return integers == Integers::kForTiles4 ? 2 * kRoundedBytes : kRoundedBytes;
 }
 
-// Some rows of one expert, rounded: a block of each, then the next block.
+// Some rows of one expert, rounded: one block of each, then the next block.
 struct RoundedRows {
   const int8_t* codes;
   int64_t codes_stride;  // bytes from a block to the next

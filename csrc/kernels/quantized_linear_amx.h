@@ -1,9 +1,9 @@
 // The products of quantized_linear by the tiles of AMX, for many rows (see quantized_linear.h and cpu/amx_tiles.h; no
 // include guard on purpose).
 //
-// Integers are added up exactly, so tiles have the bits of vectors:
+// Integers are added up exactly, so tiles give the same bits as vectors:
 //
-//     8 bits   an activation is two signed bytes, 256 * high + low, and codes are read where they lie, as right
+//     8 bits   an activation is two signed bytes, 256 * high + low, and codes are read in place, as right
 //              tiles of 64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the
 //              low ones
 //     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums
@@ -13,14 +13,14 @@
 // Up to 16 rows and 16 (4 bits) or 32 outputs are multiplied at a time, along one block of inputs. That makes four
 // tiles of sums, which are scaled and added to y while the next four are made.
 //
-// `Tiles` is AmxTiles, or what the tests put in its place (tests/cpp/emulated_tiles.h).
+// `Tiles` is AmxTiles, or its replacement in the tests (tests/cpp/emulated_tiles.h).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int64_t kSumRows = 16, kSumOutputs = 16, kTileOfSums = kSumRows * kSumOutputs;
 inline constexpr int64_t kTileRowBytes = 64;
 
-// Lines that are asked for evenly, some at a time.
+// Lines that are prefetched evenly, some at a time.
 class LinesAhead {
  public:
   LinesAhead(const uint8_t* begin, int64_t bytes, int64_t pauses)
@@ -30,7 +30,7 @@ class LinesAhead {
   }
 
  private:
-  uintptr_t line_;  // an address: behind the last block nothing need be
+  uintptr_t line_;  // an address: there may be no memory after the last block
   int64_t at_once_;
 };
 
@@ -46,7 +46,7 @@ struct RightCodes<8> {
 
   const uint8_t* begin;
   int64_t whole;  // steps of 64 inputs
-  bool half;      // 32 inputs behind them: a copy, and zeros where there is no input
+  bool half;      // 32 further inputs: a copy, with zeros for missing inputs
   alignas(64) uint8_t last[kStepBytes];
 
   void take(const uint8_t* weight, int64_t groups) {
@@ -81,7 +81,7 @@ struct RightCodes<8> {
 
 PYMOE_INLINE void store_words(uint8_t* target, vuint32 words) { memcpy(target, &words, sizeof(words)); }
 
-// The codes of 4 bits in the low bits of 16-bit lanes as bf16; what the other bits hold does not matter.
+// The codes of 4 bits in the low bits of 16-bit lanes as bf16; the other bits are ignored.
 #if PYMOE_ISA_LEVEL == 4
 PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
   alignas(64) static constexpr uint16_t kValues[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -106,7 +106,7 @@ struct RightCodes<4> {
   int64_t groups;
   alignas(64) uint8_t tiles[4][kQuantizedTile / kSumOutputs][kGroupBytes];
 
-  // Of 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7): as they come out of a word.
+  // For 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7): the order in which a word gives them.
   void take(const uint8_t* weight, int64_t some) {
     groups = some;
     for (int64_t g = 0; g < some; ++g) {
@@ -156,13 +156,13 @@ struct RightCodes<4> {
   }
 };
 
-// Four tiles of sums that are not in y yet.
+// Four tiles of sums that are not yet added to y.
 struct WaitingSums {
-  const int32_t* sums = nullptr;  // as RightCodes leaves them, one behind the other; null: there are none
+  const int32_t* sums = nullptr;  // in the order of RightCodes; null: there are none
   const RoundedBlock* rounded;    // of the first row
   const uint8_t* weight;          // the block's first group in the packed tile
   int64_t groups;
-  int64_t first;  // row that is added to y: those before it are there already
+  int64_t first;  // first row to be added to y: earlier rows are done
   int64_t rows;
   int64_t output;
   float* y;  // of the first row
@@ -201,7 +201,7 @@ PYMOE_INLINE void add_sums_4(const WaitingSums& w) {
 #pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         const vfloat product = load(sums + g * kTileOfSums + r * kSumOutputs) * scale[g];
-        total = g == 0 ? product : total + product;  // plus zero: a sign of zero, which is lost in y
+        total = g == 0 ? product : total + product;  // adding zero affects only a sign of zero, which is lost in y
         total = total + w.rounded[r].sums[g] * minimum[g];
       }
       add_to_y(w, r, w.output + j, total);
@@ -235,7 +235,7 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
   RightCodes<kBits> codes;
   const int64_t chunks = (x.count + kChunk - 1) / kChunk;
   for (int64_t chunk = 0, row = 0; chunk < chunks; ++chunk) {
-    const int64_t size = (x.count - row) / (chunks - chunk);  // of equal size, as far as that goes
+    const int64_t size = (x.count - row) / (chunks - chunk);  // as equal as possible
     const int64_t parts = (size + kSumRows - 1) / kSumRows, rows = (size + parts - 1) / parts;
     Tiles tiles(rows);
     memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));

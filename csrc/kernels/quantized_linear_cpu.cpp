@@ -17,16 +17,16 @@
 namespace pymoe::cpu {
 namespace {
 
-// Rows of an expert for which tiles are faster than vectors.
+// The number of rows of an expert from which tiles are faster than vectors.
 constexpr int64_t kFewestTileRows = 5;
 
-// How rows are rounded, and multiplied by a tile of weights.
+// The way in which rows are rounded, and multiplied by a tile of weights.
 template <typename T>
 struct Way {
   void (*round_block)(const T*, int64_t, int8_t*, RoundedBlock&);
   void (*multiply_tile)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t);
   int64_t row_bytes;    // of a block's integers
-  int64_t panel_bytes;  // of integers of all blocks that a task takes: they pass by for each tile
+  int64_t panel_bytes;  // integers of all blocks in one task: they are read for each tile
 };
 
 template <typename T, int kBits>
@@ -62,7 +62,7 @@ struct Task {
   int64_t tiles;
 };
 
-// Cuts the work into tasks that read a quarter of a megabyte, or one tile for many rows. How it is cut does not show in
+// Cuts the work into tasks that read a quarter of a megabyte, or one tile for many rows. The cut does not affect
 // the results.
 template <typename T, int kBits>
 std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kBits>& ways) {
@@ -93,7 +93,7 @@ void multiply(const QuantizedLinearArguments& a) {
   const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs), row_bytes = ways.row_bytes();
   auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, row_bytes)
   auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * row_bytes);
-  // The rows of an expert begin where its first row does, and follow each other by what their way takes.
+  // The rows of an expert begin at its first row, and their distance depends on the way.
   const auto codes_of = [&](int64_t expert, int64_t row) {
     const int64_t begin = a.offsets[expert], its_bytes = ways.of(a.offsets[expert + 1] - begin).row_bytes;
     return codes + begin * row_bytes + (row - begin) * its_bytes;

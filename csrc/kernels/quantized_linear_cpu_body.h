@@ -1,10 +1,10 @@
-// The loops of quantized_linear, compiled once an instruction set (see quantized_linear.h; no include guard on
+// The loops of quantized_linear, compiled once per instruction set (see quantized_linear.h; no include guard on
 // purpose).
 //
-// A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. Where the
+// A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
 // processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
-// one after the other with four codes a lane; elsewhere codes are widened to 16 bits and multiplied in pairs. Many rows
-// go through the tiles of AMX (quantized_linear_amx.h). The integers are the same.
+// one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in pairs. Many
+// rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -70,7 +70,7 @@ PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
 }
 #endif
 
-// Reductions over lanes, spelled out where they would be most of what a block costs.
+// Reductions over lanes, written out because they would otherwise be most of a block's cost.
 PYMOE_INLINE int32_t largest_lane(vint32 value) {
 #if PYMOE_ISA_LEVEL == 4
   return _mm512_reduce_max_epi32((__m512i)value);
@@ -81,7 +81,7 @@ PYMOE_INLINE int32_t largest_lane(vint32 value) {
 #endif
 }
 
-// The sums over lanes, as the products take them.
+// The sums over lanes, in the form that the products take.
 PYMOE_INLINE void sum_groups(const vint32 (&groups)[4], RoundedBlock& rounded) {
 #if PYMOE_ISA_LEVEL == 4
   const auto a = (__m512i)groups[0], b = (__m512i)groups[1], c = (__m512i)groups[2], d = (__m512i)groups[3];
@@ -113,7 +113,7 @@ void round_block(const T* x, int64_t count, int8_t* codes, RoundedBlock& rounded
   for_vectors<T>(count, [&](int64_t first, int size) {
     const vfloat value = load_count(x + first, size);
     store(values + first, value);
-    const vint32 magnitude = (vint32)value & 0x7fffffff;  // ordered as the values are, NaN and infinity above all
+    const vint32 magnitude = (vint32)value & 0x7fffffff;  // ordered like the values, with NaN and infinity above all
     largest = magnitude > largest ? magnitude : largest;
   });
   const int32_t bits = largest_lane(largest);
@@ -127,7 +127,7 @@ void round_block(const T* x, int64_t count, int8_t* codes, RoundedBlock& rounded
   if (bit_cast<float>(bits) > 32639.0f * bit_cast<float>(exponent << 23)) ++exponent;
   rounded.step = bit_cast<float>(exponent << 23);
   const float inverse = bit_cast<float>((254 - exponent) << 23);
-  const vfloat magic = broadcast(12582912.0f);  // 1.5 * 2^23, beside which only integers fit
+  const vfloat magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   vint32 sums[4] = {};
 #pragma GCC unroll 4
   for (int64_t group = 0; group < 4; ++group) {
@@ -163,7 +163,7 @@ struct Sum {
   PYMOE_INLINE vint32 value() const { return (vint32)(((vuint32)high << 8) + (vuint32)low); }
 };
 
-// What a word of 4 codes (8 bits) or 8 codes (4 bits) is multiplied as: a vector for every 8 bytes of activations.
+// The operand of a product for a word of 4 codes (8 bits) or 8 codes (4 bits): a vector per 8 bytes of activations.
 template <int kBits>
 inline constexpr int kFactors = kBits == 8 ? 1 : 2;
 
@@ -198,7 +198,7 @@ struct Sum {
 template <int kBits>
 inline constexpr int kFactors = kBits == 8 ? 2 : 4;
 
-// In the order of the activations: inputs 0 and 2, inputs 1 and 3, and of the upper halves 4 and 6, 5 and 7.
+// In the order of the activations: inputs 0 and 2, inputs 1 and 3, and for the upper halves 4 and 6, 5 and 7.
 template <int kBits>
 PYMOE_INLINE vint32 factor(vint32 words, int i) {
   if constexpr (kBits == 8) return (vint32)((vuint32)words >> (8 * i)) & 0x00ff00ff;
@@ -234,7 +234,7 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 inline constexpr int64_t kFactorBytes =
     4;  // of a row's integers; with AVX512_VNNI of its high bytes, and of its low ones
 
-// The rows that go through registers together, and how many vectors of outputs beside them: as many as the registers
+// The number of rows that use registers together, and of vectors of outputs: as many as the registers
 // hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
 #if PYMOE_ISA_LEVEL == 4
 template <int kBits>
@@ -366,7 +366,7 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
       const RoundedBlock* rounded = x.rounded + block * x.rounded_stride + chunk;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
       for (int64_t part = 0, r = 0; part < parts; ++part) {
-        const int64_t together = (size - r) / (parts - part);  // parts of equal size, as far as that goes
+        const int64_t together = (size - r) / (parts - part);  // parts as equal as possible
         multiply_block_for<kBits>(together)(weight, some, codes + r * kRoundedBytes, rounded + r,
                                             y + r * kQuantizedTile);
         r += together;

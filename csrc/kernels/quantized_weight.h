@@ -1,18 +1,17 @@
-// quantized_weight: the weights of linear layers in 8 or 4 bits, as the kernels of quantized_linear read them.
+// quantized_weight: the weights of linear layers in 8 or 4 bits, in the form that the kernels of quantized_linear read.
 //
-// Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts lie one behind another:
+// Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts follow one another:
 //
 //     8 bits   64 scales (fp32), then for every 4 inputs: 64 outputs x 4 codes;         w = scale * (code - 128)
-//     4 bits   for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes, of
-//              which byte b holds the code of input b below and that of input b + 4 above;  w = scale * code + minimum
+//     4 bits   for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes;
+//              byte b holds the code of input b in its lower half, of input b + 4 above;  w = scale * code + minimum
 //
-// Inputs are filled up to a multiple of 32 and outputs to a multiple of 64. What is filled in stands for zero, but for
+// Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
 // inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 //
 // quantize_weight rounds (E, N, H) weights of any dtype and strides, by the steps of
 // pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It throws
-// std::invalid_argument for a weight that is NaN, infinite or larger than 2^100; what it has written by then is
-// unspecified.
+// std::invalid_argument for a weight that is NaN, infinite or larger than 2^100; the output is then unspecified.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,7 @@ inline constexpr int64_t kQuantizedGroup = 32;  // inputs with one scale and min
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
-// The bytes of a group of inputs in a tile, without those that a tile has once.
+// The bytes of a group of inputs in a tile, without the bytes that a tile has only once.
 constexpr int64_t quantized_group_bytes(int64_t bits) {
   return kQuantizedTile * (bits == 8 ? kQuantizedGroup : 2 * 2 + kQuantizedGroup / 2);
 }

@@ -1,4 +1,5 @@
-// The loops of quantize_weight, compiled once an instruction set (see quantized_weight.h; no include guard on purpose).
+// The loops of quantize_weight, compiled once per instruction set (see quantized_weight.h; no include guard on
+// purpose).
 //
 // A lane is an output: every lane takes the steps of pymoe/reference/quantized_weight.py, whose sums run over the
 // inputs from first to last.
@@ -15,7 +16,7 @@ PYMOE_INLINE vfloat clamp(vfloat value, float low, float high) {
 PYMOE_INLINE vfloat min(vfloat a, vfloat b) { return a < b ? a : b; }
 PYMOE_INLINE vfloat magnitude(vfloat value) { return (vfloat)((vint32)value & 0x7fffffff); }
 
-// To the nearest integer, ties to even, of magnitudes below 2^22.
+// Rounds to the nearest integer, ties to even, for magnitudes below 2^22.
 PYMOE_INLINE vfloat round_to_integer(vfloat value) {
   const vfloat magic = broadcast(12582912.0f);
   return (value + magic) - magic;
@@ -26,7 +27,7 @@ PYMOE_INLINE vfloat round_to_bf16(vfloat value) {
   return (vfloat)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
 }
 
-// To bf16, towards plus infinity (kUp) or minus infinity.
+// Rounds to bf16, towards plus infinity (kUp) or minus infinity.
 template <bool kUp>
 PYMOE_INLINE vfloat round_away(vfloat value) {
   const vint32 bits = (vint32)value;
@@ -34,7 +35,7 @@ PYMOE_INLINE vfloat round_away(vfloat value) {
   return (vfloat)((bits & ~0xffff) + (away & 0x10000));
 }
 
-// The inverse of a step, or 0 for none.
+// The inverse of a step, or 0 if the step is 0.
 PYMOE_INLINE vfloat inverse_of(vfloat step) {
   const vint32 some = step > 0;
   const vfloat safe = some ? step : broadcast(1.0f);
@@ -96,7 +97,7 @@ inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat&
   }
 }
 
-// A group of 32 inputs of a tile at 4 bits, of which `count` are there.
+// A group of 32 inputs of a tile at 4 bits, of which `count` exist.
 inline void quantize_group_4(const float* values, int64_t count, uint8_t* out) {
   auto* ends = reinterpret_cast<BFloat16*>(out);
   uint8_t* words = out + 4 * kQuantizedTile;
@@ -116,7 +117,7 @@ inline void quantize_group_4(const float* values, int64_t count, uint8_t* out) {
   }
 }
 
-// A group of 32 inputs of a tile at 8 bits; the scales of the outputs are there.
+// A group of 32 inputs of a tile at 8 bits; the scales of the outputs are already written.
 inline void quantize_group_8(const float* values, int64_t count, const float* scales, uint8_t* out) {
   memset(out, 128, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
@@ -131,7 +132,7 @@ inline void quantize_group_8(const float* values, int64_t count, const float* sc
   }
 }
 
-// scales[output] = the largest magnitude so far, from those before and `count` inputs.
+// scales[output] = the largest magnitude so far, from the earlier inputs and `count` inputs.
 inline void raise_to_largest(const float* values, int64_t count, float* scales) {
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
     vfloat largest = load(scales + first);

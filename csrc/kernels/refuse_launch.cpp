@@ -3,7 +3,7 @@
 
 namespace pymoe::cuda {
 
-// As kernels/cuda/launch.h declares it, which needs CUDA's headers.
+// Declared in kernels/cuda/launch.h, which needs CUDA's headers.
 [[noreturn]] void refuse_launch(const char* operator_name, const char* why) {
   throw std::runtime_error(std::string(operator_name) + ": " + why);
 }

@@ -4,13 +4,13 @@
 //     z       = 1 / T * sum_t lse_t^2       lse_t = logsumexp of the logits of token t
 //
 // Contract: pymoe/reference/router_losses.py. Sums over tokens run over blocks of kLossBlock tokens: in the accumulated
-// dtype and in order within a block, in fp64 and in kSumLanes lanes (as sums over experts, core/score.h) over blocks.
-// So there is one result for any number of threads and for both twins, but for their libraries' logarithms, which may
+// dtype and in order within a block, in fp64 and in kSumLanes lanes (like sums over experts, core/score.h) over blocks.
+// So there is one result for any number of threads and for both twins, except that their libraries' logarithms may
 // differ in the last bit. The backward recomputes the probabilities and writes each gradient once:
 //
 //     softmax: grad = p_te * (a (f_e - <f, p_t>) + b lse_t)    a = grad_balance * E / T, b = 2 * grad_z / T
-//     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; where S is
-//              floored, <f, p_t> drops out
+//     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; if S is
+//              floored, <f, p_t> is omitted
 //
 // `load` may hold anything: its sum wraps, and no value of it is an index.
 #pragma once
@@ -24,10 +24,10 @@ namespace pymoe {
 
 inline constexpr int64_t kLossBlock = 64;
 
-// How many doubles the forward needs as a workspace: two sums a block of tokens.
+// The number of doubles that the forward needs as a workspace: two sums per block of tokens.
 constexpr int64_t router_losses_workspace(int64_t tokens) { return 2 * ((tokens + kLossBlock - 1) / kLossBlock); }
 
-// What both have.
+// The common arguments of forward and backward.
 struct RouterLossesInput {
   DType dtype;          // of logits and their gradients
   const void* logits;   // (T, E)

@@ -11,7 +11,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// max + log(sum of e^(l - max)). Where the maximum is infinite the terms of that sum are NaN, and the result is that
+// max + log(sum of e^(l - max)). If the maximum is infinite the terms of that sum are NaN, and the result is that
 // infinity, unless the row holds a NaN.
 template <typename S>
 S logsumexp_of(S max, S sum, const S* row, int64_t size) {
@@ -40,7 +40,7 @@ class Fraction {
     const auto load_of = [&](int64_t e) {
       return a.load_is_int64 ? static_cast<const int64_t*>(a.load)[e] : int64_t{static_cast<const int32_t*>(a.load)[e]};
     };
-    uint64_t sum = 0;  // unsigned: a load is the caller's, and may hold anything
+    uint64_t sum = 0;  // unsigned: a load comes from the caller and may hold anything
     for (int64_t e = 0; e < a.num_experts; ++e) sum += static_cast<uint64_t>(load_of(e));
     const int64_t total = std::max<int64_t>(static_cast<int64_t>(sum), 1);
     for (int64_t e = 0; e < a.num_experts; ++e) {

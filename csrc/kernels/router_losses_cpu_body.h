@@ -4,12 +4,12 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// What one token's row comes to. Scores are e^(l - max) or sigmoid(l).
+// The result of one token's row. Scores are e^(l - max) or sigmoid(l).
 template <typename S>
 struct RowStatistics {
   S max;                   // of the logits
   S sum;                   // of e^(l - max)
-  S score_sum, score_dot;  // of the scores before they are normalised, and of those times f
+  S score_sum, score_dot;  // of the scores before they are normalised, and of the scores times f
 };
 
 // Writes e^(l - max) to `exps` and, for sigmoid, the scores to `scores`; either may be null. `fraction` may be null.

@@ -1,13 +1,13 @@
-// The router's losses on the GPU. Sixteen threads take a token, thread i the experts i, i + 16, ...: the lanes in which
-// sums over experts run (core/score.h), so every sum has the CPU twin's order and bits. A row is read from memory once,
-// for its maximum, and after that from L1: 64 rows of 256 experts are 64 KB. So any number of experts will do.
+// The router's losses on the GPU. Sixteen threads take a token, thread i the experts i, i + 16, ...: these are the
+// lanes of sums over experts (core/score.h), so every sum has the CPU twin's order and bits. A row is read from memory
+// once, for its maximum, and after that from L1: 64 rows of 256 experts are 64 KB. Any number of experts is possible.
 //
-// Forward: a block of 1024 threads takes kLossBlock tokens, a token a group; two of its threads add up what the tokens
-// came to, in order, into the workspace. A second launch of one warp adds up the blocks. No atomics on floats, and no
-// counter that must start at zero. Backward: one launch, every gradient written once.
+// Forward: a block of 1024 threads takes kLossBlock tokens, one token per group; two of its threads add up the results
+// of the tokens, in order, into the workspace. A second launch of one warp adds up the blocks. No atomics on floats,
+// and no counter that must start at zero. Backward: one launch, every gradient written once.
 //
-// The share f_e of each expert comes from the load on the device. Every block finds the sum (integers, in any order)
-// and fills a table in shared memory; where the experts are too many for one, f_e is divided out at each use.
+// The share f_e of each expert is computed from the load on the device. Every block finds the sum (integers, in any
+// order) and fills a table in shared memory; if there are too many experts for a table, f_e is divided at each use.
 #include <cmath>
 #include <limits>
 
@@ -26,7 +26,7 @@ template <typename S>
 struct Fraction {
   const void* load;  // null: no balancing loss
   bool wide;
-  S* table;  // or null
+  S* table;  // null: no table
   S total;
 
   PYMOE_DEVICE int64_t load_of(int64_t e) const {
@@ -43,7 +43,7 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
   if (load == nullptr) return fraction;
   if (threadIdx.x == 0) *sum = 0;
   __syncthreads();
-  unsigned long long mine = 0;  // unsigned: a load is the caller's, and may hold anything
+  unsigned long long mine = 0;  // unsigned: a load comes from the caller and may hold anything
   for (int64_t e = threadIdx.x; e < num_experts; e += blockDim.x) {
     mine += static_cast<unsigned long long>(fraction.load_of(e));
   }
@@ -60,16 +60,16 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
   return fraction;
 }
 
-// What one token's row comes to; scores are e^(l - max) or sigmoid(l).
+// The result of one token's row; scores are e^(l - max) or sigmoid(l).
 template <typename S>
 struct RowStatistics {
   S max;  // of the logits that are not NaN
   bool has_nan;
   S sum;                   // of e^(l - max)
-  S score_sum, score_dot;  // of the scores before they are normalised, and of those times f
+  S score_sum, score_dot;  // of the scores before they are normalised, and of the scores times f
 };
 
-// All lanes of a warp call it: the 16 of a token with its row, those without a token with size 0.
+// All lanes of a warp call it: the 16 of a token with its row, lanes without a token with size 0.
 template <typename T, typename S = accumulate_t<T>>
 PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool with_exps, bool with_sigmoids,
                                              const Fraction<S>& fraction, int lane) {
@@ -116,7 +116,7 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
   return r;
 }
 
-// Where the maximum is infinite the terms of the sum are NaN; the result is that infinity, unless the row has a NaN.
+// If the maximum is infinite the terms of the sum are NaN; the result is that infinity, unless the row has a NaN.
 template <typename S>
 PYMOE_DEVICE S logsumexp_of(const RowStatistics<S>& r) {
   if (r.max - r.max == S{0}) return r.max + std::log(r.sum);
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// The bytes of the table of fractions; 0 where there is none.
+// The bytes of the table of fractions; 0 if there is none.
 template <typename S>
 int64_t table_bytes(const void* load, int64_t num_experts) {
   const int64_t bytes = num_experts * static_cast<int64_t>(sizeof(S));

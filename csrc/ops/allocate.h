@@ -1,4 +1,4 @@
-// Fresh output tensors.
+// New output tensors.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -15,13 +15,13 @@
 
 namespace pymoe::ops {
 
-// A new tensor of torch's. torch::stable::empty would look aten::empty up by its name in every call, and box its
-// arguments: a microsecond, and an operator for a few tokens makes up to ten tensors.
+// A new tensor of torch. torch::stable::empty would look up aten::empty by its name in every call, and box its
+// arguments. That takes a microsecond, and an operator for a few tokens makes up to ten tensors.
 inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef shape,
                                         torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {
   namespace conversions = torch::stable::detail;
   std::vector<int64_t> strides(shape.size());
-  uint64_t stride = 1;  // may wrap where a size is 0, and is then the stride of nothing
+  uint64_t stride = 1;  // may wrap if a size is 0; then no element uses it
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = static_cast<int64_t>(stride);
     stride *= static_cast<uint64_t>(std::max<int64_t>(shape[i], 1));
@@ -35,9 +35,9 @@ inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef
   return torch::stable::Tensor(made);
 }
 
-// An uninitialised tensor on the device of `like`. Large CPU outputs ask the kernel for huge pages: memory that comes
-// fresh from the system costs one page fault every 4 KiB on first touch, which was most of the time of a memory-bound
-// operator; with 2 MiB pages it is a 512th as many. Where the system has none, the advice changes nothing.
+// An uninitialised tensor on the device of `like`. Large CPU outputs ask the system for huge pages: new memory costs
+// one page fault for every 4 KiB at the first access, which was most of the time of a memory-bound operator. With 2 MiB
+// pages there are 512 times fewer. If the system has none, the advice has no effect.
 inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, torch::headeronly::ScalarType dtype,
                                    const torch::stable::Tensor& like) {
   torch::stable::Tensor tensor = contiguous(shape, dtype, like);
@@ -54,8 +54,8 @@ inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shap
   return tensor;
 }
 
-// A matrix like those of `empty`, in the memory of `used` if that has room for it and is worth the detour: of a tensor
-// whose values nobody needs any more. Memory that has just been written needs no page that is fresh.
+// A matrix as from `empty`, but in the memory of `used` if that is large enough and the reuse pays; nobody needs the
+// values of `used` any more. Memory that was just written needs no new pages.
 inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t rows, int64_t columns,
                                       const torch::stable::Tensor& like) {
   constexpr int64_t kWorth = int64_t{4} << 20;  // bytes
@@ -70,7 +70,7 @@ inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t
   return torch::stable::view(torch::stable::narrow(all, 0, 0, count), {shape, 2});
 }
 
-// Scratch memory of a call, alive as long as this; none where `count` is 0.
+// Scratch memory of a call; it lives as long as this object. None if `count` is 0.
 struct Workspace {
   std::optional<torch::stable::Tensor> values;
   Workspace(int64_t count, torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {

@@ -1,16 +1,16 @@
-// pymoe::apply_experts: a whole mixture of expert networks in one call, for where no gradient is asked for. It computes
-// what build_routing, dispatch, grouped_linear, expert_activation, grouped_linear and combine do one after the other,
-// bit for bit, because it calls them; what it saves is the cost of five calls from Python, and half of the memory
-// between them: each writes where its input's input was.
+// pymoe::apply_experts: a whole mixture of expert networks in one call, for use without gradients. It computes the same
+// bits as build_routing, dispatch, grouped_linear, expert_activation, grouped_linear and combine one after the other,
+// because it calls them. It saves the cost of five calls from Python and half of the memory between them: each step
+// writes to the memory of the step before its input.
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //
-// pymoe::apply_chosen_experts: gate_topk and apply_experts of its choice, for the same; (y, load).
+// pymoe::apply_chosen_experts: gate_topk and apply_experts of its choice, also without gradients; returns (y, load).
 //
-// pymoe::apply_quantized_experts: apply_experts with quantised weights and quantized_linear. `layout` is bits and
+// pymoe::apply_quantized_experts: apply_experts with quantised weights and quantized_linear. `layout` holds bits and
 // output features of w_in, bits and output features of w_out.
 //
-// Tensors are contiguous, but for the weights and biases of networks that are not quantised.
+// Tensors are contiguous, except for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -29,7 +29,7 @@ constexpr const char* kName = "apply_experts";
 
 using Routing = std::tuple<Tensor, Tensor, Tensor>;
 
-// `networks` takes rows sorted by expert and their offsets.
+// `networks` is called with rows sorted by expert and their offsets.
 template <typename Networks>
 Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& networks) {
   const auto& [slot, token, offsets] = routing;
@@ -42,7 +42,7 @@ Routing route(const Tensor& x, const Tensor& experts, int64_t num_experts, std::
   return build_routing_op::build_routing(experts, num_experts, capacity, foreign);
 }
 
-// The networks that are not quantised. `whole`: every choice has a row.
+// Networks that are not quantised. `whole`: every choice has a row.
 struct Networks {
   const Tensor &w_in, &w_out;
   const std::optional<Tensor>&b_in, &b_out;

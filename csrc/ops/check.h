@@ -1,7 +1,7 @@
-// Guards of the operator layer. Python has checked the caller's arguments against the contract before it comes here
-// (pymoe/reference/checks.py), with its own errors; these guards keep memory safe when someone calls a raw operator.
+// Guards of the operator layer. Python has already checked the caller's arguments against the contract
+// (pymoe/reference/checks.py), with its own errors. These guards keep memory safe if someone calls a raw operator.
 //
-// In Python std::invalid_argument becomes ValueError (ops/twins.h) and std::out_of_range IndexError.
+// In Python, std::invalid_argument becomes ValueError (ops/twins.h) and std::out_of_range becomes IndexError.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -26,7 +26,7 @@ inline std::string shape_of(const Tensor& tensor) {
   return text + ")";
 }
 
-// How a part of a message is printed: a tensor as its shape, and only when the message is needed.
+// Prints a part of a message; a tensor is printed as its shape, and only when the message is needed.
 inline std::string printable(const Tensor& tensor) { return shape_of(tensor); }
 template <typename Part>
 const Part& printable(const Part& part) {
@@ -77,7 +77,7 @@ inline void require_same_device(const char* operator_name, const char* argument,
   require(tensor.device() == other.device(), operator_name, argument, " is on another device");
 }
 
-// The three of them at once; `like` is on the device.
+// All three checks; `like` is on the required device.
 inline void require_tensor(const char* operator_name, const char* argument, const Tensor& tensor, ScalarType dtype,
                            std::initializer_list<int64_t> sizes, const Tensor& like) {
   require_dtype(operator_name, argument, tensor, dtype);
@@ -85,7 +85,7 @@ inline void require_tensor(const char* operator_name, const char* argument, cons
   require_same_device(operator_name, argument, tensor, like);
 }
 
-// Both are contiguous. What a kernel writes must not be what it reads: threads would read what others have written.
+// Both are contiguous. A kernel must not write to memory that it reads: threads would read what others have written.
 inline void require_apart(const char* operator_name, const char* written_name, const Tensor& written,
                           const char* read_name, const Tensor& read) {
   const auto range = [](const Tensor& tensor) {
@@ -124,7 +124,7 @@ inline Score score_named(const char* operator_name, const std::string& name) {
   return name == "softmax" ? Score::kSoftmax : Score::kSigmoid;
 }
 
-// The dtype in which sums over `dtype` are kept and handed out: float64 for float64, else float32.
+// The dtype in which sums over `dtype` are kept and returned: float64 for float64, else float32.
 inline ScalarType accumulate_scalar_type(DType dtype) {
   return dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
 }

@@ -1,5 +1,5 @@
 // pymoe::gate_topk and its backward: see kernels/gate_topk.h for what they compute and pymoe/reference/gate_topk.py for
-// the contract. pymoe::gate_routing: gate_topk, and build_routing of what it has chosen.
+// the contract. pymoe::gate_routing: gate_topk followed by build_routing of its choice.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -52,7 +52,7 @@ Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k
   a.load = static_cast<int32_t*>(chosen.load.mutable_data_ptr());
   if (counted) a.counts = PYMOE_BY_TWIN(logits, cuda::gate_topk_counts(a), ChoiceCounts{});
   if (a.counts.tiles > 0) {
-    chosen.memory = empty({a.counts.size()}, ScalarType::Short, logits);  // of 16 bits
+    chosen.memory = empty({a.counts.size()}, ScalarType::Short, logits);  // 16 bits per count
     a.counts.values = static_cast<uint16_t*>(chosen.memory->mutable_data_ptr());
   }
   const Workspace workspace(PYMOE_BY_TWIN(logits, cuda::gate_topk_workspace(a), 0), ScalarType::Byte, logits);

@@ -1,13 +1,13 @@
 // pymoe::grouped_linear and its gradients: see kernels/grouped_linear.h for what they compute and
 // pymoe/reference/grouped_linear.py for the contract. Inputs may have any strides.
 //
-// On CUDA torch's grouped GEMM makes the products that it takes without the host (ops/torch_grouped_mm.h), and kernels
-// of ours make its offsets safe and add what it leaves out; all other products are made by our own kernel, those of
-// rows that an order gives among them.
+// On CUDA torch's grouped GEMM makes the products that it can make without the host (ops/torch_grouped_mm.h); kernels
+// of this project make its offsets safe and add what it leaves out. This project's own kernel makes all other products,
+// including those of rows in a given order.
 //
-// `whole` is a promise of the caller: the offsets are those that build_routing made without a capacity, of choices that
-// all name an expert. So they need not be made safe, and no row is left out. A layer calls with it, for its own offsets
-// and for nothing else, and saves two launches a product; on the GPU nobody checks the promise, as nobody can.
+// `whole` is a promise of the caller: the offsets come from build_routing without a capacity, for choices that all name
+// an expert. So the offsets need not be made safe, and no row is left out. A layer makes this promise only for its own
+// offsets, and saves two launches per product. On the GPU the promise is not checked, because it cannot be.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -32,11 +32,11 @@ MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t ro
           " must have shape (", rows, ", ", columns, "), got ", tensor);
   require_dtype(kName, argument, tensor, like.scalar_type());
   require_same_device(kName, argument, tensor, like);
-  if (tensor.is_contiguous()) return {tensor.const_data_ptr(), columns, 1};  // one column or row may say otherwise
+  if (tensor.is_contiguous()) return {tensor.const_data_ptr(), columns, 1};  // one column or row may have any stride
   return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
 }
 
-// How many experts the offsets are of.
+// The number of experts of the offsets.
 int64_t checked_experts(const Tensor& offsets, const Tensor& like) {
   checked_offsets(kName, offsets, like);
   require(offsets.size(0) <= kMostOffsets, kName, "offsets must have at most ", kMostOffsets, " entries, got ",
@@ -44,7 +44,7 @@ int64_t checked_experts(const Tensor& offsets, const Tensor& like) {
   return offsets.size(0) - 1;
 }
 
-// The plan of the CUDA twins; the CPU twins need none.
+// The workspace for the plan of the CUDA twins; the CPU twins need none.
 Workspace plan_for(int64_t experts, const Tensor& like) {
   return {on_cuda(like) ? cuda::grouped_linear_workspace(experts) : 0, ScalarType::Int, like};
 }
@@ -55,16 +55,16 @@ int compute_capability(const Tensor& tensor) {
   return cuda::compute_capability(tensor.is_cpu() ? 0 : tensor.get_device_index());
 }
 
-// A step around torch's product: it has no twin on the CPU.
+// A step around torch's product; it has no twin on the CPU.
 template <typename Arguments>
 void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& arguments, const Tensor& tensor) {
   run(Twins<Arguments>{nullptr, step}, arguments, tensor);
 }
 
-// Where the rows of each expert end, as torch wants to know it.
+// The end of each expert's rows, in the form that torch takes.
 Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
-// torch's product of the two, completed as `a` wants it.
+// torch's product of the two, completed according to `a`.
 template <typename Arguments>
 Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {
@@ -79,7 +79,7 @@ Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tens
 
 #endif
 
-// The part that all arguments have; `out` and the workspace are still to come.
+// The common part of all arguments; `out` and the workspace are added later.
 GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& order, int64_t rows,
                          int64_t input_features, int64_t output_features, DType dtype) {
   return {static_cast<const int32_t*>(offsets.const_data_ptr()),
@@ -93,7 +93,7 @@ GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& ord
           order ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
 }
 
-// `rows` as the kernels take them: contiguous where an order gives them. The order is checked against them.
+// `rows` in the form that the kernels take: contiguous if an order gives them. The order is checked against them.
 Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
   if (!order) return rows;
   require_tensor(kName, "order", *order, ScalarType::Int, {rows.size(0)}, rows);

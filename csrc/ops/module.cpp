@@ -1,5 +1,5 @@
-// The Python module pymoe._ops. Importing it runs the registrations of this library; it holds nothing but the facts
-// of its build. Written against the limited API, so one file serves every CPython from 3.10 on.
+// The Python module pymoe._ops. Importing it runs the registrations of this library; it contains only facts about its
+// build. It is written against the limited API, so one file serves every CPython from 3.10 on.
 #include <pyconfig.h>
 
 // A free-threaded CPython has no limited API to load.

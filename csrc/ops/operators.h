@@ -1,6 +1,6 @@
-// The functions of operators of which another operator is made: each checks its arguments, allocates its result and
-// runs the twin of its device, as the operator of the same name does. Those that take `used`, a tensor that nobody
-// needs any more and that is none of the others, may put their result in its memory (empty_in).
+// Functions of operators that other operators call: each checks its arguments, allocates its result and
+// runs the twin of its device, as the operator of the same name does. Functions with an argument `used`, a tensor that
+// nobody needs any more and that is not one of the other arguments, may put their result in its memory (empty_in).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,14 +17,14 @@ namespace pymoe::ops {
 using torch::stable::Tensor;
 
 namespace gate_topk_op {
-// What the gate has chosen. Where `counts` has tiles, they are in `memory` and `load` is not written.
+// The choice of the gate. If `counts` has tiles, they are in `memory` and `load` is not written.
 struct Chosen {
   Tensor weights, experts, load;
   ChoiceCounts counts{};
   std::optional<Tensor> memory{};
 };
 
-// `counted`: for build_routing, where the twin can.
+// `counted`: count for build_routing, if the twin can.
 Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, const std::string& score,
               bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, bool counted);
 }  // namespace gate_topk_op
@@ -33,13 +33,13 @@ namespace build_routing_op {
 // (slot, token, offsets)
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
                                                  std::optional<int64_t> capacity, bool foreign);
-// The same of the gate's choice, and its load if that is not written.
+// As build_routing, from the gate's result; computes the load if the gate did not.
 std::tuple<Tensor, Tensor, Tensor> build_routing_of(const gate_topk_op::Chosen& chosen,
                                                     std::optional<int64_t> capacity);
 }  // namespace build_routing_op
 
 namespace dispatch_op {
-// `rows`: S of the result; one for each choice if not given.
+// `rows`: S of the result; by default one row for each choice.
 Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows = std::nullopt);
 }  // namespace dispatch_op
 

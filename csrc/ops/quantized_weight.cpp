@@ -1,5 +1,5 @@
-// pymoe::quantize_weight: see kernels/quantized_weight.h for what it makes and pymoe/reference/quantized_weight.py for
-// its contract. The weight may have any strides.
+// pymoe::quantize_weight: see kernels/quantized_weight.h for what it computes and pymoe/reference/quantized_weight.py
+// for its contract. The weight may have any strides.
 #include <torch/csrc/stable/library.h>
 
 #include "kernels/quantized_weight.h"

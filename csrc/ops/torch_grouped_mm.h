@@ -1,10 +1,11 @@
-// torch's grouped GEMM, aten::_grouped_mm: what it takes on CUDA, and the call.
+// torch's grouped GEMM, aten::_grouped_mm: the arguments that it accepts on CUDA, and the call.
 //
-// Its fast kernel is for bf16 on compute capability 9.x and 10.x; it wants 16-byte alignment of all rows and of every
-// expert's part, at most 1023 experts, and runs on the stream alone. All else it gives to a loop over experts that
-// copies the offsets to the host, which no CUDA graph can hold, so all else is refused here. It trusts its offsets, it
-// leaves rows past the last one unwritten, it takes sorted rows alone, and it rounds before anyone could add a bias, so
-// order and bias are refused too. PYMOE_TORCH_GROUPED_MM=0 refuses everything: all products are then our own kernel's.
+// Its fast kernel is for bf16 on compute capability 9.x and 10.x. It needs 16-byte alignment of all rows and of every
+// expert's part and at most 1023 experts, and runs on the stream without the host. Everything else goes to a loop over
+// experts that copies the offsets to the host, which no CUDA graph can contain, so everything else is refused here. It
+// trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds before a bias
+// could be added, so order and bias are refused too. With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all
+// products.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -30,7 +31,7 @@ inline bool aligned(std::initializer_list<int64_t> elements) {
   return true;
 }
 
-// Read once: what a process computes does not change under way.
+// Read once: the way in which a process computes does not change while it runs.
 inline bool wanted() {
   static const bool answer = [] {
     const char* text = std::getenv("PYMOE_TORCH_GROUPED_MM");
@@ -72,13 +73,13 @@ inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
          takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
 }
 
-// Whether the product below leaves zeros in the gradient of an expert without rows. For 9.x torch's kernels clear every
-// sum before they ask whether there is a row: so in the machine code of torch 2.11, 2.12 and 2.13. For 10.x they may
+// True if the product below leaves zeros in the gradient of an expert without rows. For 9.x torch's kernels clear every
+// sum before they check for rows: so in the machine code of torch 2.11, 2.12 and 2.13. For 10.x they may
 // leave anything (pytorch/pytorch#172439).
 inline bool torch_clears_idle_experts(int capability) { return capability == 9; }
 
 // (S, H) x (E, H, N) -> (S, N): rows up to ends[0] times the first matrix, and so on; or
-// (N, S) x (S, H) -> (E, N, H): the same rows summed over. A product like every other here: autograd does not see it.
+// (N, S) x (S, H) -> (E, N, H): sums over the same rows. Like every other product here, it is invisible to autograd.
 inline Tensor call_torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
   struct WithoutGrad {
     bool before = aoti_torch_grad_mode_is_enabled();

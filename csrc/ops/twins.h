@@ -1,5 +1,5 @@
 // One operator, two kernels: the operator's function is written once, and the device of its tensors decides which of
-// the kernel's twins runs.
+// the two twins runs.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -11,7 +11,7 @@
 #include "ops/check.h"
 #include "ops/value_error.h"
 
-// Weak: absent from a CPU build of torch, where no CUDA tensor can exist to ask for it.
+// Weak: absent from a CPU build of torch, which has no CUDA tensor that would need it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace pymoe::ops {
@@ -34,7 +34,8 @@ Twins<Arguments> cpu_alone(void (*cpu)(const Arguments&)) {
 #define PYMOE_TWINS(kernel) ::pymoe::ops::cpu_alone(&::pymoe::cpu::kernel)
 #endif
 
-// Does the CUDA twin serve this tensor? In the library that the tests build with the emulator it serves CPU tensors.
+// True if the CUDA twin serves this tensor. In the library that the tests build with the emulator it serves CPU
+// tensors.
 inline bool on_cuda(const Tensor& tensor) {
 #if PYMOE_CUDA_ON_CPU
   return tensor.is_cpu();
@@ -43,15 +44,15 @@ inline bool on_cuda(const Tensor& tensor) {
 #endif
 }
 
-// What the twins need that differs: `of_cuda`, which a build without CUDA kernels never looks at, or `of_cpu`.
+// The argument that differs between the twins: `of_cuda`, which a build without CUDA kernels ignores, or `of_cpu`.
 #if PYMOE_WITH_CUDA
 #define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (::pymoe::ops::on_cuda(tensor) ? (of_cuda) : (of_cpu))
 #else
 #define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (of_cpu)
 #endif
 
-// The calling thread's, on the tensor's device. Asked for at every call, never kept: it changes under CUDA graphs and
-// stream contexts.
+// The current stream of the calling thread, on the tensor's device. It is never stored, because CUDA graphs and stream
+// contexts change it.
 inline void* current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   if (aoti_torch_get_current_cuda_stream == nullptr ||
@@ -73,7 +74,7 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 #endif
 }
 
-// The operator's function, with errors that Python sees as its own.
+// The operator's function, with its errors converted for Python.
 template <auto kFunction, typename Signature = decltype(kFunction)>
 struct Translated;
 template <auto kFunction, typename Result, typename... Parameters>
@@ -87,11 +88,11 @@ struct Translated<kFunction, Result (*)(Parameters...)> {
   }
 };
 
-// Declares torch.ops.pymoe.NAME(signature), which `function` serves on every device that the build has kernels for.
+// Declares torch.ops.pymoe.NAME(signature); `function` serves it on every device for which the build has kernels.
 #define PYMOE_OPERATOR(name, function, signature)      \
   PYMOE_OPERATOR_OF_THE_CPU(name, function, signature) \
   PYMOE_IMPLEMENT_ON_CUDA(name, function)
-// The same of an operator that has no CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
+// The same for an operator without a CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
 #define PYMOE_OPERATOR_OF_THE_CPU(name, function, signature)                     \
   STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); } \
   STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {                               \

@@ -1,9 +1,9 @@
 // The exception that becomes Python's ValueError in every version of torch.
 //
-// torch's operators are called through pybind11, which turns std::invalid_argument into ValueError; but from 2.15 on
-// torch comes first, and makes a RuntimeError of it. Both leave pybind11's own exceptions to pybind11. Its headers
-// cannot be compiled against Python's limited API, so the two classes are declared here: exceptions of two libraries
-// are one where the names are, and these have not changed since pybind11 2.0. If they ever do, the error is a
+// torch's operators are called through pybind11, which turns std::invalid_argument into ValueError. From torch 2.15 on,
+// torch converts it first, to a RuntimeError. Both leave pybind11's own exceptions to pybind11. Its headers cannot be
+// compiled against Python's limited API, so the two classes are declared here: exceptions of two libraries are the same
+// if their names are, and these names have not changed since pybind11 2.0. If they ever do, the error is a
 // RuntimeError.
 #pragma once
 

@@ -1,7 +1,7 @@
-// ThreadActivity: whether another thread does something, or waits.
+// ThreadActivity: tells whether another thread does something or waits.
 //
-// A thread that waits (for a lock, a socket, a time) uses no processor: its processor time stands still, to the
-// nanosecond, and it is not ready to run. One that is ready and gets no processor on a busy machine does not wait.
+// A thread that waits (for a lock, a socket, a time) uses no processor: its processor time does not change by a
+// nanosecond, and it is not ready to run. A thread that is ready but gets no processor on a busy machine does not wait.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@ namespace pymoe::runtime {
 
 class ThreadActivity {
  public:
-  // Of a thread that has not started, which counts as one that does something.
+  // For a thread that has not started, which counts as active.
   ThreadActivity() = default;
   static ThreadActivity of_this_thread();
 
-  // Whether the thread, which must not have ended, has used a processor since this was asked last.
+  // True if the thread, which must not have ended, has used a processor since the last call.
   bool advanced();
-  // Whether it would use one if it got one, or does. Costs ten times as much.
+  // True if it runs, or would run if it got a processor. Costs ten times as much.
   bool ready() const;
 
  private:
-  int64_t thread_ = 0;  // as the system calls it; 0: nobody knows
+  int64_t thread_ = 0;  // the system's ID; 0: unknown
   int64_t clock_ = 0;
   int64_t seen_ = -1;  // nanoseconds of processor time
 };

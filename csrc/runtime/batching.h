@@ -1,14 +1,14 @@
-// When a queue of requests becomes a batch: the options of a pool, and the linger.
+// The rule by which a queue of requests becomes a batch: the options of a pool, and the linger.
 //
-// The linger. Clients that wait for their answers come back in cohorts: those of one batch submit again when it ends.
-// A batcher that takes whatever is there then runs half batches for ever, as two cohorts take turns; one that waits a
-// fixed time for more makes lonely requests slow. This one knows how many requests were in flight at once when it last
-// looked, waits only while fewer than these are queued, and never once they all are. So a lonely client never waits,
+// The linger. Clients that wait for their answers come back in cohorts: the clients of one batch submit again when it
+// ends. A batcher that takes whatever is there runs half batches for ever, because two cohorts take turns; a batcher
+// that waits a fixed time for more delays single requests. This one knows how many requests were recently in flight at
+// once. It waits only while fewer than these are queued, and never once they all are. So a single client never waits,
 // and n clients in a closed loop get batches of n.
 //
-// How long it waits at most is bounded three times: until no request has arrived for as long as a batch takes (whoever
-// was to come back has had its chance), by the pool's `linger` in all, and by patience, which halves whenever the wait
-// was in vain and doubles when it was not.
+// The wait ends at the earliest of three limits: no request has arrived for as long as a batch takes (every client had
+// time to come back); the pool's `linger` since the oldest request; and patience, which halves after every useless wait
+// and doubles after every useful one.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +26,9 @@ struct BatchingOptions {
 
   int64_t min_batch_size = 1;       // rows
   int64_t max_batch_size = 4096;    // rows; a larger request is run in slices
-  std::optional<Duration> timeout;  // the longest a request waits for min_batch_size; none: as long as it takes
+  std::optional<Duration> timeout;  // the longest wait of a request for min_batch_size rows; none: no limit
   Duration linger = std::chrono::milliseconds(5);
-  int64_t capacity = 65536;  // requests in the queue
+  int64_t capacity = 65536;  // largest number of requests in the queue
   bool isolate = false;      // run a batch that failed again in halves, so that a bad request fails alone
 
   // Throws std::invalid_argument.
@@ -60,7 +60,7 @@ class Linger {
     expected_ = std::max(expected_, in_flight);
   }
 
-  // A batch begins, with `queued` requests there to choose from.
+  // A batch begins, with `queued` requests to choose from.
   void started(int64_t queued) {
     if (queued < expected_) {
       patience_ = std::max(patience_ / 2, kLeastPatience);
@@ -76,10 +76,10 @@ class Linger {
     batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
   }
 
-  // All are back that were in flight when a batch last began, or since.
+  // True if all requests are queued that were in flight when a batch last began, or since.
   bool complete(int64_t queued) const { return queued >= expected_; }
 
-  // Until when a queue that is not complete is worth waiting with, its oldest request having arrived at `oldest`.
+  // The time until which waiting is worthwhile for an incomplete queue whose oldest request arrived at `oldest`.
   Time until(Time oldest) const {
     const Duration gap = std::min(std::max(batch_, Duration(kLeastGap)), limit_);
     const auto patient_gap = std::chrono::duration_cast<Duration>(gap * patience_);
@@ -88,14 +88,14 @@ class Linger {
 
  private:
   static constexpr double kLeastPatience = 1.0 / 16;
-  // What it takes threads to wake up and come back, however short a batch is.
+  // The time that threads need to wake up and come back, however short a batch is.
   static constexpr std::chrono::microseconds kLeastGap{200};
 
   const Duration limit_;
   int64_t expected_ = 1;
-  int64_t promised_ = 1;  // expected_ when the last batch ended: what it paid to wait for, or not
+  int64_t promised_ = 1;  // expected_ when the last batch ended: whether waiting for it paid
   double patience_ = 1;
-  Duration batch_{};   // a moving average of what batches take
+  Duration batch_{};   // a moving average of the times of batches
   Time last_event_{};  // an arrival, or the end of a batch
   Time last_end_{};
 };

@@ -1,11 +1,11 @@
-// BufferPool: memory for batches, kept for the next batch when one is done with.
+// BufferPool: memory for batches, kept for the next batch after use.
 //
-// Fresh memory costs a page fault for every 4 KiB, which is more than copying 4 KiB. Blocks come in classes of size,
-// four for every power of two, so that a block is larger than asked for by a quarter at most.
+// New memory costs a page fault for every 4 KiB, which is more than copying 4 KiB. Blocks come in size classes, four
+// for every power of two, so that a block is at most a quarter larger than requested.
 //
-// Bounded   At most most_cached_bytes are kept. What comes back beyond them drives out blocks of other sizes, the
-//           largest first, and is freed itself where that is not enough.
-// Threads   take and give_back may be called from any thread. Every block must be back before its pool goes.
+// Bounded   At most most_cached_bytes are kept. A returned block beyond them drives out blocks of other sizes, the
+//           largest first, and is freed itself if that is not enough.
+// Threads   take and give_back may be called from any thread. Every block must be back before its pool is destroyed.
 // Aligned   Every block begins at a multiple of 64 bytes.
 #pragma once
 
@@ -24,8 +24,8 @@ namespace pymoe::runtime {
 class BufferPool {
  public:
   struct Statistics {
-    int64_t live_blocks;   // taken and not given back
-    int64_t cached_bytes;  // kept, for whoever asks next
+    int64_t live_blocks;   // taken and not yet given back
+    int64_t cached_bytes;  // kept for later callers
   };
 
   explicit BufferPool(size_t most_cached_bytes) : most_cached_bytes_(most_cached_bytes) {}
@@ -57,7 +57,7 @@ class BufferPool {
   void give_back(void* block) noexcept {
     Header* header = static_cast<Header*>(block) - 1;
     const size_t bytes = size_of(header->size_class);
-    // Freed without the lock: to give megabytes back to the system takes long.
+    // Freed without the lock: returning megabytes to the system takes long.
     Header* freed = nullptr;
     {
       const std::lock_guard lock(mutex_);
@@ -68,7 +68,7 @@ class BufferPool {
     free_all(freed);
   }
 
-  // Around a fork, so that the child finds the lock free and everything in order.
+  // Called around a fork, so that the child finds the lock free and everything in order.
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
@@ -83,7 +83,7 @@ class BufferPool {
 
   struct alignas(kAlignment) Header {
     int size_class;
-    Header* next = nullptr;  // of those that are to be freed
+    Header* next = nullptr;  // next in the chain of blocks to be freed
   };
 
   bool keep(Header* header) noexcept {

@@ -1,17 +1,17 @@
-// Completion: something that ends exactly once, and what waits for that end.
+// Completion: something that ends exactly once, and the waits for that end.
 //
 //     pending --claim()--> running --complete(error)--> done
 //
-// Claiming   Exactly one caller of claim() gets true. It alone may run the thing, cancel it or let it expire, and it
-//            must call complete(). So a worker, a thread that would rather help than wait, a canceller and a deadline
-//            can all reach for one task, and one of them has it.
+// Claiming   Exactly one caller of claim() gets true. Only that caller may run the thing, cancel it or let it expire,
+//            and it must call complete(). So a worker, a waiting thread that helps, a canceller and a deadline
+//            can all try to claim one task, and exactly one of them gets it.
 // Waiting    Every wait that began before the end or begins after it returns. `error` is null if all went well, and
 //            does not change after the end.
 // Callbacks  run once each, in the order in which they were added, on the thread that completes, or at once on the
-//            thread that adds them after the end; never under a lock. One that was added with a key can be taken back
-//            (remove) as long as the thing has not ended. They must not throw. Whoever completes several
-//            things ends them all (end) before it runs what they have called for: a callback may wait for any of them.
-// Wakers     are callbacks that wake who waits, and do nothing else: they run as part of the end.
+//            thread that adds them after the end; never under a lock. A callback that was added with a key can be
+//            removed (remove) as long as the thing has not ended. They must not throw. A thread that completes several
+//            things ends all of them (end) before it runs their callbacks: a callback may wait for any of them.
+// Wakers     are callbacks that only wake waiting threads: they run as part of the end.
 // Lifetime   A thread that waits or completes must hold a reference: use it through a shared_ptr.
 #pragma once
 
@@ -27,7 +27,7 @@
 
 namespace pymoe::runtime {
 
-// The outcome of what was dropped before it had started.
+// The outcome of something that was dropped before it had started.
 class Cancelled : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -52,7 +52,7 @@ class Completion {
   bool done() const { return stage_.load(std::memory_order_acquire) == Stage::kDone; }
   bool pending() const { return stage_.load(std::memory_order_acquire) == Stage::kPending; }
 
-  // True if it has ended by `until`.
+  // Returns true if it has ended by `until`.
   bool wait_until(Time until) const {
     if (done()) return true;
     std::unique_lock lock(mutex_);
@@ -62,13 +62,13 @@ class Completion {
     return true;
   }
 
-  // Only after the end: it never changes again, so it is read without the lock.
+  // Only after the end: the error never changes again, so it is read without the lock.
   const std::exception_ptr& error() const { return error_; }
 
   void on_done(Callback callback, const void* key = nullptr) { add(callbacks_, {key, std::move(callback)}); }
   void wake_by(Callback waker) { add(wakers_, {nullptr, std::move(waker)}); }
 
-  // Takes the callbacks with this key out, and returns them: they will not be called. None after the end.
+  // Removes the callbacks with this key and returns them: they will not be called. None after the end.
   Callbacks remove(const void* key) {
     Callbacks removed;
     const std::lock_guard lock(mutex_);
@@ -85,12 +85,12 @@ class Completion {
     return stage_.compare_exchange_strong(expected, Stage::kRunning, std::memory_order_acq_rel);
   }
 
-  // By whom claim() was given to, once.
+  // Called once, by the thread whose claim() returned true.
   void complete(std::exception_ptr error = nullptr) {
     for (const KeyedCallback& callback : end(std::move(error))) callback();
   }
 
-  // The same, but for the callbacks: the caller runs them.
+  // The same without the callbacks: the caller runs them.
   [[nodiscard]] Callbacks end(std::exception_ptr error) {
     Callbacks wakers, callbacks;
     {
@@ -108,7 +108,7 @@ class Completion {
  protected:
   Completion() = default;
 
-  // Gives a claim back: whoever had it did not run the thing after all.
+  // Gives a claim back: its holder did not run the thing after all.
   void unclaim() { stage_.store(Stage::kPending, std::memory_order_release); }
 
  private:

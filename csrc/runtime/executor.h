@@ -1,4 +1,4 @@
-// Executor: workers that run the strands attached to them, and a thread that looks after deadlines.
+// Executor: workers that run the strands attached to them, and a thread that handles deadlines.
 //
 //     Executor<SystemSync> executor(2);
 //     executor.attach(strand);
@@ -6,14 +6,14 @@
 //     executor.request_stop(Stop::kDrain);
 //     while (!executor.wait_stopped_until(...)) ...
 //
-// Stopping   request_stop closes the pools of every strand and returns at once; with kDrain what they hold still runs,
-//            with kCancel what has not begun is cancelled. wait_stopped_until is true once every request is done and
-//            every thread has ended. Every request that was ever submitted is done by then. Both may be called
+// Stopping   request_stop closes the pools of every strand and returns at once. With kDrain their requests still run,
+//            with kCancel requests that have not begun are cancelled. wait_stopped_until is true once every request is
+//            done and every thread has ended. Every request that was ever submitted is done by then. Both may be called
 //            repeatedly. The destructor stops with kCancel.
-// Release    A strand whose own request_stop was called is taken out by wait_released_until, once that is true: an
-//            expert may leave while others work on. Before, while nobody waits, reopen takes it back.
-// Errors     attach throws StoppedError after a stop; std::logic_error for a strand that belongs to an executor. To
-//            wait for the end from a worker, or from a batch, throws std::logic_error.
+// Release    wait_released_until detaches a strand whose own request_stop was called, once its requests are done: an
+//            expert may leave while others continue. Before that, while nobody waits, reopen reverses the request.
+// Errors     attach throws StoppedError after a stop, and std::logic_error for a strand that belongs to an executor.
+//            Waiting for the end on a worker, or inside a batch, throws std::logic_error.
 // Threads    All functions may be called from any thread.
 #pragma once
 
@@ -64,7 +64,7 @@ class Executor {
     return true;
   }
 
-  // Takes the strand's request_stop back, for a strand whose end nobody waits for; attaches one that has been taken out
+  // Reverses the strand's request_stop, if nobody waits for its end; attaches the strand again if it was detached
   // already.
   void reopen(const StrandPointer& strand) {
     {
@@ -101,7 +101,7 @@ class Executor {
   }
 
   const std::shared_ptr<WorkerPool<Sync>> workers_, timer_;
-  // Guards the rest. The one lock under which a strand's is taken, and through it the workers'.
+  // Guards the rest. The only lock under which the lock of a strand, and through it the workers' lock, is taken.
   typename Sync::Mutex mutex_;
   std::vector<StrandPointer> strands_;
   bool stopping_ = false;

@@ -1,21 +1,21 @@
-// ParallelFor: function(0) to function(count - 1) on the workers of a pool and on the threads that wait for them.
+// ParallelFor: calls function(0) to function(count - 1) on the workers of a pool and on the threads that wait for them.
 //
 //     const auto run = ParallelFor<SystemSync>::start(pool, 16, [&](int i) { out[i] = f(i); });
 //     run->help_until(until);
 //
-// Order      Calls start in the order of their numbers. Beside other jobs of the pool they rank as what was posted when
-//            the run began: a worker that finds an older job waiting leaves the rest of the calls for later.
-// Failures   A call that throws touches no other. The run ends when every call has ended, so nothing of it goes on
-//            behind the back of whoever has waited; its error is what the first call, by number, has thrown.
-// Cancelling Calls that have not started are left out, and the run's error is Cancelled if no call has thrown. A pool
+// Order      Calls start in the order of their numbers. Compared with other jobs of the pool, they rank by the time
+//            when the run began: a worker that finds an older job waiting leaves the remaining calls for later.
+// Failures   A call that throws does not affect the others. The run ends when every call has ended, so none of its
+//            calls continues after a wait; its error is the error of the first call, by number, that has thrown.
+// Cancelling Calls that have not started are dropped, and the run's error is Cancelled if no call has thrown. A pool
 //            that is stopped with kCancel does that; with kDrain it still makes all calls.
-// Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own, however few workers
-//            there are. wait_until waits without help.
-// Inline     A run with a limit leaves its calls to who waits for it, as long as that thread ends one within every span
-//            of `inline_limit`: handing over calls that are shorter costs more than it gains. Somebody must wait for
-//            it, or it goes on after that span only, and not at all in a pool that is stopped before.
+// Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own even if there are
+//            few workers. wait_until waits without helping.
+// Inline     A run with a limit leaves its calls to the waiting thread, as long as that thread ends one in every span
+//            of `inline_limit`: handing over shorter calls costs more than it gains. A thread must wait for
+//            the run; otherwise it continues only after that span, and not at all in a pool that is stopped before.
 // Errors     start throws StoppedError if the pool was stopped.
-// Threads    All functions are for any number of threads. The pool must outlive the run; the function lives as long.
+// Threads    All functions may be called from any thread. The pool must outlive the run; the function lives as long.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,9 @@
 
 namespace pymoe::runtime {
 
-// Its jobs in the pool are tickets: each makes calls one after the other until none is left, or something older waits
-// for a worker. There are as many as there are workers and calls for them. In a pool that grows as many wait there
-// beside those that were taken: it has to see that there are more calls than its workers have got to.
+// Its jobs in the pool are tickets: each makes calls one after the other until none is left, or until something older
+// waits for a worker. There is one for each worker that has a call to make. In a pool that grows, as many tickets wait
+// in addition to the taken ones, so that the pool sees that there are more calls than its workers have started.
 template <typename Sync>
 class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
  public:
@@ -48,8 +48,8 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     return run;
   }
 
-  // Makes calls, and waits for those of others when none is left to start; false if the run has not ended by `until`.
-  // A call that was started here is made to its end.
+  // Makes calls, and waits for the calls of others when none is left to start; false if the run has not ended by
+  // `until`. A call that was started here runs to its end.
   bool help_until(Time until) {
     {
       Lock lock(mutex_);
@@ -59,7 +59,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     return this->wait_until(until);
   }
 
-  // Leaves out every call that has not started.
+  // Drops every call that has not started.
   void cancel() {
     Lock lock(mutex_);
     if (next_ == count_) return;
@@ -89,7 +89,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     ParallelFor& owner;
   };
 
-  // Looks, every span of the limit, whether the thread that waits gets on without workers.
+  // Checks, once per span of the limit, whether the waiting thread makes progress without workers.
   struct Watch final : Job {
     explicit Watch(ParallelFor& owner) : owner(owner) {}
     void run() noexcept override {
@@ -134,7 +134,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
 
   // --- all with the lock held; they release it for a while ---
 
-  // Makes calls until none is left, or leave() says that others should.
+  // Makes calls until none is left, or until leave() tells it to leave the rest to others.
   template <typename Leave>
   void work(Lock& lock, bool ticket, const Leave& leave) {
     while (next_ < count_) {
@@ -142,7 +142,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
         tickets_ -= ticket;
         let_go(lock);
         if (next_ == count_ || tickets_ > 0) return;
-        tickets_ += ticket;  // the pool refuses tickets, and nobody else has one
+        tickets_ += ticket;  // the pool refuses tickets, and no other thread has one
       }
       const int call = next_++;
       call_workers(lock);
@@ -202,14 +202,14 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
   Ticket ticket_{*this};
   Watch watch_{*this};
   typename Sync::Mutex mutex_;  // guards the rest
-  // By the number of the call. All are kept to the end: to destroy one may take a lock, as the interpreter's.
+  // By the number of the call. All are kept to the end: destroying one may take a lock such as the interpreter's.
   std::vector<std::pair<int, std::exception_ptr>> failures_;
   int next_ = 0;       // the next call to start
-  int running_;        // calls that have not ended, and were not left out
+  int running_;        // calls that have neither ended nor been dropped
   int seen_;           // running_ when watch_ last looked
   bool held_ = false;  // workers are not called yet
-  int posted_ = 0;     // tickets that no worker has taken yet
-  int tickets_ = 0;    // these, and those that a worker is at
+  int posted_ = 0;     // tickets not yet taken by a worker
+  int tickets_ = 0;    // posted tickets, and tickets that workers have taken
   bool cancelled_ = false;
 };
 

@@ -24,15 +24,15 @@ class DeadlineExceeded : public std::runtime_error {
 template <typename Sync>
 class RequestQueue;
 
-// A number of rows that want to go through a pool's batch function. What the rows hold is up to who derives from it.
+// A number of rows to be run through a pool's batch function. Derived classes define the content of the rows.
 template <typename Sync>
 class Request : public Completion<Sync> {
  public:
   using Time = typename Sync::Time;
   using Duration = typename Sync::Duration;
 
-  // Requests of different kinds never share a batch. `head_start` is its priority: it counts as if the request had
-  // arrived so much earlier.
+  // Requests of different kinds never share a batch. `head_start` is the priority: the request counts as if it had
+  // arrived earlier by that much.
   Request(int64_t rows, uint64_t kind, std::optional<Time> deadline = std::nullopt,
           Duration head_start = Duration::zero())
       : rows(rows), kind(kind), deadline(deadline), head_start(head_start) {}
@@ -47,14 +47,14 @@ class Request : public Completion<Sync> {
   using ByRank = std::multimap<Time, std::shared_ptr<Request>>;  // rank: arrival - head_start
   using ByTime = std::multimap<Time, Request*>;
 
-  // Where it stands in its queue; guarded as the queue is.
+  // Position in its queue; guarded like the queue.
   Time arrival_{};
   int64_t next_row_ = 0;  // the first row that no batch has taken yet
   bool queued_ = false;
-  bool in_batch_ = false;               // a batch that has not ended has a part of it
-  bool given_up_ = false;               // what no batch has taken yet never runs
+  bool in_batch_ = false;               // a batch that has not ended contains a part of it
+  bool given_up_ = false;               // parts that no batch has taken yet never run
   typename ByRank::iterator place_;     // if queued_
-  typename ByTime::iterator deadline_;  // if queued_, not begun, and it has a deadline
+  typename ByTime::iterator deadline_;  // if queued_, not begun, and with a deadline
 };
 
 template <typename Sync>
@@ -66,8 +66,8 @@ struct Slice {
   bool last() const { return end == request->rows; }
 };
 
-// What to throw from BatchFunction::run if the batch did not run at all and must not count as failed: its requests go
-// back to where they were in the queue. A thread that helped gets it thrown from where it helped (submit, wait).
+// Thrown from BatchFunction::run if the batch did not run at all and must not count as failed: its requests return to
+// their places in the queue. A thread that helped gets it thrown from the function in which it helped (submit, wait).
 struct Interrupted {};
 
 template <typename Sync>
@@ -75,13 +75,13 @@ class BatchFunction {
  public:
   virtual ~BatchFunction() = default;
 
-  // Runs the slices as one batch, in this order, and keeps each one's result. What it throws is the error of all.
+  // Runs the slices as one batch, in this order, and keeps each one's result. Its exception is the error of all slices.
   virtual void run(std::span<const Slice<Sync>> batch) = 0;
 
-  // Whether a batch that threw `error` left everything as it was, so that parts of it may run again.
+  // True if a batch that threw `error` changed nothing, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
 
-  // Calls end(), once: it ends the requests that are done with a batch, and so wakes who waits for them.
+  // Calls end() once; that ends the requests of a batch that are done, and so wakes the threads that wait for them.
   virtual void deliver(const std::function<void()>& end) { end(); }
 };
 

@@ -1,12 +1,12 @@
 // RequestQueue: requests of one kind in their order, and the rule by which they become batches.
 //
-// Order      smallest rank first: arrival less the request's head start; in order of arrival among equals.
-// Ready      when the next batch should run: at once with max_batch_size rows; not before min_batch_size rows, or the
-//            pool's timeout; between these as the linger says (batching.h).
-// Batches    take requests from the front and keep them whole; one that does not fit ends the batch. A request larger
-//            than max_batch_size is taken in slices, which fill batches to the last row.
-// Deadlines  A request that has not begun by its deadline is given out as expired and never becomes part of a batch.
-// Claims     take, remove, expire and clear claim the requests that they give out: the caller has to complete them.
+// Order      smallest rank first: the arrival minus the request's head start; equal ranks in order of arrival.
+// Ready      the time of the next batch: at once with max_batch_size rows; not before min_batch_size rows, or the
+//            pool's timeout; in between as the linger decides (batching.h).
+// Batches    take requests from the front and keep them whole; a request that does not fit ends the batch. A request
+//            larger than max_batch_size is taken in slices, which fill batches to the last row.
+// Deadlines  A request that has not begun by its deadline is returned as expired and never becomes part of a batch.
+// Claims     take, remove, expire and clear claim the requests that they return: the caller must complete them.
 //
 // Not thread-safe: the strand's mutex guards it.
 #pragma once
@@ -42,7 +42,7 @@ class RequestQueue {
   int64_t rows() const { return rows_; }
   bool idle() const { return queue_.empty() && running_ == 0; }
 
-  // Of the request in front; only if there is one.
+  // Rank of the request in front; only if there is one.
   Time rank() const { return queue_.begin()->first; }
 
   void push(RequestPointer request, Time now) {
@@ -51,7 +51,7 @@ class RequestQueue {
     linger_.arrived(now, requests() + running_);
   }
 
-  // kNow, kNever, or the time from which the next batch should run if nothing else arrives.
+  // kNow, kNever, or the time at which the next batch should run if nothing else arrives.
   Time ready_at() const {
     if (queue_.empty()) return kNever;
     if (rows_ >= options_.max_batch_size) return kNow;
@@ -89,7 +89,7 @@ class RequestQueue {
     return batch;
   }
 
-  // Slices that take gave out and that did not run: each request is again where it was.
+  // Slices that take returned and that did not run: each request returns to its place.
   void put_back(std::span<const Slice<Sync>> batch) {
     for (size_t i = batch.size(); i-- > 0;) {
       const auto& [request, begin, end] = batch[i];
@@ -107,14 +107,15 @@ class RequestQueue {
     }
   }
 
-  // A slice that take gave out has run, or will not. True if its request was given up meanwhile.
+  // A slice that take returned has run, or will not run. Returns true if its request was given up meanwhile.
   bool returned(Request<Sync>& request) {
     request.in_batch_ = false;
     return request.given_up_;
   }
 
-  // Takes out the rest of a request that has begun, and is to run no further; false if it has no rest, or has not
-  // begun. The caller completes it: at once if no batch has a part of it (ends_now), or when that has ended.
+  // Removes the rest of a request that has begun and is not to continue; false if it has no rest, or has not
+  // begun. The caller completes it: at once if no batch contains a part of it (ends_now), otherwise when that batch
+  // ends.
   bool give_up(Request<Sync>& request, int64_t& rows, bool& ends_now) {
     if (!request.queued_ || request.next_row_ == 0) return false;
     rows += request.rows - request.next_row_;
@@ -133,20 +134,20 @@ class RequestQueue {
     return result;
   }
 
-  // A batch has ended: `requests` of its requests are done, `took` is how long it ran.
+  // A batch has ended: `requests` of its requests are done, `took` is its duration.
   void ended(int64_t requests, Time now, typename Sync::Duration took) {
     running_ -= requests;
     linger_.ended(now, took);
   }
 
-  // Takes a request out that has not begun; false if it has.
+  // Removes a request that has not begun; false if it has.
   bool remove(Request<Sync>& request) {
     if (!request.queued_ || !request.claim()) return false;
     drop(request);
     return true;
   }
 
-  // Takes out the rest of a request of which a slice failed; how many rows that were.
+  // Removes the rest of a request with a failed slice; returns the number of removed rows.
   int64_t drop_rest(Request<Sync>& request) {
     const int64_t rows = request.rows - request.next_row_;
     drop(request);
@@ -162,11 +163,11 @@ class RequestQueue {
     }
   }
 
-  // kNever if no request in the queue has one.
+  // kNever if no request in the queue has a deadline.
   Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
 
-  // Takes out every request that has not begun; with `begun_too` also those of which a batch had a part, and whose rest
-  // will not run.
+  // Removes every request that has not begun; with `begun_too` also requests of which a batch had a part, and whose
+  // rest will not run.
   void clear(Requests& cleared, bool begun_too = false) {
     for (auto place = queue_.begin(); place != queue_.end();) {
       const RequestPointer request = (place++)->second;
@@ -200,7 +201,7 @@ class RequestQueue {
     if (request.deadline) deadlines_.erase(request.deadline_);
   }
 
-  // Out of the queue, its remaining rows uncounted.
+  // Removes it from the queue; its remaining rows are no longer counted.
   void drop(Request<Sync>& request) {
     if (request.next_row_ == 0) forget_deadline(request);
     rows_ -= request.rows - request.next_row_;
@@ -214,7 +215,7 @@ class RequestQueue {
     queue_.erase(request.place_);  // may be the last reference: after everything else
   }
 
-  // Without head starts that is the request in front. With them it is looked for, once after it has left.
+  // Without head starts this is the request in front. With them it is searched for, once after it has left.
   Time oldest_arrival() const {
     if (with_head_start_ == 0) return queue_.begin()->second->arrival_;
     if (!oldest_) {
@@ -227,10 +228,10 @@ class RequestQueue {
   const BatchingOptions<Sync>& options_;
   ByRank queue_;
   typename Request<Sync>::ByTime deadlines_;
-  int64_t rows_ = 0;                    // in the queue, not taken
+  int64_t rows_ = 0;                    // rows in the queue, not taken
   int64_t running_ = 0;                 // requests begun and not done
   int64_t with_head_start_ = 0;         // requests in the queue
-  mutable std::optional<Time> oldest_;  // arrival of those in the queue; none: not known
+  mutable std::optional<Time> oldest_;  // arrival of the oldest request in the queue; none: unknown
   Linger<Sync> linger_;
 };
 

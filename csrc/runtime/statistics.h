@@ -1,4 +1,4 @@
-// What a pool counts about itself: relaxed atomics, so that readers never hold up who runs requests.
+// The counters of a pool: relaxed atomics, so that readers never delay threads that run requests.
 //
 // A snapshot is not of one instant: a counter may have moved on while another was read.
 #pragma once
@@ -12,7 +12,7 @@
 namespace pymoe::runtime {
 
 // Counts of values in buckets that grow with the value: exact up to 3, then four buckets for every power of two, so
-// that a quantile read from it is off by an eighth at most.
+// that a quantile computed from it is off by an eighth at most.
 class Histogram {
  public:
   static constexpr int kBuckets = 252;
@@ -60,15 +60,15 @@ class Counter {
 };
 
 struct PoolStatistics {
-  // Requests. submitted = queued + running + completed + failed + cancelled + expired, once all is quiet.
+  // Numbers of requests. submitted = queued + running + completed + failed + cancelled + expired, when nothing changes.
   Counter submitted, completed, failed, cancelled, expired;
-  Counter rejected;                      // not taken in: the queue was full
-  Counter queued, queued_rows, running;  // now
-  Counter batches, rows;                 // run, whether they failed or not
+  Counter rejected;                      // refused because the queue was full
+  Counter queued, queued_rows, running;  // current numbers
+  Counter batches, rows;                 // batches that ran, including failed ones
   Histogram batch_rows;
-  Histogram wait_ns;     // of a request: submitted to its first batch
-  Histogram latency_ns;  // of a request: submitted to done, if it ran
-  Histogram process_ns;  // of a batch
+  Histogram wait_ns;     // time of a request from submission to its first batch
+  Histogram latency_ns;  // time of a request from submission to its end, if it ran
+  Histogram process_ns;  // time of a batch
 };
 
 }  // namespace pymoe::runtime

@@ -1,16 +1,17 @@
 // Strand: pools whose batches never overlap, such as forward and backward of one expert. The unit that workers run.
 //
-// Order      Of the pools that have a batch ready, the one whose front request has the smallest rank goes first;
-//            strands are ranked among each other in the same way, since a strand posts itself to the workers with that
-//            rank and runs one batch for each time that it is taken from there.
+// Order      Among the pools that have a batch ready, the one whose front request has the smallest rank goes first.
+//            Strands are ordered in the same way: a strand posts itself to the workers with that
+//            rank and runs one batch for each time that a worker takes it.
 // Posting    A strand posts itself when a batch is ready, and for the time at which one will be (timeout, linger). A
-//            post is a hint: whoever takes it looks again, so one too many does no harm. Nothing is posted while a
-//            batch runs; whoever ran it looks afterwards.
-// Helping    A thread that waits runs ready batches of the strand itself (help). A worker that waits for a request of
-//            another strand, from inside a batch, keeps looking there until the request is done, since it may be the
-//            only one who can.
-// Results    appear after the strand is free again, so that a client who comes back at once finds it so. An exception
-//            of the batch function ends all requests of the batch, or with options.isolate those that fail alone.
+//            post is a hint: the worker that takes it looks again, so an unnecessary post does no harm. Nothing is
+//            posted while a batch runs; the thread that ran it looks afterwards.
+// Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
+//            for a request of another strand keeps looking there until the request is done, since it may be the
+//            only thread that can run it.
+// Results    appear after the strand is free again, so that a client that comes back at once finds it free. An
+//            exception of the batch function ends all requests of the batch, or with options.isolate those that fail
+//            alone.
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
 //            carry_out() posts.
 #pragma once
@@ -33,8 +34,8 @@ namespace pymoe::runtime {
 template <typename Sync>
 class TaskPool;
 
-// Whether a thread that would wait may run batches meanwhile. Inside a batch (of another strand) it must: it holds up
-// that strand, and may be the only thread that can go on.
+// Whether a waiting thread may run batches meanwhile. Inside a batch (of another strand) it must: it blocks
+// that strand, and may be the only thread that can continue.
 enum class Help { kNo, kYes, kInBatch };
 
 template <typename Sync>
@@ -43,8 +44,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Time = typename Sync::Time;
   using Workers = std::shared_ptr<WorkerPool<Sync>>;
 
-  // Who runs its batches from now on, and who (a pool of one) looks after deadlines. Throws std::logic_error if it is
-  // attached already.
+  // Sets the workers that run its batches from now on, and the pool of one that handles deadlines. Throws
+  // std::logic_error if it is already attached.
   void attach(Workers workers, Workers timer) {
     Plan made;
     {
@@ -64,7 +65,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     workers_ = timer_ = nullptr;
   }
 
-  // Closes its pools. With kDrain what is queued runs without waiting for more, with kCancel it is cancelled.
+  // Closes its pools. With kDrain queued requests run without waiting for more, with kCancel they are cancelled.
   void request_stop(Stop how) {
     std::vector<std::shared_ptr<TaskPool<Sync>>> pools;
     Plan made;
@@ -85,7 +86,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // Takes request_stop back: the pools are open again, and nobody is to wait for their end any more.
+  // Reverses request_stop: the pools are open again, and nobody may wait for their end any more.
   void reopen() {
     Plan made;
     {
@@ -95,7 +96,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // True if by `until` every request that was submitted is done. Call after request_stop.
+  // Returns true if every submitted request is done by `until`. Call after request_stop.
   bool wait_finished_until(Time until) {
     std::unique_lock lock(mutex_);
     refuse_on_runner();
@@ -111,7 +112,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     while (!request.done()) {
       refuse_on_runner();
       if (how != Help::kNo && help(lock)) continue;
-      // Before attach this may be a worker that it is about to be attached to, and the only one.
+      // Before attach, this thread may be a worker to which the strand is about to be attached, and the only one.
       if (how == Help::kNo || (how == Help::kYes && workers_ && !workers_->on_worker())) {
         lock.unlock();
         request.wait_until(until);
@@ -122,13 +123,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Whether somebody runs its batches.
+  // True if workers run its batches.
   bool attached() const {
     const std::lock_guard lock(mutex_);
     return workers_ != nullptr;
   }
 
-  // The thread that runs a batch of it, if one does.
+  // The thread that runs a batch of the strand, if any.
   std::optional<typename Sync::ThreadId> runner() const {
     const std::lock_guard lock(mutex_);
     if (!running_) return std::nullopt;
@@ -155,7 +156,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Pool = TaskPool<Sync>;
   static constexpr Time kNever = Queue::kNever;
 
-  // What is to be posted, once the lock is released.
+  // Work to be posted once the lock is released.
   struct Plan {
     Workers workers, timer;
     bool post = false;
@@ -164,13 +165,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     Time deadline = kNever;
   };
 
-  // How a slice came out of its batch.
+  // The result of a slice in its batch.
   struct Outcome {
     bool put_back = false;
     std::exception_ptr error;
   };
 
-  // What there is to run: a batch, or only requests that have expired.
+  // Work to run: a batch, or only requests that have expired.
   struct Taken {
     std::shared_ptr<Pool> pool;
     Queue* queue;
@@ -249,7 +250,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return made;
   }
 
-  // The next batch's pool and queue, or nulls.
+  // The pool and queue of the next batch, or nulls.
   std::pair<Pool*, Queue*> choose(Time now) const {
     std::pair<Pool*, Queue*> best{nullptr, nullptr};
     for (Pool* pool : pools_) {
@@ -259,8 +260,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return best;
   }
 
-  // Runs one batch, if one is ready and nobody runs any; true if it did something. The lock is released meanwhile, and
-  // stays so where Interrupted is thrown, since the batch was: whoever helped is wanted elsewhere.
+  // Runs one batch, if one is ready and no thread runs any; true if it did something. The lock is released meanwhile,
+  // and stays so if the batch was interrupted and Interrupted is thrown, since the thread that helped is needed
+  // elsewhere.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();
@@ -272,7 +274,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     Taken taken{std::move(pool), queue, start, {}, {}};
     taken.batch = queue->take(start, taken.expired);
     taken.pool->taken(taken.batch, taken.expired, start);
-    if (!taken.batch.empty()) {  // otherwise all had expired, and others may run batches meanwhile
+    if (!taken.batch.empty()) {  // otherwise all had expired, and other threads may run batches meanwhile
       running_ = true;
       runner_ = Sync::this_thread();
     }
@@ -292,7 +294,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   // --- without the lock ---
 
   void carry_out(const Plan& made) {
-    // Workers that have stopped refuse: then nothing is left that they should run.
+    // Workers that have stopped refuse it: then nothing is left for them to run.
     if (made.post) made.workers->post(this->shared_from_this(), made.rank);
     if (made.at != kNever) made.workers->post_at(made.at, this->shared_from_this());
     if (made.deadline != kNever) {
@@ -300,8 +302,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Throws Interrupted if the batch was. What it is given is gone when it returns: the last reference to a pool or a
-  // request must not be dropped under the lock.
+  // Throws Interrupted if the batch was interrupted. Its argument is destroyed before it returns: the last reference to
+  // a pool or a request must not be dropped under the lock.
   void run_taken(Taken taken) {
     const auto& [pool, queue, start, batch, expired] = taken;
     const bool runs = !batch.empty();
@@ -323,7 +325,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const Plan made = plan(end);
     lock.unlock();
     carry_out(made);
-    // All end before any callback runs, which may wait for any of them or for the end of everything.
+    // All end before any callback runs, because a callback may wait for any of them or for the end of everything.
     std::vector<typename Completion<Sync>::Callbacks> callbacks;
     callbacks.reserve(ended.size());
     pool->function_->deliver([&, &ended = ended] {
@@ -338,7 +340,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Runs slices as one batch, and what failed again in halves where the pool isolates.
+  // Runs slices as one batch, and failed ones again in halves if the pool isolates.
   void execute(Pool& pool, std::span<const Slice<Sync>> batch, std::span<Outcome> outcomes) {
     std::exception_ptr error;
     try {
@@ -378,15 +380,15 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   mutable typename Sync::Mutex mutex_;
   std::vector<Pool*> pools_;
   Workers workers_, timer_;  // null: not attached
-  bool draining_ = false;    // what is queued is ready, however little
+  bool draining_ = false;    // queued requests are ready, however few
   bool running_ = false;     // a batch runs, on the thread runner_
   typename Sync::ThreadId runner_{};
-  bool posted_ = false;               // a post is with the workers that has not been taken
-  Time armed_ = kNever;               // the earliest time for which one is
-  Time armed_deadline_ = kNever;      // and for a deadline
+  bool posted_ = false;               // a post that no worker has taken yet
+  Time armed_ = kNever;               // the earliest time for which a post waits
+  Time armed_deadline_ = kNever;      // the same for a deadline
   int64_t unfinished_ = 0;            // requests submitted and not done
   int watching_ = 0;                  // threads in watch()
-  typename Sync::Condition changed_;  // for these, and for whoever waits for the end
+  typename Sync::Condition changed_;  // for these threads, and for threads that wait for the end
 };
 
 }  // namespace pymoe::runtime

@@ -1,22 +1,22 @@
-// What the runtime asks of the machine: locks, waits, time and threads, as one parameter.
+// What the runtime needs from the machine: locks, waits, time and threads, as one parameter.
 //
-// Every class of the runtime takes a `Sync`, so that one source serves the product and its tests: SystemSync is the
-// operating system's, and the tests put in fibers, a seeded scheduler and a clock that advances when nobody can run
+// Every class of the runtime takes a `Sync`, so that one source serves the product and its tests: SystemSync uses the
+// operating system; the tests use fibers, a seeded scheduler and a clock that advances when no fiber can run
 // (tests/cpp/simulated.h). A Sync offers
 //
 //     Mutex                        lock(), unlock(): what std::lock_guard and std::unique_lock need
-//     Condition                    wait(lock), wait_until(lock, Time), notify_one(), notify_all(); may wake for
-//                                  nothing, so every wait stands in a loop over what it waits for
+//     Condition                    wait(lock), wait_until(lock, Time), notify_one(), notify_all(); wakes may be
+//                                  spurious, so every wait is in a loop over its condition
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare
-//     Activity                     of_this_thread(), and from others advanced() and ready(): whether a thread does
-//                                  something (activity.h)
-//     batches_on_this_thread()     int&: how many batches the calling thread is inside of (strand.h counts)
+//     Activity                     of_this_thread(), and from other threads advanced() and ready(): whether a thread
+//                                  does something (activity.h)
+//     batches_on_this_thread()     int&: number of nested batches on the calling thread (strand.h counts)
 //     preempt()                    a place where a schedule may switch: before an atomic that decides something
 //
 // Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless
-// a header says in which order.
+// a header states an order.
 #pragma once
 
 #include <chrono>
@@ -52,8 +52,8 @@ struct SystemSync {
   };
 
   static Time now() { return Clock::now(); }
-  // A thread that works in another's place, which waits for it, bears that one's ID: of the waits and turns that the
-  // other is part of, it is a part too.
+  // A thread that works in place of another, which waits for it, has the same ID: it takes part in all waits and turns
+  // of the other thread.
   static ThreadId this_thread() { return own_id(); }
   static void adopt(ThreadId id) { own_id() = id; }
   static int& batches_on_this_thread() {

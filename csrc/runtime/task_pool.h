@@ -1,4 +1,4 @@
-// TaskPool: where clients submit requests that go through one batch function.
+// TaskPool: clients submit requests here, which go through one batch function.
 //
 //     auto strand = std::make_shared<Strand<Sync>>();
 //     auto pool = TaskPool<Sync>::create("forward", options, function, strand);
@@ -7,13 +7,13 @@
 //     pool->wait(request, until);
 //
 // Bounded    The queue holds options.capacity requests. submit waits for room until a given time, and helps to make it:
-//            a thread that would wait for room, or for its request, runs the strand's next batch if nobody does.
+//            a thread that would wait for room, or for its request, runs the strand's next batch if no other does.
 // Waiting    wait is true once the request is done. A thread that may help and finds the batch of its request ready
-//            runs it itself, which saves two changes of thread for a lonely request, and lets an expert that asks
-//            another expert run it on the only worker there is. To wait from inside a batch for a request of the strand
+//            runs it itself. That saves two thread switches for a single request, and lets an expert that asks
+//            another expert run it on the only worker. Waiting from inside a batch for a request of the strand
 //            that runs it can never end: std::logic_error.
 // Closing    close refuses further requests: submit throws StoppedError. Its strand opens it again.
-// Gone       The destructor completes what is still queued with Cancelled.
+// Gone       The destructor completes requests that are still queued with Cancelled.
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
 
@@ -43,7 +43,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   using RequestPointer = std::shared_ptr<Request<Sync>>;
   using Requests = std::vector<RequestPointer>;
 
-  // Throws std::invalid_argument for options that make no sense.
+  // Throws std::invalid_argument for invalid options.
   static std::shared_ptr<TaskPool> create(std::string name, const BatchingOptions<Sync>& options,
                                           std::shared_ptr<BatchFunction<Sync>> function,
                                           std::shared_ptr<Strand<Sync>> strand) {
@@ -63,8 +63,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
 
-  // True once the request is queued; false if by `until` the queue had no room. Throws StoppedError once closed. Who is
-  // refused may try again: nothing counts as rejected until reject() says so.
+  // True once the request is queued; false if the queue had no room by `until`. Throws StoppedError once closed. A
+  // refused client may try again: a request counts as rejected only after reject().
   bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
     typename Strand<Sync>::Plan plan;
     {
@@ -102,14 +102,14 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // The same for a thread that has a way of its own to wait for the end of the request: rest(at), which returns by
+  // The same for a thread that waits for the end of the request in its own way: rest(at), which returns by
   // `at`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
     requires std::invocable<const Rest&, Time>
   {
     while (!request->done()) {
-      // A pool whose executor has not been started has nobody else to notice.
+      // If its executor has not been started, no other thread can notice an expired deadline.
       const Time now = Sync::now();
       const bool watch = request->deadline && request->pending() && *request->deadline < until;
       if (watch && *request->deadline <= now) {
@@ -123,7 +123,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // The helping alone: true if the request is done when there is nothing more to help with.
+  // Only helps: returns true if the request is done when nothing is left to help with.
   bool help(const RequestPointer& request) {
     std::unique_lock lock(strand_->mutex_);
     while (!request->done()) {
@@ -133,8 +133,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Takes back a request that has not begun, or the rest of one that takes several batches, which is done when the
-  // batch that runs has ended; false if there is nothing to take back.
+  // Withdraws a request that has not begun, or the rest of a request of several batches, which is done when the
+  // running batch has ended; false if there is nothing to withdraw.
   bool cancel(const RequestPointer& request) {
     {
       const std::lock_guard lock(strand_->mutex_);
@@ -160,7 +160,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     strand_->changed_.notify_all();
   }
 
-  // Completes every request that has not begun, or takes further batches, with Cancelled(reason).
+  // Completes every request that has not begun, or needs further batches, with Cancelled(reason).
   void cancel_all(const std::string& reason) {
     Requests cleared;
     {
@@ -193,7 +193,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     finish_expired(expired);
   }
 
-  // True the first time: who waits for a pool that nobody serves is told once.
+  // True the first time: a client that waits for a pool that nobody serves is told once.
   bool tell_idle() { return !told_idle_.exchange(true); }
 
   const std::string& name() const { return name_; }
@@ -236,12 +236,12 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   Queue& queue_of(uint64_t kind) {
     if (const auto found = queues_.find(kind); found != queues_.end()) return *found->second;
-    // Ragged requests come in any number of kinds: what is known of those that are not here now is not worth keeping.
+    // Ragged requests come in any number of kinds, so information about kinds without a request is not kept.
     if (queues_.size() >= kKeptQueues) std::erase_if(queues_, [](const auto& entry) { return entry.second->idle(); });
     return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
   }
 
-  // Requests and rows that are no longer queued: there is room.
+  // Requests and rows have left the queue: there is room.
   void left_queue(int64_t requests, int64_t rows) {
     queued_ -= requests;
     statistics_.queued.add(-requests);
@@ -266,7 +266,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     left_queue(requests, rows);
   }
 
-  // A batch has ended: the requests that are done, with their errors.
+  // A batch has ended: returns the requests that are done, with their errors.
   std::vector<std::pair<RequestPointer, std::exception_ptr>> settle(Queue& queue, std::span<const Slice<Sync>> batch,
                                                                     std::span<const Outcome> outcomes, Time start,
                                                                     Time end) {

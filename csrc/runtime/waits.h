@@ -1,20 +1,20 @@
-// Waits: which thread waits for which from inside a pass, so that none waits for ever.
+// Waits: records which thread waits for which from inside a pass, so that none waits for ever.
 //
-//     waits.begin(pool, request, limited);   // throws std::logic_error where it could never end
+//     waits.begin(pool, request, limited);   // throws std::logic_error if it could never end
 //     ...
 //     if (!waits.end()) waits.regain();
 //
-//     while (!waits.enter(turn, until)) ...  // one thread at a time, and whoever it waits for
+//     while (!waits.enter(turn, until)) ...  // one thread at a time, and the threads for which it waits
 //     waits.leave(turn);
 //
-// Whom a thread waits for: the thread that runs a batch of the strand whose request it wants, or the holder of the turn
-//            that it wants. A thread that runs the strand itself is at work.
+// Blocker    A thread waits for the thread that runs a batch of the strand whose request it needs, or for the holder of
+//            the turn that it needs. A thread that runs the strand itself does not wait.
 // Never      A wait that leads back to itself over waits without a limit cannot end: the last one to begin throws, with
-//            the names of the pools. Waits for a turn are no part of that, since they end:
-// Turns      are re-entrant, and a turn's holder that waits lends it to whoever it waits for, directly or over others,
-//            as if that one ran on the holder's own thread (on a single worker it does). The latest to enter leaves
-//            first; a holder whose wait ends before (end is false then) has to regain its turns.
-// Locks      one, under which those of strands are taken.
+//            the names of the pools. Waits for a turn are not part of such a cycle, since they end:
+// Turns      are re-entrant. A turn's holder that waits lends it to the thread for which it waits, directly or over
+//            others, as if that one ran on the holder's own thread (on a single worker it does). The latest to enter
+//            leaves first; a holder whose wait ends earlier (end is then false) must regain its turns.
+// Locks      one, under which the locks of strands are taken.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@
 
 namespace pymoe::runtime {
 
-// What passes take in turns; its address counts.
+// Something that passes hold in turns; its address identifies it.
 struct Turn {
   char unused = 0;
 };
@@ -39,7 +39,7 @@ class Waits {
   using Time = typename Sync::Time;
   using ThreadId = typename Sync::ThreadId;
 
-  // Whether others may wait for this thread: it is inside a batch, or holds a turn.
+  // True if others may wait for this thread: it is inside a batch, or holds a turn.
   bool concern_this_thread() const {
     if (Sync::batches_on_this_thread() > 0) return true;
     const std::lock_guard lock(mutex_);
@@ -47,8 +47,8 @@ class Waits {
     return std::any_of(held_.begin(), held_.end(), [&](const Held& one) { return one.thread == me; });
   }
 
-  // This thread waits for a request of the pool (null: for room in its queue) from now on. `limited`: it gives up after
-  // a time.
+  // This thread waits for a request of the pool (null: for room in its queue) from now on. `limited`: the wait has a
+  // timeout.
   void begin(const TaskPool<Sync>& pool, const Request<Sync>* request, bool limited) {
     const std::lock_guard lock(mutex_);
     const ThreadId me = Sync::this_thread();
@@ -69,7 +69,7 @@ class Waits {
     if (wanting_ > 0) changed_.notify_all();
   }
 
-  // The wait that began last on this thread is over. False if somebody has a turn that it had lent.
+  // The latest wait of this thread has ended. False if another thread has a turn that it had lent.
   bool end() {
     const std::lock_guard lock(mutex_);
     forget_wait(Sync::this_thread());
@@ -84,13 +84,13 @@ class Waits {
     --wanting_;
   }
 
-  // True once this thread has the turn, false if it has not by `until`.
+  // True once this thread has the turn, false if it does not have it by `until`.
   bool enter(const Turn& turn, Time until) {
     std::unique_lock lock(mutex_);
     const ThreadId me = Sync::this_thread();
     if (!is_free_for(turn, me)) {
       waits_.push_back({me, nullptr, nullptr, &turn, false});
-      if (wanting_++ > 0) changed_.notify_all();  // who waits for us waits for the turn's holder now
+      if (wanting_++ > 0) changed_.notify_all();  // threads that wait for us now wait for the turn's holder
       while (!is_free_for(turn, me) && Sync::now() < until) changed_.wait_until(lock, until);
       --wanting_;
       forget_wait(me);
@@ -100,7 +100,7 @@ class Waits {
     return true;
   }
 
-  // The turn that this thread entered last goes back. Nothing if it never did (in the child of a fork).
+  // Returns the turn that this thread entered last. No effect if it never did (in the child of a fork).
   void leave(const Turn& turn) {
     const std::lock_guard lock(mutex_);
     const ThreadId me = Sync::this_thread();
@@ -115,7 +115,7 @@ class Waits {
  private:
   struct Wait {
     ThreadId thread;
-    const TaskPool<Sync>* pool;  // or null: for the turn
+    const TaskPool<Sync>* pool;  // null: for the turn
     const Request<Sync>* request;
     const Turn* turn;
     bool limited;
@@ -127,7 +127,7 @@ class Waits {
 
   // --- with the lock held ---
 
-  // The latest of a thread's waits; the others are of batches that it helps with.
+  // The latest of a thread's waits; the others belong to batches that it helps with.
   const Wait* wait_of(ThreadId thread) const {
     for (size_t i = waits_.size(); i-- > 0;) {
       if (waits_[i].thread == thread) return &waits_[i];
@@ -144,7 +144,8 @@ class Waits {
     return std::nullopt;
   }
 
-  // Whom a thread waits for, if it cannot go on by itself. `for_ever`: nor after a time, nor with a turn that is lent.
+  // The thread for which a thread waits, if it cannot continue by itself. `for_ever`: not even after a timeout, or with
+  // a lent turn.
   std::optional<ThreadId> blocker(ThreadId thread, bool for_ever) const {
     const Wait* wait = wait_of(thread);
     if (wait == nullptr) return std::nullopt;
@@ -178,7 +179,7 @@ class Waits {
   std::vector<Wait> waits_;           // in the order in which they began
   std::vector<Held> held_;            // in the order in which they were entered
   int wanting_ = 0;                   // threads that wait for turns
-  typename Sync::Condition changed_;  // for these
+  typename Sync::Condition changed_;  // signals changes to them
 };
 
 }  // namespace pymoe::runtime

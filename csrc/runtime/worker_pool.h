@@ -1,23 +1,23 @@
-// WorkerPool: threads that run jobs, smallest rank first, first come first served among equals. Their number is fixed,
+// WorkerPool: threads that run jobs, smallest rank first, and equal ranks in order of arrival. Their number is fixed,
 // or grows with jobs that wait.
 //
 //     WorkerPool<SystemSync> pool(4);
 //     pool.post(job, SystemSync::now());
 //     pool.stop();
 //
-// Jobs      post hands over a job with its rank: a point in time, so that what has waited longest goes first and a
-//           priority is a head start. post_at runs a job at a time, or as soon after it as a worker is free; its rank
-//           is that time. Exactly one of run() and cancel() is called on a job that was taken, once and under no lock.
-// Growing   A pool that may grow has `workers` threads at first and gets more while jobs stay queued because those
-//           that run wait; worker_pool_growth.h says when, and has the thread that looks after it, the watcher.
+// Jobs      post hands over a job with its rank: a point in time, so that the job that has waited longest goes first
+//           and a priority is a head start. post_at runs a job at a time, or as soon after it as a worker is free; its
+//           rank is that time. Exactly one of run() and cancel() is called on an accepted job, once and under no lock.
+// Growing   A pool that may grow has `workers` threads at first and gets more while jobs stay queued because the
+//           running ones wait; worker_pool_growth.h has the rule, and the thread that applies it, the watcher.
 // Stopping  request_stop refuses further jobs from then on and returns at once. With Stop::kDrain everything posted
-//           still runs; with Stop::kCancel what has not started is cancelled. Either way jobs whose time has not come
-//           are cancelled, and what runs is never interrupted. stop waits, too, until every worker has ended. Both may
-//           be called any number of times and from several threads. The destructor stops with kDrain.
-// Errors    post and post_at return false after a stop. Waiting for the workers from one of them can never end, so it
-//           throws std::logic_error. The constructor throws std::invalid_argument for fewer than one worker, and if the
-//           system refuses a thread it ends those already running and throws on. (Where it refuses a thread to a pool
-//           that would grow, the pool asks again later.)
+//           still runs; with Stop::kCancel jobs that have not started are cancelled. In both cases jobs whose time has
+//           not come are cancelled, and running jobs are never interrupted. stop also waits until every worker has
+//           ended. Both may be called any number of times and from several threads. The destructor stops with kDrain.
+// Errors    post and post_at return false after a stop. Waiting for the workers on one of them can never end, so it
+//           throws std::logic_error. The constructor throws std::invalid_argument for fewer than one worker; if the
+//           system refuses a thread, it ends the running ones and rethrows. (If the system refuses a thread for
+//           growth, the pool asks again later.)
 // Threads   All functions may be called from any thread, including from jobs (stop and the destructor excepted). No
 //           thread exists before the constructor or after stop.
 #pragma once
@@ -48,15 +48,15 @@ enum class Stop { kDrain, kCancel };
 struct Job {
   virtual ~Job() = default;
   virtual void run() noexcept = 0;
-  // Instead of run(): the pool was stopped first.
+  // Called in place of run() if the pool was stopped first.
   virtual void cancel() noexcept {}
 };
 
 template <typename Sync>
 struct Growth {
-  int most = 0;                     // threads; a pool with no fewer workers does not grow
-  typename Sync::Duration still{};  // a thread that does nothing for so long waits
-  typename Sync::Duration idle{};   // threads that were added end after so long without a job
+  int most = 0;                     // largest number of threads; a pool with no fewer workers does not grow
+  typename Sync::Duration still{};  // a thread that does nothing for this long waits
+  typename Sync::Duration idle{};   // added threads end after this long without a job
 };
 
 template <typename Sync>
@@ -64,7 +64,7 @@ class WorkerPool {
  public:
   using Time = typename Sync::Time;
   using Rank = Time;
-  // What every worker does: `around(work)` must call work() once, and may set up and tear down around it.
+  // Every worker runs this: `around(work)` must call work() once, and may set up and tear down around it.
   using Around = std::function<void(const std::function<void()>& work)>;
 
   explicit WorkerPool(int workers, Around around = {}, Growth<Sync> growth = {})
@@ -160,10 +160,10 @@ class WorkerPool {
     return true;
   }
 
-  // True if a job waits for a worker whose rank is smaller: it should go first. May be out of date.
+  // True if a job of smaller rank waits for a worker: it should go first. May be out of date.
   bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
 
-  // How many there are now.
+  // The current number of workers.
   int workers() const { return count_.load(std::memory_order_relaxed); }
   bool grows() const { return growth_.most > base_; }
   // True on a thread of this pool.
@@ -176,14 +176,14 @@ class WorkerPool {
  private:
   using Lock = std::unique_lock<typename Sync::Mutex>;
 
-  // By rank. Ranks mostly grow from one push to the next: the end is where to look first.
+  // By rank. Ranks mostly grow from one push to the next, so a search begins at the end.
   using Jobs = std::multimap<Rank, std::shared_ptr<Job>>;
 
   struct Worker {
-    typename Sync::Activity activity;  // whether it does something, and when it was last seen to
+    typename Sync::Activity activity;  // tells whether it does something, and when it was last seen active
     Time since{};
-    typename Sync::Thread thread;   // for who starts it and who joins it, one after the other
-    typename Sync::ThreadId id{};   // guarded by mutex_, as is the rest; nobody's while the thread does not run
+    typename Sync::Thread thread;   // for the thread that starts it, then for the thread that joins it
+    typename Sync::ThreadId id{};   // guarded by mutex_, like the rest; invalid while the thread does not run
     typename Sync::Condition wake;  // called has become true
     bool called = false;
   };
@@ -235,7 +235,7 @@ class WorkerPool {
     count_ended();
   }
 
-  // Waits for a job; null when the worker is to end.
+  // Waits for a job; null if the worker must end.
   std::shared_ptr<Job> next(Worker& self) {
     std::shared_ptr<Job> job;
     Worker* successor = nullptr;
@@ -250,7 +250,7 @@ class WorkerPool {
       }
       if (surplus_ > 0 && workers() > base_ && !stopping_) {
         --surplus_;
-        successor = call_idle();  // this one may have been called for the job
+        successor = call_idle();  // this worker may have been called for the job
         if (successor == nullptr) successor = call_timekeeper();
         retire(self);
       } else {
@@ -265,7 +265,7 @@ class WorkerPool {
     return job;
   }
 
-  // False if the worker is one too many, and had nothing to do for long.
+  // False if the worker is superfluous and had nothing to do for long.
   bool sleep(Worker& self, Lock& lock) {
     self.called = false;
     if (timed_.empty() || timekeeper_ != nullptr) {
@@ -294,7 +294,7 @@ class WorkerPool {
     retired_.push_back(take_out(self));
     call_watcher();
   }
-  // Of workers_, with the lock held.
+  // Removes it from workers_; the lock is held.
   std::unique_ptr<Worker> take_out(Worker& worker) {
     const auto is_it = [&](const auto& other) { return other.get() == &worker; };
     const auto place = std::find_if(workers_.begin(), workers_.end(), is_it);
@@ -307,7 +307,7 @@ class WorkerPool {
   void watch();                     // the watcher's thread
   Time look(Lock& lock, Time now);  // returns when to look again
   void join_retired(Lock& lock);
-  // How many jobs could run, and no worker is about to look.
+  // The number of jobs that could run and that no worker is about to take.
   size_t unserved(Time now) const {
     if (!idle_.empty() || timekeeper_ != nullptr) return 0;
     return ready_.size() + (!timed_.empty() && !(now < timed_.begin()->first));
@@ -321,7 +321,7 @@ class WorkerPool {
     const std::lock_guard lock(mutex_);
     if (--running_ == 0) ended_.notify_all();
   }
-  // Moves what is due to ready_. The worker who looks takes one job itself, and calls others for the rest.
+  // Moves due jobs to ready_. The worker that looks takes one job itself, and calls others for the rest.
   void release_due() {
     if (timed_.empty()) return;
     const Time now = Sync::now();
@@ -344,7 +344,7 @@ class WorkerPool {
     first_rank_.store(ready_.empty() ? Rank::max() : ready_.begin()->first, std::memory_order_relaxed);
     return job;
   }
-  // A sleeping worker that is to look again: the caller then notifies it, best without the lock. Null if none sleeps.
+  // A sleeping worker that must look again: the caller then notifies it, best without the lock. Null if none sleeps.
   Worker* call_idle() {
     if (idle_.empty()) return nullptr;
     Worker* worker = idle_.back();
@@ -359,7 +359,7 @@ class WorkerPool {
   void refuse_on_worker() const {
     if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
   }
-  // After request_stop: the watcher starts and joins workers until it ends, nobody does after it.
+  // After request_stop: the watcher starts and joins workers until it ends, and no thread does after it.
   void join() {
     const std::lock_guard joining(join_mutex_);
     if (watcher_.joinable()) watcher_.join();
@@ -374,19 +374,19 @@ class WorkerPool {
     }
   }
 
-  // Sleeping workers are idle or the timekeeper: the one who wakes at the first time of timed_. There is a timekeeper
-  // whenever timed_ has something and a worker sleeps. A worker is called for every job that becomes ready, if one
-  // sleeps; the one who lay down last, since its caches are warm.
+  // Sleeping workers are either idle or the timekeeper, which wakes at the first time of timed_. There is a timekeeper
+  // whenever timed_ is not empty and a worker sleeps. For every job that becomes ready, a sleeping worker is called if
+  // there is one: the one that fell asleep last, since its caches are warm.
   const int base_;
   const Around around_;
   const Growth<Sync> growth_;
-  mutable typename Sync::Mutex mutex_;  // guards all below but join_mutex_
-  // Those that retired have ended, and are to be joined. Then they are kept, and used again: whoever called one may be
-  // about to notify it.
+  mutable typename Sync::Mutex mutex_;  // guards everything below except join_mutex_
+  // Threads of retired_ have ended, and must be joined. Then the workers go to spare_ and are used again: a thread that
+  // called one may be about to notify it.
   std::vector<std::unique_ptr<Worker>> workers_, retired_, spare_;
-  std::atomic<int> count_{0};  // of workers_; written under the lock
+  std::atomic<int> count_{0};  // size of workers_; written under the lock
   Jobs ready_, timed_;
-  std::atomic<Rank> first_rank_{Rank::max()};  // of ready_; written under the lock
+  std::atomic<Rank> first_rank_{Rank::max()};  // first rank of ready_; written under the lock
   std::vector<Worker*> idle_;
   Worker* timekeeper_ = nullptr;
   bool stopping_ = false;
@@ -394,7 +394,7 @@ class WorkerPool {
   typename Sync::Condition ended_;    // running_ has reached 0
   bool watched_ = false;              // the watcher is awake, or about to be
   typename Sync::Condition watch_;    // watched_ has become true
-  Time crowded_since_ = Time::max();  // more than base_ threads do something
+  Time crowded_since_ = Time::max();  // since when more than base_ threads do something
   int surplus_ = 0;                   // workers that are to end instead of taking a job
   typename Sync::Mutex join_mutex_;   // held while threads are joined for good, mutex_ within
   typename Sync::Thread watcher_;

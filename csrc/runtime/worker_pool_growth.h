@@ -1,20 +1,21 @@
-// Growth: when a pool of workers gets more threads, and its watcher, the thread that starts and joins them. Part of
-// worker_pool.h, which includes this.
+// Growth: the rule by which a pool of workers gets more threads, and its watcher, the thread that starts and joins
+// them. Part of worker_pool.h, which includes this.
 //
-// Jobs stay queued when every worker has one. If those compute, another thread would only take the processor, and the
-// interpreter's lock, from them. If they wait (for a machine, a timer, each other) it costs nothing, and without it
-// those that wait for each other wait for ever. Which of the two it is decides what a thread does, not what a job says:
+// Jobs stay queued if every worker has one. If the running jobs compute, another thread would only take the processor,
+// and the interpreter's lock, from them. If they wait (for a machine, a timer, each other), another thread costs
+// nothing, and without it jobs that wait for each other would wait for ever. The activity of a thread decides which of
+// the two it is, not a declaration of the job:
 //
-//   - A worker waits when it has done nothing for a span (`still`): no processor time at all, and not ready to run
-//     (activity.h). A span longer than the interpreter's switch interval tells threads that wait for its lock apart:
-//     they look after it once in such an interval. Threads that look for something again and again (polling) compute.
-//   - The pool is to have `workers` threads that do something, as many as it was made with. If some do, those that are
-//     missing are added. If none does, their number is doubled: n jobs that wait for each other take log(n) spans.
+//   - A worker waits if it has done nothing for a span (`still`): no processor time at all, and not ready to run
+//     (activity.h). The span is longer than the interpreter's switch interval, so threads that wait for its lock do not
+//     count: they check it once in such an interval. Threads that poll count as computing.
+//   - The pool should have `workers` threads that do something, as many as at its creation. If some do, the missing
+//     ones are added. If none does, their number is doubled: n jobs that wait for each other take log(n) spans.
 //
-// So jobs that compute get no more threads than that. Those that waited and now compute do so on the threads that they
-// had; if more than `workers` do something for a while (ten spans), those beyond end as soon as they have no job. So do
-// threads beyond the first `workers` that have had no job for long (`idle`). The watcher sleeps unless a job stays
-// queued, or more than `workers` have one.
+// So jobs that compute get no more threads than that. Jobs that waited and now compute stay on their threads; if more
+// than `workers` do something for a while (ten spans), the surplus ends as soon as it has no job. Threads beyond the
+// first `workers` also end after a long time without a job (`idle`). The watcher sleeps unless a job stays
+// queued, or more than `workers` threads have one.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,7 @@ namespace pymoe::runtime {
 template <typename Sync>
 void WorkerPool<Sync>::watch() {
   Lock lock(mutex_);
-  Time due{};  // when to look again if no job stays queued
+  Time due{};  // time of the next look if no job stays queued
   while (!stopping_ || !ready_.empty()) {
     if (!retired_.empty()) {
       join_retired(lock);
@@ -64,13 +65,13 @@ auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
   const size_t wanted = std::min(unserved(now), room);
   int active = 0;
   for (const auto& worker : workers_) {
-    // Closely: one that only lacks a processor does something, too.
+    // Checked closely: a thread that only lacks a processor also does something.
     const bool closely = wanted > 0 && now - worker->since >= growth_.still;
     if (worker->activity.advanced() || (closely && worker->activity.ready())) worker->since = now;
     active += now - worker->since < growth_.still;
   }
   active = std::min(active, workers() - static_cast<int>(idle_.size()));
-  const typename Sync::Duration took = Sync::now() - now;  // a while where many wait
+  const typename Sync::Duration took = Sync::now() - now;  // considerable if many threads wait
   if (active <= base_) crowded_since_ = Time::max();
   crowded_since_ = std::min(crowded_since_, now);
   surplus_ = now - crowded_since_ < growth_.still * 10 ? 0 : active - base_;

@@ -1,8 +1,8 @@
-"""Autograd graphs of their own for calls and stages, and the state and random numbers of the threads that run them.
+"""Separate autograd graphs for calls and stages, and the state and random numbers of the threads that run them.
 
-Nothing here is public: ``pymoe.parallel``, ``pymoe.runtime`` and ``pymoe.pipe`` stand on it.
+Nothing here is public: ``pymoe.parallel``, ``pymoe.runtime`` and ``pymoe.pipe`` are built on it.
 """
 
 from pymoe._native import load_runtime
 
-load_runtime()  # says what to do where the native runtime is missing, before a file that needs it fails to import
+load_runtime()  # explains a missing native runtime before a file that needs it fails to import

@@ -1,8 +1,8 @@
-"""Graphs with nodes of ``torch.compile``, which can be differentiated once only.
+"""Graphs with nodes of ``torch.compile``, which can be differentiated only once.
 
-Their backward works in the buffers that their forward has saved (they are "donated" to it), and refuses to run where
-the graph is kept. Graphs of isolated calls are kept, although each is differentiated once, as they may end in others
-that are still needed (a weight that was computed before the call, say). Those with compiled nodes are not kept.
+Their backward works in the buffers that their forward has saved ("donated" buffers), and refuses to run if the graph is
+kept. Graphs of isolated calls are kept, although each is differentiated once, because they may lead into other graphs
+that are still needed (of a weight that was computed before the call, say). Graphs with compiled nodes are not kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pymoe.autograd.graph_nodes import find_leaves_and_nodes
 
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
-_NATIVE: set[type] = set()  # types of nodes that are not made by a class of Python
+_NATIVE: set[type] = set()  # types of nodes that no class of Python makes
 _latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
 _found = False
 
@@ -33,7 +33,7 @@ def _anything_is_compiled() -> bool:
 
 
 def are_compiled(nodes: Iterable[Node | None]) -> bool:
-    """Return whether one of ``nodes``, all nodes of a graph, is of ``torch.compile``."""
+    """Return whether one of ``nodes``, all nodes of a graph, comes from ``torch.compile``."""
     kinds = {*map(type, nodes)}
     if kinds <= _NATIVE:
         return False

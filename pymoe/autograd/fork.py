@@ -1,7 +1,7 @@
 """The autograd engine in the child of a fork.
 
-torch replaces its autograd engine when the child first uses it, and does so without a lock: two threads that use it
-first at the same time both destroy the old one (torch 2.11 and 2.13), and the process crashes.
+torch replaces its autograd engine when the child first uses it, without a lock: if two threads use it first at the same
+time, both destroy the old engine (torch 2.11 and 2.13), and the process crashes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _is_stale = False
 
 
 def renew_engine() -> None:
-    """Have torch replace its autograd engine, if this is the child of a fork; call it before threads are started."""
+    """Make torch replace its autograd engine, if this is the child of a fork; call it before threads are started."""
     global _is_stale
     if not _is_stale:
         return

@@ -1,6 +1,6 @@
-"""Nodes and edges of autograd's graphs: found, kept alive and made, in less time than torch's own ways take.
+"""Nodes and edges of autograd's graphs: found, kept alive and made in less time than torch's own functions take.
 
-And sums of gradients, as autograd makes them.
+The module also adds gradients as autograd does.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
         return anchor, get_gradient_edge(anchor)
 
 
-# The leaf of all nodes that need an input which requires gradients and have none of their own: it never gets any. Its
-# accumulator is kept, because torch makes that of a leaf under the leaf's lock, and under ``detect_anomaly()`` lets go
-# of the interpreter's lock meanwhile: two threads that use a leaf whose accumulator is not there can wait for each
-# other for ever. So whatever outlives a call takes this leaf and none of its own.
+# The leaf of all nodes that need an input which requires gradients and have no such input: it never gets a gradient.
+# Its accumulator is kept, because torch creates the accumulator of a leaf under the leaf's lock, and under
+# ``detect_anomaly()`` releases the interpreter's lock meanwhile: two threads that use a leaf without an accumulator can
+# then deadlock. So everything that outlives a call uses this leaf.
 ANCHOR, _accumulator_of_the_anchor = _make_anchor()
 
 
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``one + other``. Either may be sparse, but torch adds a sparse tensor on the right of a dense one only."""
+    """Return ``one + other``. Either may be sparse, but torch adds a sparse tensor only on the right of a dense one."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)`` without a check for ``torch.func`` transforms, in which nothing is isolated."""
+    """Return ``function.apply(*args)`` without a check for ``torch.func`` transforms; no call is isolated in these."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-make_edge: Any = tuple.__new__  # of GradientEdge and its three parts, without the function of Python that it has
+make_edge: Any = tuple.__new__  # makes a GradientEdge of its three parts, without its __new__ in Python
 
 
 def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
     """Return a node that is never run and keeps the nodes of ``tensors`` alive, or None if they need no such node.
 
     An edge to the node of an ``autograd.Function`` does not keep it alive. Grad mode must be on. A ``view_as`` of each
-    tensor would do, too, and take three times as long.
+    tensor would also work, but takes three times as long.
     """
     own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, FunctionBase)]
     if not own:
@@ -60,13 +60,13 @@ def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torc
 
 
 def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return aliases of ``tensors`` whose history is one node, the backward of which raises ``message``."""
+    """Return aliases of ``tensors`` whose history is one node that raises ``message`` in its backward."""
     made: Any = DelayedError(message, len(tensors))(*tensors)
     return made if len(tensors) > 1 else (made,)
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Return what ``get_gradient_edge`` does, in half the time. Grad mode must be on."""
+    """Return the same as ``get_gradient_edge``, in half the time. Grad mode must be on."""
     node: Any = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
@@ -85,7 +85,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the same, and all nodes of the graph, with ``entry`` and None and without what lies behind ``entry``."""
+    """Return the same, and all nodes of the graph, with ``entry`` and None but without the nodes behind ``entry``."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
@@ -103,27 +103,27 @@ def find_leaves_and_nodes(
     return leaves, seen
 
 
-_ACCUMULATION = 2**64 - 1  # what nodes of leaves have for a number
+_ACCUMULATION = 2**64 - 1  # the number of nodes of leaves
 
 
 def put_behind(limit: int, nodes: Sequence[Any]) -> None:
-    """Give the nodes of a call numbers below ``limit``, in the order that they have.
+    """Give the nodes of a call numbers below ``limit``, in their present order.
 
-    Of nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread counts
-    for itself. Where a tensor has left a call by another way than its outputs, a backward pass comes to the call's
-    nodes by that way, too, and frees what they have saved: the node of the map, and all that comes to it first, must
-    run before, as they are made later, on the thread that asked.
+    Among the nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread
+    counts for itself. If a tensor has left a call otherwise than as an output, a backward pass also reaches the call's
+    nodes through that tensor, and frees what they have saved. The node of the map, and all nodes before it in the
+    backward pass, must run earlier, because they are made later, on the thread that asked.
     """
     by_number: dict[int, list[Any]] = {}
     for node in nodes:
         by_number.setdefault(node._sequence_nr(), []).append(node)
     by_number.pop(_ACCUMULATION, None)
-    if limit < len(by_number):  # this thread has hardly made any: it counts on, so that there are enough numbers below
+    if limit < len(by_number):  # this thread has made few nodes: it counts on, so that enough numbers are below
         one = torch.empty(0, requires_grad=True, device="cpu")
         while get_sequence_nr() < len(by_number):
             one.view_as(one)
         limit = len(by_number)
-    for number in sorted(by_number, reverse=True):  # the call's earlier nodes have to make room for the late ones
+    for number in sorted(by_number, reverse=True):  # the call's earlier nodes must make room for the late ones
         limit -= 1
         if number <= limit:
             limit = number

@@ -1,17 +1,17 @@
 """One call of a function in an autograd graph of its own.
 
 - forward: Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place edit
-  of the caller's tensor is noticed where the graph has saved it), and an autograd history that begins here. Where
-  there is no history to cut, leaves that require gradients need no alias. (Beside others they do: their gradients
-  would be looked for in the others' histories, too.) The function runs as it is, an ``autograd.Function`` with torch's
-  own context object.
-- leaves: Those that the call has reached, given to it or not (parameters, tensors of a closure), are found by walking
-  its graph back from the outputs. Where the walk runs into graphs that were there before the call it goes on to their
-  leaves.
+  of the caller's tensor is noticed if the graph has saved it), and an autograd history that begins here. If there is
+  no history to cut, leaves that require gradients need no alias. (Together with other tensors they need one:
+  otherwise their gradients would be looked for in the others' histories, too.) The function runs unchanged, an
+  ``autograd.Function`` with torch's own context object.
+- leaves: The leaves that the call has used, as arguments or not (parameters, tensors of a closure), are found by
+  walking its graph back from the outputs. If the walk reaches graphs that existed before the call, it continues to
+  their leaves.
 - backward: ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
 
-Tensors that leave a call by other ways than its outputs (in an object, as a module's attribute) keep their history:
-gradients go through the aliases to the caller's tensors, as they do in a backward pass that the call makes itself.
+Tensors that leave a call otherwise than as outputs (in an object, as a module's attribute) keep their history:
+gradients pass through the aliases to the caller's tensors, as in a backward pass that the call makes itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECOND_BACKWARD = (
 
 
 def graphs_are_made() -> bool:
-    """Return whether operators on this thread leave a history behind."""
+    """Return whether operators on this thread record a history."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -50,7 +50,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def functorch_is_active() -> bool:
-    """Return whether a transform of ``torch.func`` is at work: calls belong to its graph, and must run in order."""
+    """Return whether a transform of ``torch.func`` is active: calls belong to its graph, and must run in order."""
     canaries.transforms()
     return peek_interpreter_stack() is not None
 
@@ -65,19 +65,19 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx is entry_of_this_thread():  # the aliases have their gradients, and the caller's graph is not the call's
+        if ctx is entry_of_this_thread():  # gradients end at the aliases; the caller's graph is not the call's
             return (None,) * len(grads)
         return None, *grads[1:]
 
 
 @dataclass(slots=True, eq=False)
 class Alias:
-    """A tensor among the arguments of a call, and what takes its place within."""
+    """A tensor among the arguments of a call, and its replacement within the call."""
 
     arguments: list[int]  # its positions
     original: torch.Tensor
     tensor: torch.Tensor | None = None
-    edge: GradientEdge | None = None  # where its gradient comes out; None: it needs none
+    edge: GradientEdge | None = None  # the gradient's edge; None: no gradient is needed
 
 
 class IsolatedCall:
@@ -90,11 +90,11 @@ class IsolatedCall:
         self._guard: torch.Tensor | None = None  # keeps the entry node alive
         self._leaf_arguments: list[torch.Tensor] = []
         self.aliases: list[Alias] = []
-        self.outputs: Any = ()  # as the function gave them, but always a tuple
-        self.roots: list[GradientEdge] = []  # of `fresh` outputs, then of `written` aliases
+        self.outputs: Any = ()  # the function's outputs, but always a tuple
+        self.roots: list[GradientEdge] = []  # edges of `fresh` outputs, then of `written` aliases
         self.leaves: list[torch.Tensor] = []
-        self.tied: set[int] = set()  # ids of outputs whose memory others look at, too
-        self.written: list[Alias] = []  # modified in place by the call, in a way that gradients must know of
+        self.tied: set[int] = set()  # ids of outputs whose memory other tensors share
+        self.written: list[Alias] = []  # aliases that the call modified in place, in a way that matters for gradients
 
     def run(self) -> None:
         """Call the function with the aliases in place of the arguments."""
@@ -112,7 +112,7 @@ class IsolatedCall:
         """Return the outputs that have a history here, each once, and find the arguments that :meth:`run` has modified.
 
         With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
-        ``outputs``. Raises RuntimeError if the call has modified an argument whose memory another one shares.
+        ``outputs``. Raise RuntimeError if the call has modified an argument whose memory another one shares.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
@@ -150,7 +150,7 @@ class IsolatedCall:
         return found
 
     def _refuse_overlaps(self) -> None:
-        """Refuse in-place changes that the aliases of other arguments would not know of."""
+        """Refuse in-place changes of which the aliases of other arguments would not learn."""
         given = [*(alias.original for alias in self.aliases), *self._leaf_arguments]
         memory = [tensor for tensor in given if tensor.layout == torch.strided]
         places = [tensor.untyped_storage()._cdata for tensor in memory]
@@ -162,7 +162,7 @@ class IsolatedCall:
                 )
 
     def forget_arguments(self) -> None:
-        """Drop the references to the caller's tensors: the graph has saved what it needs of them."""
+        """Drop the references to the caller's tensors: the graph has saved what it needs."""
         if not self.aliases:
             return
         self.written = []
@@ -184,18 +184,18 @@ def differentiate(
     entry: Node | None,
     keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of every input and leaf of the graph of one call; None where there is none.
+    """Return the gradient of every input and leaf of the graph of one call; None if there is none.
 
-    Nothing is accumulated. The graph is kept, as it may end in others that are still needed, and is freed with its
-    roots; one with nodes of ``torch.compile`` is not kept, because these refuse to run then.
+    Nothing is accumulated. The graph is kept, because it may lead into other graphs that are still needed, and is freed
+    with its roots. A graph with nodes of ``torch.compile`` is not kept, because these would refuse to run.
 
     Args:
-        roots: where the backward pass begins; None is skipped, and so is a root without a gradient.
-        grads: for each root, or None.
-        inputs: where the call's graph begins.
-        leaves: tensors that gradients would be accumulated into.
-        entry: the node that the inputs belong to; None if it has none.
-        keep: the graph will be differentiated again.
+        roots: the edges where the backward pass begins; None is skipped, and so is a root without a gradient.
+        grads: a gradient for each root, or None.
+        inputs: the edges where the call's graph begins.
+        leaves: tensors into which gradients would be accumulated.
+        entry: the node to which the inputs belong; None if it has none.
+        keep: keep the graph because it will be differentiated again.
     """
     starts, values = [], []
     for root, grad in zip(roots, grads, strict=True):
@@ -219,11 +219,11 @@ def isolate(
     """Return the calls, ready to run.
 
     Args:
-        function: what all of them call.
-        args_per_call: the arguments of each.
-        graphs: each in a graph of its own; otherwise with the arguments as they are.
-        share: a tensor that is passed to a call twice is one tensor within, too, and a call without arguments that
-            have a history gets leaves as they are; otherwise each argument has its own gradient.
+        function: the function that all of them call.
+        args_per_call: the arguments of each call.
+        graphs: give each call a graph of its own; otherwise use the arguments unchanged.
+        share: a tensor that is passed to a call twice is also one tensor within the call, and a call without arguments
+            that have a history gets leaves unchanged; otherwise each argument has its own gradient.
     """
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
@@ -246,7 +246,7 @@ def isolate(
             if not (required or value.is_floating_point() or value.is_complex()):
                 continue
             if not required and has_tangent(value):
-                continue  # which an alias would lack
+                continue  # an alias would lack these
             alias = known[id(value)] = Alias([place], value)
             call.aliases.append(alias)
             if required:
@@ -265,9 +265,9 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Find what the backward passes of calls need, after they have run with graphs.
+    """Find what the backward passes of calls need, after the calls have run with graphs.
 
-    Returns for each call what :meth:`IsolatedCall.find_fresh` does.
+    Return for each call the result of :meth:`IsolatedCall.find_fresh`.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]
@@ -298,14 +298,14 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, str)
 
 
 def map_outputs(change: Callable[[Any], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``outputs`` with ``change`` applied to every value, also to those within containers."""
+    """Return ``outputs`` with ``change`` applied to every value, including those within containers."""
     return tuple(
         [change(output) if isinstance(output, _PLAIN) else pytree.tree_map(change, output) for output in outputs]
     )
 
 
 def as_function(func: Any) -> Callable[..., Any]:
-    """Return what to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
+    """Return the function to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
 
     Raises:
         TypeError: it cannot be called.

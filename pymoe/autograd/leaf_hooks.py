@@ -1,4 +1,4 @@
-"""Hooks of leaves run on the sum of all calls' gradients, and not where the gradients of one call are computed."""
+"""Hooks of leaves: run on the sum of all calls' gradients, and not when the gradients of one call are computed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_NONE = object()  # the entry of a graph that has none
-_everywhere: set[object] = set()  # one for every call that some thread differentiates
+_NONE = object()  # the entry of a graph without an entry
+_everywhere: set[object] = set()  # one object for every call that some thread differentiates
 
 
 def entry_of_this_thread() -> Any:
@@ -56,7 +56,7 @@ class _OutsideCalls:
 
 
 def keep_hooks_outside(leaf: torch.Tensor) -> None:
-    """Wrap the hooks of ``leaf``, which autograd would also run where ``autograd.grad`` computes its gradient."""
+    """Wrap the hooks of ``leaf``: autograd would also run them when ``autograd.grad`` computes its gradient."""
     hooks: Any = leaf._backward_hooks
     for key, hook in list(hooks.items()) if hooks else ():
         if type(hook) is not _OutsideCalls and key in hooks:

@@ -1,11 +1,11 @@
 """A plain state of torch for batches, which must not depend on the thread that runs them.
 
-A client that waits may run the batch of its request itself, and with it requests of other clients. What that client
-has switched on in its own thread must not affect them: inference mode, autocast, gradients on or off, a default device,
-hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that ``torch.compile`` has
-made. :func:`in_plain_state` runs a function without these. Such a client leaves its batch to the workers
-(``csrc/bindings/torch_calls.h`` says how it is recognised), and a batch has a context (``contextvars``) and a stack of
-its own.
+A waiting client may run the batch of its request itself, and with it requests of other clients. Settings that this
+client has switched on in its thread must not affect them: inference mode, autocast, gradients on or off, a default
+device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that ``torch.compile``
+has made. :func:`in_plain_state` runs a function without these. A client with such settings leaves its batch to the
+workers (``csrc/bindings/torch_calls.h`` says how it is recognised). A batch has its own context (``contextvars``) and
+stack.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pymoe._torch_private import set_grad_enabled
 
 Result = TypeVar("Result")
 
-# torch's own context managers are built on these. They run before every batch, where a manager costs 2 us.
+# torch's own context managers are built on these. They run before every batch, and a manager costs 2 us.
 _is_grad_enabled = torch.is_grad_enabled
 _is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` with gradients on or off and nothing else that a thread can switch on in torch."""
+    """Run ``function(*args)`` with gradients on or off and without any other setting of a thread in torch."""
     canaries.thread_states()
     if _is_plain():
         return _with_grad(grad, function, *args)
@@ -38,7 +38,7 @@ def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> R
         stack.enter_context(torch.inference_mode(False))
         for device_type in filter(torch.is_autocast_enabled, autocast_devices()):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        if _is_plain():  # that was all
+        if _is_plain():  # nothing else is set
             return _with_grad(grad, function, *args)
     return on_a_new_thread(_with_grad, grad, function, *args)
 
@@ -54,7 +54,7 @@ def _with_grad(grad: bool, function: Callable[..., Result], *args: Any) -> Resul
 
 @functools.cache
 def autocast_devices() -> tuple[str, ...]:
-    """Return the types of device that can have autocast on this machine."""
+    """Return the types of device that may have autocast on this machine."""
     accelerator = torch.accelerator.current_accelerator()
     return tuple(sorted({"cpu", "cuda", *([accelerator.type] if accelerator is not None else [])}))
 
@@ -62,7 +62,7 @@ def autocast_devices() -> tuple[str, ...]:
 def on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
     """Run ``function(*args)`` on a new thread, which has none of these modes: there is no public way out of them.
 
-    The runtime takes the new thread for this one: waits on either side are detected as without it. An interrupt
+    The runtime takes the new thread for this one, so it detects waits on either side as usual. An interrupt
     (Ctrl-C) is raised when the function has ended.
     """
     results: list[Result] = []

@@ -1,33 +1,34 @@
-"""Every call draws from a random stream of its own, so that what it draws does not depend on who runs beside it.
+"""A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
-torch's default generators belong to the process: of calls that draw at the same time, each would get whatever numbers
-the others left. While a call of a map runs, its thread therefore sees another default generator, made from one number
-of the surrounding stream and the call's position:
+torch's default generators belong to the process: if calls draw at the same time, each gets whatever numbers the others
+left. While a call of a map runs, its thread therefore sees another default generator, made from one number of the
+surrounding stream and the call's position:
 
-- Every operator that draws and was not handed a generator gets the call's. This is done below the operators' Python
-  functions, so it holds for ``nn.Dropout`` as for ``torch.rand``, an LSTM, scripted code, and whatever torch's C++
-  draws on the way. It goes through a dispatch key that only these threads include and to which nothing but the drawing
-  operators answers: all others run as ever, at no cost.
+- Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
+  Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
+  C++ draws in between. It uses a dispatch key that only these threads include and for which only the drawing operators
+  have kernels: all others run as usual, at no cost.
 - ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed``, ``seed``, ``initial_seed`` and ``torch.random.fork_rng``
-  speak of the call's stream, so that ``torch.utils.checkpoint`` draws again in backward what the call drew in forward.
+  refer to the call's stream, so that ``torch.utils.checkpoint`` draws in backward the numbers that the call drew in
+  forward.
 
-The surrounding stream moves on by one number per map, if any of its calls draws at all; so the whole is reproducible
-under ``torch.manual_seed``, and maps nest. Python's and numpy's generators are not looked after, nor operators of
-others that draw from ``torch.default_generator`` by themselves in C++.
+The surrounding stream advances by one number per map, if any of its calls draws. So results are reproducible under
+``torch.manual_seed``, and maps nest. Not covered: Python's and numpy's generators, and third-party operators that draw
+from ``torch.default_generator`` in C++.
 
 Effects on the process:
 
 - While calls run, the module ``torch.random`` has another class and another global ``default_generator`` (with CUDA,
   ``torch.cuda`` another tuple ``default_generators``): its functions read that global, and offer no other way to give
-  them a generator. Threads that run no call find the process's generator behind it. :func:`restore` puts all back when
-  the last call has ended.
+  them a generator. Threads that run no call find the process's generator behind it. :func:`restore` undoes all this
+  when the last call has ended.
 - The first map registers kernels for the operators below on the dispatch key ``TESTING_ONLY_GenericMode``, and they
-  stay. A thread that does not include the key, which is every thread outside of a call, never comes to them. They are
-  not taken back between maps because the dispatcher's tables are read without a lock: a change while another thread
-  calls an operator is a race, and one in which numbers would come from the wrong stream. What else could give a thread
-  its own generator does not serve: torch's C++ asks for the process's default generator, which is one object; a
-  dispatch mode would cost microseconds for every operator of every call; and calls that take turns at the default
-  generator would no longer run at the same time.
+  stay. A thread that does not include the key, which is every thread outside of a call, never reaches them. They are
+  not removed between maps because the dispatcher's tables are read without a lock: a change while another thread
+  calls an operator is a race, and numbers would come from the wrong stream. Other ways to give a thread its own
+  generator do not work: torch's C++ asks for the process's default generator, which is one object; a dispatch mode
+  would cost microseconds for every operator of every call; and calls that take turns at the default generator would no
+  longer run at the same time.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from pymoe._torch_private import dispatch_tls_set_dispatch_key_included as inclu
 
 Result = TypeVar("Result")
 
-# Operators that draw numbers themselves; all others that are random are made of these. One that is missing in the torch
-# at hand is left out. Those of the last three lines take no generator: they get the call's state by way of the device's
-# default generator, one at a time.
+# Operators that draw numbers themselves; all other random operators are made of these. An operator that the installed
+# torch lacks is left out. The operators of the last three lines take no generator: they get the call's state through
+# the device's default generator, one at a time.
 OPERATORS = """
     _fused_dropout _sample_dirichlet _standard_gamma bernoulli.out bernoulli_.Tensor bernoulli_.float binomial cauchy_
     exponential_ geometric_ log_normal_ multinomial multinomial.out normal.Tensor_Tensor normal.Tensor_Tensor_out
@@ -68,7 +69,7 @@ OPERATORS = """
     _scaled_dot_product_flash_attention _triton_scaled_dot_attention native_dropout
 """
 
-# Exists for tests of torch itself, and is answered by nothing; the others that are free have no kernels to be found by.
+# A key for tests of torch itself, without kernels; for the other free keys the dispatcher finds no kernels.
 KEY = "TESTING_ONLY_GenericMode"
 _key = parse_dispatch_key(KEY)
 
@@ -81,12 +82,12 @@ class _Thread(threading.local):
 
 
 this_thread = _Thread()
-"""``this_thread.stream`` is what this thread draws from; who sets it also calls :func:`begin_drawing`."""
-_defaults_in_use = threading.Lock()  # the state of a default generator is a call's for a moment
+"""Random stream of the current thread in ``stream``; code that sets it also calls :func:`begin_drawing`."""
+_defaults_in_use = threading.Lock()  # held while a default generator temporarily has the state of a call
 _changing = threading.Lock()  # held while kernels are registered, or torch.random changes
 _libraries: list[torch.library.Library] = []
-_calling: set[int] = set()  # the threads that run a call
-_is_changed = False  # torch.random shows each thread the generator of its call
+_calling: set[int] = set()  # threads that run a call
+_is_changed = False  # true while torch.random shows each thread the generator of its call
 
 
 class Source:
@@ -109,7 +110,7 @@ class Source:
 
 
 class Stream:
-    """The random numbers of one call: of its forward pass and, continued, of its backward pass."""
+    """The random numbers of one call, of its forward pass and then of its backward pass."""
 
     __slots__ = ("_generators", "_position", "_source")
 
@@ -131,7 +132,7 @@ class Stream:
 
     @contextmanager
     def as_default(self, device: torch.device) -> Iterator[None]:
-        """Put the device's default generator into this stream's state for a block, and back after it."""
+        """Put the device's default generator into this stream's state for a block, and restore it afterwards."""
         mine = self.generator(device)
         default = default_generator(device)
         with _defaults_in_use:
@@ -145,7 +146,7 @@ class Stream:
 
 
 def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` drawing from ``stream``."""
+    """Run ``function(*args)`` with random numbers from ``stream``."""
     thread = this_thread
     before, thread.stream = thread.stream, stream
     try:
@@ -159,23 +160,23 @@ def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> 
 
 
 def begin_drawing() -> None:
-    """Have this thread draw from ``this_thread.stream``, which was None until now, and must not be None meanwhile."""
-    _calling.add(get_ident())  # before it asks: see restore
+    """Make this thread draw from ``this_thread.stream``, which was None until now and must stay set meanwhile."""
+    _calling.add(get_ident())  # before it reads _is_changed: see restore
     if not _is_changed:
         _change()
     include(_key, True)
 
 
 def end_drawing() -> None:
-    """Have this thread draw from the process's generators again."""
+    """Make this thread draw from the process's generators again."""
     include(_key, False)
     _calling.discard(get_ident())
 
 
 def draw(stream: Stream | None) -> int:
-    """Return one number of a stream, or for None of the process's default generator for the CPU."""
+    """Return one number of a stream, or, for None, of the process's default generator for the CPU."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
-    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # nothing watches
+    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # unseen by modes
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
@@ -189,7 +190,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def install() -> None:
-    """Register the kernels; once in a process, by its first map."""
+    """Register the kernels; done once in a process, by its first map."""
     if not _libraries:
         with _changing:
             if not _libraries:
@@ -197,7 +198,7 @@ def install() -> None:
     _numbers_come_from_streams()
     if _is_changed and torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
         with _changing:
-            _change_cuda()  # which has come into use since
+            _change_cuda()  # CUDA has come into use since
 
 
 def _install() -> None:
@@ -215,7 +216,7 @@ def _install() -> None:
 
 @canaries.canary
 def _numbers_come_from_streams() -> canaries.Exercises:
-    """Exercise what gives a call a generator of its own."""
+    """Exercise the names that give a call its own generator."""
     source, expected = Source.__new__(Source), torch.Generator("cpu")
     source._lock, source._base = threading.Lock(), 1
     expected.manual_seed(source.seed(1))
@@ -229,12 +230,12 @@ def _numbers_come_from_streams() -> canaries.Exercises:
     is_heard = all(map(torch.equal, drawn, numbers))
     for name in ("parse_dispatch_key", "dispatch_tls_set_dispatch_key_included", "dispatch_has_backend_fallback"):
         yield name, is_heard
-    # Without it the kernel would come to itself again, for ever.
+    # Without it the kernel would call itself for ever.
     yield "dispatch_tls_set_dispatch_key_excluded", is_heard
 
 
 def _change() -> None:
-    """Have ``torch.random``, and ``torch.cuda`` if it is in use, show each thread the generator of its call."""
+    """Make ``torch.random``, and ``torch.cuda`` if it is in use, show each thread the generator of its call."""
     global _is_changed
     with _changing:
         if _is_changed:
@@ -252,10 +253,11 @@ def _change_cuda() -> None:
 
 
 def restore() -> None:
-    """Put ``torch.random`` back as it was, unless a call still runs: at the end of what has made calls.
+    """Undo the changes of ``torch.random``, unless a call still runs; called after calls were made.
 
-    A call that begins meanwhile is never left without: its thread is in ``_calling`` before it asks ``_is_changed``,
-    which is False here before ``_calling`` is asked. So either this sees the call, or the call waits for the lock.
+    A call that begins meanwhile never loses its generator: its thread is in ``_calling`` before it reads
+    ``_is_changed``, which is False here before ``_calling`` is read. So either this function sees the call, or the call
+    waits for the lock.
     """
     global _is_changed
     if _calling or not _is_changed:
@@ -267,7 +269,7 @@ def restore() -> None:
         if _calling:
             _is_changed = True
             return
-        if isinstance(vars(torch.random)["default_generator"], _Default):  # or somebody has set another
+        if isinstance(vars(torch.random)["default_generator"], _Default):  # unless somebody has set another one
             vars(torch.random)["default_generator"] = torch.default_generator
         torch.random.__class__ = types.ModuleType
         if isinstance(torch.cuda.default_generators, _CudaDefaults):
@@ -312,9 +314,9 @@ def _of_this_thread() -> torch.Generator:
 
 
 class _Default:
-    """What functions of ``torch.random`` find as their global: the generator of the call that this thread runs.
+    """The global of ``torch.random`` for its own functions: the generator of the call that this thread runs.
 
-    It is not a generator itself, as one could not be another on every thread; others never get to see it.
+    It is not a generator itself, because one object could not differ between threads; no other code sees it.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -322,11 +324,11 @@ class _Default:
 
 
 class _Random(types.ModuleType):
-    """The module ``torch.random`` for others than its own functions, which ask for its attributes."""
+    """The module ``torch.random`` for code other than its own functions, which reads its attributes."""
 
     @property
     def default_generator(self) -> torch.Generator:
-        """The process's generator, or in a call that of the call."""
+        """The process's generator, or within a call the generator of the call."""
         set_by_others = vars(self)["default_generator"]
         return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
 

@@ -1,16 +1,16 @@
 """The state of a thread in torch, carried to the threads that run its calls.
 
-The opposite of ``pymoe.autograd.plain_state``, which hides from a batch what a client has switched on. torch keeps this
-state per thread and has no public way to move it to another, so each part is carried by hand:
+The opposite of ``pymoe.autograd.plain_state``, which hides a client's settings from a batch. torch keeps this
+state per thread and has no public way to move it to another, so each part is carried individually:
 
 - grad mode, inference mode, forward-mode gradients, multithreading and view replay of autograd;
 - autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached; and the level
   of autocast blocks (:func:`autocast_level`), at whose end torch clears the cache of casts;
-- function modes (``torch.device`` and ``torch.set_default_device`` among them), whether ``__torch_function__`` of
+- function modes (including ``torch.device`` and ``torch.set_default_device``), whether ``__torch_function__`` of
   tensor subclasses is called (``DisableTorchFunction``), dispatch modes;
 - hooks on saved tensors, and whether they are forbidden;
-- the current CUDA device, and the current stream of every CUDA device: work of all calls is queued on the streams of
-  the thread that asked, so it comes after what that has queued, and before what it will.
+- the current CUDA device, and the current stream of every CUDA device: the work of all calls is queued on the streams
+  of the calling thread, so it comes after the work that this thread has queued, and before its later work.
 
 Context variables are carried by ``contextvars``, the profiler by ``pymoe._runtime.ProfilerState``. The default dtype,
 anomaly mode, deterministic algorithms and the number of threads belong to the whole process.
@@ -70,7 +70,7 @@ _cuda_is_initialized = torch.cuda.is_initialized
 
 
 class ThreadState(NamedTuple):
-    """The state that :func:`current` has found. Two are equal if a call cannot tell them apart."""
+    """The state returned by :func:`current`. Two are equal if a call cannot distinguish them."""
 
     inference: bool
     grad: bool
@@ -81,17 +81,17 @@ class ThreadState(NamedTuple):
     autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: none has it
     autocast_dtypes: tuple[torch.dtype, ...]
     all_functions: bool  # __torch_function__ of tensor subclasses and modes is called
-    no_function: bool  # not even that of modes
+    no_function: bool  # even modes' __torch_function__ is not called
     function_modes: tuple[Any, ...]  # outermost first
     default_device: Any
     dispatch_modes: tuple[Any, ...]
-    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost, the only ones that torch calls
+    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost pair, the only one that torch calls
     hooks_forbidden: str | None
     cuda: tuple[int, tuple[Any, ...]] | None  # the current device, and each device's stream
 
 
 def current() -> ThreadState:
-    """Return the state of this thread. Every call asks for it, so it is read in the fastest way."""
+    """Return the state of this thread, in the fastest way, because every call asks for it."""
     devices = autocast_devices()
     found = (
         _is_inference_mode(),
@@ -123,20 +123,20 @@ class _Known(threading.local):
 
 
 known = _Known()
-"""``known.state`` is this thread's state where nothing else can change it until it is None again, which is unknown."""
+"""State of this thread in ``state`` while nothing else can change it; None if it is unknown."""
 
 
 @contextmanager
 def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
-    """Set the number of autocast blocks that this thread is in to ``level``, and restore it at the end.
+    """Set the number of autocast blocks around this thread to ``level``, and restore it at the end.
 
     The cache of casts belongs to the process and holds parameters as they were when they were cast. torch clears it
-    where the outermost autocast block of a thread ends, so that no old value is left when the parameters have changed.
+    when the outermost autocast block of a thread ends, so that no old value is left after the parameters change.
     Setting autocast's flags alone does not enter a block: a cast made then stays until some other block ends.
 
     Args:
         level: 0 for code that is not in a block, so that blocks that it enters are outermost ones.
-        clears: clear the cache at the end; False where another thread stays in the block and will clear it.
+        clears: clear the cache at the end; False if another thread stays in the block and will clear it.
     """
     before = _set_autocast_level(level)
     try:
@@ -148,7 +148,7 @@ def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
 
 
 def _set_autocast_level(level: int) -> int:
-    """Set the level and return the one before."""
+    """Set the level and return the previous one."""
     before = now = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     while now < level:
@@ -159,9 +159,9 @@ def _set_autocast_level(level: int) -> int:
 
 
 def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
-    """Run ``function(*args)`` in ``state``, then restore this thread's own, also if the function has changed it.
+    """Run ``function(*args)`` in ``state``, then restore this thread's own state, even if the function has changed it.
 
-    Where ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
+    If ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
     ``clears`` see :func:`autocast_level`.
     """
     canaries.thread_states()
@@ -243,7 +243,7 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
 
 
 def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
-    """Push ``hooks``; for None, pop those that are there."""
+    """Push ``hooks``; for None, pop the present ones."""
     if hooks is not None:
         push_saved_tensors_default_hooks(*hooks)
         undo.append(pop_saved_tensors_default_hooks)

@@ -1,6 +1,6 @@
-"""``python -m pymoe.bench``: what was built, and how fast it is on this machine.
+"""``python -m pymoe.bench``: properties of the build, and its speed on this machine.
 
 There is one line for every operator, shape and dtype of :mod:`pymoe.bench.operators`, and for the whole layer. A line
-shows time and correctness together: a native operator that returns something other than the reference is never shown
+shows time and correctness together: a native operator whose result differs from the reference is never shown
 as fast.
 """

@@ -1,4 +1,4 @@
-"""Operators and their calls: what a benchmark line times, and tools for arguments, leaves and gradients of a call."""
+"""Operators and their calls, which benchmark lines time, and tools for arguments, leaves and gradients of a call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that a benchmark line is held to: at least ``ratio`` times as fast as what it is compared with."""
+    """The target of a benchmark line: at least ``ratio`` times as fast as the thing it is compared with."""
 
     over: Literal["reference", "baseline", "floor", "seconds"]
-    """``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations: ``ratio`` is the share of it.
+    """Object of comparison. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations; ``ratio``
+    is the share of its rate.
 
-    ``seconds``: ``ratio`` is the most seconds that a call may take on the device, without its launch where that can be
+    ``seconds``: ``ratio`` is the most seconds that a call may take on the device, without its launch if that can be
     measured (in a CUDA graph).
     """
     ratio: float
@@ -42,36 +43,36 @@ class BenchCase:
     dtype: torch.dtype
     make: Callable[[torch.Generator], Sample]
     bytes: int
-    """The fewest bytes that a call must move through memory: every input read once, every output written once."""
+    """Least number of bytes that a call must move through memory: each input read once, each output written once."""
     flops: int = 0
-    """Floating-point operations of a call, where those are the floor."""
+    """Number of floating-point operations of a call, if they determine the floor."""
     backward: bool = False
-    """Time forward and backward together instead of forward alone; what ``make`` returns then holds leaves."""
+    """True to time forward and backward together instead of only forward; the result of ``make`` then holds leaves."""
     source: str = ""
-    """Who publishes this shape."""
+    """Name of the model or paper that publishes this shape."""
     baseline: Callable[..., Any] | None = None
-    """What a user would write with torch alone, if the reference spends time on exactness that it does without."""
+    """Equivalent with torch alone, as a user would write it, if the reference spends time on exactness."""
     target: Target | None = None
-    """What the line is to reach on a CPU; shown beside what it reached, never a test."""
+    """Target of the line on a CPU; it is shown next to the result and is never a test."""
     cuda_target: Target | None = None
-    """What it is to reach on an H200."""
+    """Target of the line on an H200."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A native operator, its reference, how far they may differ, and the benchmark's cases."""
+    """A native operator, its reference, the allowed differences, and the benchmark's cases."""
 
     name: str
     native: Callable[..., Any]
     reference: Callable[..., Any]
     exact: tuple[bool, ...]
-    """For each output: must native and reference agree bit for bit? A single flag stands for any number of outputs."""
+    """For each output: true if native and reference must agree bit for bit. One flag covers any number of outputs."""
     tolerances: dict[torch.dtype, tuple[float, float]]
     """(rtol, atol) by dtype, for gradients and for outputs that are not exact."""
     bench_cases: tuple[BenchCase, ...] = ()
 
     def is_exact(self, output: int) -> bool:
-        """Return whether output number ``output`` is promised bit for bit."""
+        """Return whether output number ``output`` is promised to be exact bit for bit."""
         return self.exact[output if len(self.exact) > 1 else 0]
 
 
@@ -165,7 +166,7 @@ def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tenso
 def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of ``inputs`` for fixed random gradients of the differentiable outputs.
 
-    They are zeros for an input that the outputs do not depend on.
+    They are zeros for an input that does not influence the outputs.
     """
     differentiable = [output for output in outputs if output.requires_grad]
     if not differentiable:

@@ -41,7 +41,7 @@ SCHEMA = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status: 0, 1 when a result was wrong, 2 when the call was."""
+    """Run a subcommand; return the exit status: 0, 1 if a result was wrong, 2 if the call was wrong."""
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The subcommands and their options."""
+    """Return the parser of the subcommands and their options."""
     top = argparse.ArgumentParser(prog="python -m pymoe.bench", description="Measure pymoe on this machine.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive_int(text: str) -> int:
-    """An option's value: an integer of at least 1."""
+    """Return the value of an option that must be an integer of at least 1."""
     value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
@@ -105,7 +105,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_seconds(text: str) -> float:
-    """An option's value: a finite number greater than 0."""
+    """Return the value of an option that must be a finite number greater than 0."""
     try:
         value = float(text)
     except ValueError:
@@ -116,7 +116,7 @@ def positive_seconds(text: str) -> float:
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """``env``."""
+    """Run ``env``."""
     facts = environment()
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -130,7 +130,7 @@ def run_env(options: argparse.Namespace) -> int:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """``list``."""
+    """Run ``list``."""
     chosen, left_out = selected(options)
     rows = [[line.name, f"{line.bytes / 1e6:.1f}", f"{line.flops / 1e9:.1f}", line.source] for line in chosen]
     show(Table(["line", "MB", "GFLOP", "source of the shape"], rows, frozenset({"line", "source of the shape"})))
@@ -139,7 +139,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    """``run``."""
+    """Run ``run``."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device")
     if options.cpu_time and (options.device != "cpu" or options.threads not in (None, 1)):
@@ -179,7 +179,7 @@ def run_run(options: argparse.Namespace) -> int:
     }
 
     def keep() -> None:
-        """Write what was measured so far, in case the next line ends the process."""
+        """Write the results so far, in case the next line ends the process."""
         settings["load_after"] = environment()["load"]
         settings["wall_seconds"] = round(time.perf_counter() - start, 1)
         if options.json:
@@ -209,7 +209,7 @@ def run_run(options: argparse.Namespace) -> int:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """``compare``: returns 0 whatever changed, which is for a person to judge."""
+    """Run ``compare``; return 0 for any change, because a person must judge it."""
     old, new = (load(file) for file in (options.old, options.new))
     for name in ("cpu", "threads", "torch", "cpu_isa", "gpu"):
         if old["environment"].get(name) != new["environment"].get(name):
@@ -224,14 +224,14 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    """``plot``."""
+    """Run ``plot``."""
     for file in plot(load(options.file), options.output):
         print(file)
     return 0
 
 
 def load(file: Path) -> dict[str, Any]:
-    """A result that ``run --json`` wrote."""
+    """Return a result that ``run --json`` wrote."""
     try:
         result = json.loads(file.read_text())
     except ValueError as error:
@@ -242,12 +242,12 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def all_lines() -> list[Line]:
-    """Every line, in the order in which they are measured."""
+    """Return all lines, in the order in which they are measured."""
     return [*(line for operator in OPERATORS.values() for line in lines_of(operator)), *layer_lines()]
 
 
 def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
-    """Return the lines that the options ask for, and those among them that are too large for ``--quick``."""
+    """Return the lines that the options select, and those among them that are too large for ``--quick``."""
     pattern = re.compile(options.filter)
     wanted = [
         line
@@ -262,14 +262,14 @@ def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
 
 
 def effort_of(options: argparse.Namespace) -> Effort:
-    """How long the lines are measured."""
+    """Return the effort with which the lines are measured."""
     effort = QUICK if options.quick else FULL
     budget = getattr(options, "budget", None)
     return replace(effort, budget=budget) if budget else effort
 
 
 def print_left_out(lines: Sequence[Line]) -> None:
-    """Print what ``--quick`` does not measure."""
+    """Print the lines that ``--quick`` does not measure."""
     if lines:
         print(f"--quick left out {len(lines)} large lines: {'; '.join(line.name for line in lines)}")
 
@@ -285,7 +285,7 @@ def rates_text(facts: dict[str, Any], rates: Rates) -> str:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> int:
-    """Print how many lines are right and how many targets are reached; 1 if a line is not right."""
+    """Print the numbers of correct lines and of targets reached; return 1 if a line is not correct."""
     bad = [record for record in records if record["correctness"]["verdict"] in ("WRONG", "ERROR")]
     aims = [record["target"]["reached"] for record in records if record["target"]]
     print(f"{len(records)} lines, {len(records) - len(bad)} right; {aims.count(True)} of {len(aims)} targets reached")

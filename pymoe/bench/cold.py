@@ -1,11 +1,11 @@
-"""What a measurement on a GPU needs besides events: inputs that are in no cache, and calls without their launches.
+"""Measurement on a GPU, in addition to events: inputs that are in no cache, and calls without their launches.
 
-A kernel of microseconds reads its inputs from the L2 cache if the call before it read the same ones. Candidates on CUDA
-therefore take their inputs in turn from copies that are several times the cache together (:class:`Rotating`).
+A kernel of some microseconds reads its inputs from the L2 cache if the call before it read the same inputs. Candidates
+on CUDA therefore cycle through copies of their inputs that together are several times the cache (:class:`Rotating`).
 
-Such a kernel is also shorter than the host takes to launch it, through Python or not. Replayed from a CUDA graph of
-many calls (:class:`InGraph`) it costs what it costs the device; called eagerly, what it costs a program that does
-nothing else. Both are shown.
+Such a kernel also takes less time than the host needs to launch it, through Python or not. Replayed from a CUDA graph
+of many calls (:class:`InGraph`) it costs its time on the device; called eagerly, it costs what a program that does
+nothing else would pay. Both times are shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pymoe.bench.calls import Sample, mapped, same_layout_copy, tensors_in
 TIMES_THE_CACHE = 3
 MOST_COPIES = 2048
 CALLS_IN_GRAPH = 20
-"""At least; every copy of the inputs has its turn."""
+"""Least number of calls in a graph; every copy of the inputs is used."""
 
 
 class Rotating:
@@ -36,11 +36,11 @@ class Rotating:
 
 
 class InGraph:
-    """Calls of ``function`` in a row, captured in one CUDA graph; calling replays it.
+    """Consecutive calls of ``function``, captured in one CUDA graph; calling the object replays it.
 
-    A function that waits for the device, as one that asks a tensor for a value does, cannot be captured. It raises
-    before a capture begins, as far as torch notices: after a failed one torch's default generator on the device draws
-    no more (so benchmarks draw from generators of their own), and its allocator keeps memory.
+    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. It raises
+    before a capture begins, as far as torch notices: after a failed capture torch's default generator on the device no
+    longer draws (so benchmarks draw from separate generators), and its allocator keeps memory.
     """
 
     def __init__(self, function: Callable[[], object], calls: int) -> None:
@@ -55,7 +55,7 @@ class InGraph:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # The outer one, because a capture that fails leaves its own stream in use.
+        # The outer stream, because a capture that fails leaves its own stream in use.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self._graph):
             for _ in range(calls):
                 function()
@@ -82,7 +82,7 @@ def in_graph(function: Callable[[], object]) -> InGraph:
 
 
 def copies_needed(bytes: int, device: torch.device) -> int:
-    """Return how many copies of ``bytes`` exceed the cache of ``device`` several times; 1 on a CPU, measured warm."""
+    """Return the number of copies of ``bytes`` that exceed the cache of ``device`` several times; 1 on a CPU (warm)."""
     if device.type != "cuda":
         return 1
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)

@@ -1,4 +1,4 @@
-"""Comparison of two runs: which lines became faster or slower by more than noise and the machine's own drift."""
+"""Comparison of two runs: lines that became faster or slower by more than noise and the machine's own drift."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pymoe.bench.report import Table, seconds
 
 SMALLEST_CHANGE = 0.03
-"""Changes below this are never marked: runs can differ by more than the quartiles of a quiet run."""
+"""Least relative change that is marked: runs can differ by more than the quartiles of a quiet run."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Change:
     name: str
     old: float
     new: float
-    """Median seconds."""
+    """Median in seconds."""
     machine: float
-    """How many times as long the line's floor took in the new run; 1 without a floor."""
+    """Time of the line's floor in the new run over that in the old run; 1 without a floor."""
     marker: str
-    """``"slower"``, ``"faster"`` or ``""``; ``"now WRONG"`` when only the new result is not what it should be."""
+    """``"slower"``, ``"faster"`` or ``""``; ``"now WRONG"`` if only the new result is wrong."""
 
     @property
     def ratio(self) -> float:
@@ -34,11 +34,11 @@ class Change:
 def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], list[str]]:
     """Compare two results of ``run --json``.
 
-    A line is marked when its time, divided by the time of its floor in the same run, moved so far that the quartile
-    ranges of both runs no longer touch.
+    A line is marked if its time, divided by the time of its floor in the same run, moved so far that the quartile
+    ranges of the two runs no longer touch.
 
     Returns:
-        The lines that both runs measured, and the names of those that only one did.
+        The lines that both runs measured, and the names of lines that only one run measured.
     """
     before, after = by_name(old["lines"]), by_name(new["lines"])
     changes = [change(name, before[name], after[name]) for name in after if name in before]
@@ -48,12 +48,12 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
 
 
 def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Records by what identifies a line."""
+    """Return the records by the name that identifies a line."""
     return {" ".join(record[key] for key in ("operator", "case", "dtype", "direction")): record for record in records}
 
 
 def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None:
-    """How one line changed; None if one of the runs has no time for it."""
+    """Return the change of one line; None if one of the runs has no time for it."""
     if not old["native"] or not new["native"]:
         return None
     same_floor = old["floor"] and new["floor"] and old["floor"]["kind"] == new["floor"]["kind"]
@@ -71,14 +71,14 @@ def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None
 
 
 def relative(record: dict[str, Any], to_floor: bool) -> tuple[float, float, float]:
-    """Quartile, median, quartile of a line's time, in units of the floor's median where there is one."""
+    """Return quartile, median and quartile of a line's time, in units of the floor's median if there is one."""
     unit = record["floor"]["median"] if to_floor else 1.0
     native = record["native"]
     return native["low"] / unit, native["median"] / unit, native["high"] / unit
 
 
 def change_table(changes: Sequence[Change]) -> Table:
-    """One row a line; ``machine`` is what the floor did in the meantime."""
+    """Return a table with one row per line; ``machine`` is the change of the floor."""
     rows = [
         [one.name, seconds(one.old), seconds(one.new), f"{one.ratio:.2f}x", f"{one.machine:.2f}x", one.marker]
         for one in changes

@@ -1,6 +1,6 @@
-"""The correctness column: whether the native operator returns what the reference returns, on the timed inputs.
+"""The correctness column: compares the results of native operator and reference, on the timed inputs.
 
-Tensors are compared bit for bit where a result is promised exactly, and within a tolerance elsewhere. Both comparisons
+Tensors are compared bit for bit if a result is promised to be exact, and within a tolerance otherwise. Both comparisons
 name the first element that differs, and both treat special values strictly:
 
 * a NaN equals every NaN, whatever its payload and sign, and nothing else;
@@ -22,7 +22,7 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return a bool tensor: which elements agree bit for bit (NaN with NaN). Shapes and dtypes must be equal."""
+    """Return a bool tensor that marks equal bits (a NaN equals a NaN). Shapes and dtypes must be equal."""
     if not expected.is_floating_point():
         return actual == expected
     integer = INTEGER_OF_SIZE[expected.element_size()]
@@ -30,7 +30,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def difference(what: str, got: Tensor, wanted: Tensor, tolerance: tuple[float, float] | None) -> str:
-    """Return what is wrong with ``got``, named ``what``; "" if nothing is.
+    """Return a description of the error in ``got``, named ``what``; "" if there is none.
 
     ``tolerance`` is (rtol, atol) of floating values; without one every bit must agree.
     """
@@ -61,14 +61,14 @@ class Verdict:
     max_error: float = 0.0
     """The largest absolute difference of finite values in outputs and gradients."""
     detail: str = ""
-    """What is wrong: the first violation, with values."""
+    """Description of the first violation, with values."""
 
 
 def verify(operator: Operator, case: BenchCase, sample: Sample) -> Verdict:
     """Compare native and reference on ``sample``: outputs, and gradients if the case times them.
 
-    An output that ``operator`` promises exactly must agree bit for bit; others, and gradients, within its tolerance.
-    Gradients of 16-bit dtypes are compared with those of the reference in float32, as the tests do.
+    An output that ``operator`` promises to be exact must agree bit for bit; others, and gradients, within its
+    tolerance. Gradients of 16-bit dtypes are compared with the gradients of the reference in float32, as in the tests.
     """
     expected, expected_gradients = gradients(operator.reference, sample)
     actual, actual_gradients = gradients(operator.native, sample)

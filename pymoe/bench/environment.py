@@ -1,4 +1,4 @@
-"""Facts of the machine and the build, as they are stored beside measurements: no host names, no paths."""
+"""Facts about the machine and the build that are stored with measurements: no host names, no paths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pymoe import build_info
 
 
 def environment() -> dict[str, Any]:
-    """Return what a reader needs to judge a measurement.
+    """Return the facts that a reader needs to judge a measurement.
 
     Returns:
-        A flat dictionary: the versions of :func:`pymoe.build_info`, and of the machine the CPU's model and
+        A flat dictionary: the versions of :func:`pymoe.build_info`; and for the machine the CPU's model and
         capabilities as torch sees them, cores that this process may use, threads that torch uses, memory in GiB, and
-        the load averages of the last 1, 5 and 15 minutes (a load near or above the cores means: not quiet).
+        the load averages of the last 1, 5 and 15 minutes (a load near or above the cores means that it is not quiet).
     """
     facts = build_info()
     facts["platform"] = f"{platform.system()} {platform.machine()}"
@@ -34,13 +34,13 @@ def environment() -> dict[str, Any]:
 
 
 def hint(facts: dict[str, Any]) -> str | None:
-    """Return how to get torch's CPU build, if its CUDA build is installed without a GPU or a toolkit to use it.
+    """Return the way to get torch's CPU build, if its CUDA build is installed without a GPU or a toolkit to use it.
 
     Args:
-        facts: what :func:`environment` returned.
+        facts: the result of :func:`environment`.
 
     Returns:
-        One line; None where torch is a CPU build, or a GPU, CUDA kernels or nvcc is there.
+        One line; None if torch is a CPU build, or if there is a GPU, CUDA kernels or nvcc.
     """
     if torch.version.cuda is None or facts["gpu"] or facts["cuda_kernels"]:
         return None
@@ -54,17 +54,17 @@ def hint(facts: dict[str, Any]) -> str | None:
 
 
 def cpu_model() -> str:
-    """The processor's name as the operating system gives it."""
+    """Return the processor's name as the operating system gives it."""
     return _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> list[str]:
-    """The processor's features as Linux names them (``avx2``, ``avx512_bf16``, ...); empty where it does not say."""
+    """Return the processor's features with Linux's names (``avx2``, ``avx512_bf16``, ...); empty if it gives none."""
     return (_field("/proc/cpuinfo", "flags") or "").split()
 
 
 def memory_gib(field: str = "MemTotal") -> float | None:
-    """Physical memory, in GiB, or another field of /proc/meminfo; None where the system does not say."""
+    """Return the physical memory in GiB, or another field of /proc/meminfo; None if the system does not provide it."""
     kibibytes = _field("/proc/meminfo", field)
     return round(int(kibibytes.split()[0]) / 2**20, 1) if kibibytes else None
 

@@ -1,7 +1,7 @@
 """The floor of an operator's time: moving its bytes with ``copy_``, or doing its operations with ``torch.mm``.
 
-A floor is timed in the same rounds as the operator, with as many bytes (so that it finds them in the same cache) or
-with about as many operations. The rates measured before the first line are the machine's best.
+A floor is timed in the same rounds as the operator, with as many bytes (so that they are in the same cache) or
+with about as many operations. The rates that are measured before the first line are the machine's best.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pymoe.bench.cold import Rotating, copies_needed
 from pymoe.bench.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
-"""Bytes that the copy behind the first rate moves, read and written: past every cache."""
+"""Number of bytes, read and written, of the copy for the first rate: too many for any cache."""
 RATE_SIZE = 512
-"""Rows and columns of the matrices behind the first rates of ``torch.mm``."""
+"""Number of rows and columns of the matrices for the first rates of ``torch.mm``."""
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
 CUDA_RATE_BYTES, CUDA_RATE_SIZE = 1 << 33, 8192
-"""A GPU's caches, and the matrices that fill it, are larger."""
+"""The same two numbers for a GPU, whose caches and whose least matrices at full speed are larger."""
 MOST_BYTES = 1 << 30
 MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
@@ -31,12 +31,12 @@ class Floor:
     """A call that does the necessary work of an operator, and nothing else, as fast as torch can."""
 
     kind: str
-    """``"copy_"``, or ``"mm"`` with the dtype it runs in."""
+    """``"copy_"``, or ``"mm"`` with the dtype of the product."""
     run: Callable[[], object]
     work: float
-    """Bytes, or floating-point operations, of one call."""
+    """Number of bytes, or floating-point operations, of one call."""
     needed: float
-    """Bytes, or floating-point operations, that one call of the operator cannot do without."""
+    """Least number of bytes, or floating-point operations, of one call of the operator."""
 
     def share(self, floor: Timing, operator: Timing) -> tuple[float, ...]:
         """Return, for every round, the operator's rate over the floor's rate: 1 means as fast as the floor."""
@@ -61,7 +61,7 @@ class Rates:
 def measure_rates(
     device: torch.device, dtypes: Iterable[torch.dtype], quick: bool = False, timer: Timer | None = None
 ) -> Rates:
-    """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` with smaller work and less time."""
+    """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` uses smaller work and less time."""
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -78,7 +78,7 @@ def measure_rates(
 
 
 def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:
-    """Return the floor of a call that moves ``bytes`` or, if ``flops`` is given, computes; None if it does neither."""
+    """Return the floor of a call that moves ``bytes`` or computes ``flops`` (if given); None if it does neither."""
     if flops:
         size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE[device.type])
         dtype = rates.fastest_mm(dtype)

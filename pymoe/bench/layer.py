@@ -1,4 +1,4 @@
-"""The whole layer, forward and backward, against its floor: the same operations in dense ``torch.mm``.
+"""The whole layer, forward and backward, compared with its floor: the same operations in dense ``torch.mm``.
 
 Legend: T tokens, H hidden, F ffn, E experts, K choices (experts per token), S = T * K slots.
 """
@@ -20,9 +20,9 @@ from pymoe.nn import MoE
 from pymoe.nn.options import Backend
 
 SLOWDOWN_ALLOWED = 1.15
-"""The target: time over that of the dense products."""
+"""Target: largest time of the layer over the time of the dense products."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Largest error over the largest value at which outputs and gradients of two backends still count as equal."""
+"""Largest error, relative to the largest value, at which outputs and gradients of two backends count as equal."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """S: rows that experts see."""
+        """S, the number of rows that experts compute."""
         return self.tokens * self.choices
 
     @property
     def flops(self) -> int:
-        """Operations of forward and backward: six a weight and row (one product forward, two backward)."""
+        """Operations of forward and backward: six per weight and row (one product forward, two backward)."""
         return 6 * (self.slots * 3 * self.ffn * self.hidden + self.tokens * self.hidden * self.experts)
 
     @property
     def elements(self) -> int:
-        """Numbers in weights and their gradients, and in input, output and their gradients."""
+        """Count of numbers in weights and their gradients, and in input, output and their gradients."""
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
 
@@ -67,7 +67,7 @@ CUDA_SHAPES = (
 
 
 def layer_lines() -> Iterator[Line]:
-    """The lines of the layer."""
+    """Yield the lines of the layer."""
     target = Target("floor", 1 / SLOWDOWN_ALLOWED)
     for device, shapes, dtype, targets in (
         ("cpu", SHAPES, torch.float32, {"cpu": target}),
@@ -89,7 +89,7 @@ def layer_lines() -> Iterator[Line]:
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """The layer in both backends with the same weights, and its floor."""
+    """Return the layer in both backends with the same weights, and its floor."""
     x, grad = inputs_of(shape, dtype, device)
     native = layer_of(shape, dtype, device)
     reference = layer_of(shape, dtype, device, backend="reference")
@@ -105,7 +105,7 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
 
 
 def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Backend = "native") -> MoE:
-    """A layer with weights that depend on ``shape`` and the type of ``device``, which draws them, alone."""
+    """Return a layer whose weights depend only on ``shape`` and the type of ``device``, which draws them."""
     sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
     layer = MoE(*sizes, activation="swiglu", backend=backend, device=device)
     random = generator(device)
@@ -117,7 +117,7 @@ def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Ba
 
 
 def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(T, H) tokens, a leaf that requires grad, and (T, H) gradient of the output."""
+    """Return (T, H) tokens, a leaf that requires grad, and the (T, H) gradient of the output."""
     random = generator()
     x = torch.randn(shape.tokens, shape.hidden, generator=random)
     grad = torch.randn(shape.tokens, shape.hidden, generator=random)
@@ -127,7 +127,7 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[T
 def training_step(
     layer: nn.Module, x: Tensor, grad: Tensor, forward: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward (the layer's, unless given) and backward; returns output, gradient of ``x`` and of the parameters."""
+    """Return a step, which returns output, gradient of ``x`` and of parameters; forward is the layer's unless given."""
     leaves = [x, *layer.parameters()]
     forward = forward or layer
 
@@ -139,7 +139,7 @@ def training_step(
 
 
 def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
-    """The layer's function of its parameters, as one writes it with torch alone: sort, index, grouped_mm, add."""
+    """Return the layer's function of its parameters, written with torch alone: sort, index, grouped_mm, add."""
     router, w_in, w_out = layer.router.weight, layer.experts.w_in, layer.experts.w_out
     k = layer.top_k
 
@@ -159,10 +159,10 @@ def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
 
 
 def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor:
-    """The products of the layer, had it one expert for all S rows: contiguous, into memory that is there already.
+    """Return the products of the layer as if one expert had all S rows: contiguous, into allocated memory.
 
-    Forward and both backward products of the input, output and router weights. No activation, no routing, no memory
-    for results: nothing that computes the same can be faster than this by much.
+    They are forward and both backward products of the input, output and router weights, without activation, routing or
+    allocation of results: nothing that computes the same can be much faster than this.
     """
     s, t, h, f, e = shape.slots, shape.tokens, shape.hidden, shape.ffn, shape.experts
     sizes = []

@@ -1,4 +1,4 @@
-"""The lines of the benchmark: one for every operator, shape, dtype and direction, and how one is measured."""
+"""The lines of the benchmark: one for every operator, shape, dtype and direction, and the measurement of a line."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from pymoe.bench.timing import Spread, Timer, Timing, measure
 
 CALLS = ("native", "reference", "baseline", "floor")
 CAPTURED = ("native", "baseline", "floor")
-"""The calls that are measured in CUDA graphs too."""
+"""Names of the calls that are also measured in CUDA graphs."""
 RATIOS = ("over_reference", "over_baseline", "over_baseline_in_graph", "share_of_floor", "share_of_copy")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a line is measured."""
+    """The time that is spent on a line, and the size up to which lines are measured."""
 
     budget: float = 1.0
-    """Seconds a line, all candidates together, after warm-up."""
+    """Seconds per line for all candidates together, after warm-up."""
     rounds: tuple[int, int] = (3, 60)
     most_bytes: float = float("inf")
-    """Lines that move more than this are left out."""
+    """Number of bytes above which a line is not measured."""
     most_flops: float = float("inf")
-    """Lines that compute more than this are left out."""
+    """Number of operations above which a line is not measured."""
 
 
 FULL = Effort()
@@ -41,10 +41,10 @@ QUICK = Effort(budget=0.15, rounds=(3, 20), most_bytes=2.0**27, most_flops=5e9)
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is timed against each other for one line, over the same inputs, and how its result is judged."""
+    """The calls that are timed against each other for one line, on the same inputs, and the judge of its result."""
 
     calls: Mapping[str, Callable[[], object]]
-    """``"native"`` and ``"reference"``, and ``"baseline"`` where there is one."""
+    """``"native"`` and ``"reference"``, and ``"baseline"`` if there is one."""
     floor: Floor | None
     verify: Callable[[], Verdict]
 
@@ -62,14 +62,14 @@ class Line:
     flops: int
     source: str
     targets: Mapping[str, Target | None]
-    """By type of device."""
+    """Targets by type of device."""
     prepare: Callable[[torch.device, Rates], Candidates] = field(repr=False)
     devices: tuple[str, ...] = ("cpu", "cuda")
-    """Types of devices that it is measured on."""
+    """Types of devices on which the line is measured."""
 
     @property
     def name(self) -> str:
-        """What ``--filter`` is matched with."""
+        """Name that ``--filter`` matches."""
         return f"{self.operator} {self.case} {str(self.dtype).removeprefix('torch.')} {self.direction}"
 
 
@@ -105,12 +105,12 @@ def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rat
 
 
 def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """The call of ``sample``."""
+    """Return the call of ``sample``."""
     return lambda: function(*sample.args, **sample.kwargs)
 
 
 def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """The call of ``sample`` and the gradients of its leaves, for given gradients of its outputs."""
+    """Return the call of ``sample`` with the gradients of its leaves, for given gradients of its outputs."""
     inputs = leaves(sample)
     outputs = [one for one in outputs_of(function(*sample.args, **sample.kwargs)) if one.requires_grad]
     random = generator(inputs[0].device)
@@ -129,7 +129,7 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
 
     Returns:
         A record for the table and for JSON: names, seconds (median, quartiles, rounds, calls) of every candidate,
-        ratios compared round by round, share of the floor, correctness, and the target with what was reached. A call
+        ratios compared round by round, share of the floor, correctness, and the target with the result. A call
         that raises makes the verdict ``"ERROR"``; the record then has no timings.
     """
     target = line.targets.get(device.type)
@@ -154,7 +154,7 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
 
 
 def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """Native, baseline and floor in CUDA graphs, by name, and why those that cannot be captured cannot."""
+    """Return native, baseline and floor in CUDA graphs, by name, and the reasons for calls that cannot be captured."""
     captured: dict[str, Callable[[], object]] = {}
     refused = {}
     for name in CAPTURED:
@@ -168,7 +168,7 @@ def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
 
 
 def described(line: Line, target: Target | None) -> dict[str, Any]:
-    """The part of a record that is known before measuring."""
+    """Return the part of a record that is known before measuring."""
     return {
         "operator": line.operator,
         "case": line.case,
@@ -188,9 +188,9 @@ def described(line: Line, target: Target | None) -> dict[str, Any]:
 def measured(
     line: Line, target: Target | None, floor: Floor | None, timings: dict[str, Timing], rates: Rates
 ) -> dict[str, Any]:
-    """The part of a record that comes from timings.
+    """Return the part of a record that comes from timings.
 
-    Rates are those of the device's own time: of the calls in a graph, where these were captured.
+    Rates refer to the device's own time: the time of calls in a graph, if these were captured.
     """
     native = timings["native"]
     on_device = timings.get("native_in_graph", native)
@@ -212,7 +212,7 @@ def measured(
 
 
 def is_reached(target: Target, facts: dict[str, Any], on_device: Timing) -> bool:
-    """Is the line as fast as its target asks?"""
+    """Return whether the line is as fast as its target asks."""
     if target.over == "seconds":
         return on_device.median <= target.ratio
     seen = facts.get("share_of_floor" if target.over == "floor" else f"over_{target.over}")
@@ -220,5 +220,5 @@ def is_reached(target: Target, facts: dict[str, Any], on_device: Timing) -> bool
 
 
 def timing_record(timing: Timing) -> dict[str, Any]:
-    """Seconds per call as JSON holds them."""
+    """Return seconds per call in the form of the JSON."""
     return asdict(timing.spread) | {"rounds": len(timing.seconds), "calls": timing.calls}

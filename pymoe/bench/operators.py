@@ -1,6 +1,6 @@
-"""The operators: what each one promises, and the inputs that the benchmark times it with.
+"""The operators: the promises of each one, and the inputs with which the benchmark times it.
 
-The tests' specifications (``tests/specs``) build on these records, so that an operator's promises are said once.
+The tests' specifications (``tests/specs``) build on these records, so that an operator's promises are stated once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
 
 
 def tolerances(float32: Any, float64: Any, bfloat16: Any, float16: Any) -> dict[torch.dtype, tuple[float, float]]:
-    """(rtol, atol) by dtype."""
+    """Return (rtol, atol) by dtype."""
     return dict(zip(FLOATING, (float32, float64, bfloat16, float16), strict=True))
 
 
@@ -32,50 +32,50 @@ def tolerances(float32: Any, float64: Any, bfloat16: Any, float16: Any) -> dict[
 
 
 def uniform(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 2.0) -> Tensor:
-    """Values of both signs in [-scale, scale)."""
+    """Return values of both signs in [-scale, scale)."""
     return ((torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale).to(dtype)
 
 
 def distinct(tokens: int, choices: int, experts: int, generator: torch.Generator) -> Tensor:
-    """(T, K) int32, distinct within a token, uniformly drawn: what a balanced router chooses."""
+    """Return (T, K) int32, distinct within a token and uniformly drawn: the choice of a balanced router."""
     if tokens == 0:
         return torch.empty(0, choices, dtype=torch.int32)
     return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :choices].int().contiguous()
 
 
 def offsets_of(counts: list[int]) -> Tensor:
-    """(E + 1,) int32 offsets of experts that own ``counts`` rows."""
+    """Return (E + 1,) int32 offsets of experts that own ``counts`` rows."""
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def random_counts(rows: int, experts: int, generator: torch.Generator, skew: float = 0.0) -> list[int]:
-    """How many of ``rows`` rows each expert owns; the larger ``skew``, the more the first experts take."""
+    """Return the number of rows of each expert; the larger ``skew``, the more rows the first experts get."""
     share = torch.arange(1, experts + 1, dtype=torch.float64) ** -skew
     owner = torch.multinomial(share, rows, replacement=True, generator=generator) if rows else torch.zeros(0).long()
     return torch.bincount(owner, minlength=experts).tolist()
 
 
 def random_load(num_experts: int, generator: torch.Generator, dtype: torch.dtype = torch.int32) -> Tensor:
-    """(E,) small counts."""
+    """Return (E,) small counts."""
     return torch.randint(0, 9, (num_experts,), generator=generator).to(dtype)
 
 
-# --- baselines: what one writes with torch alone ---
+# --- baselines: equivalents written with torch alone ---
 
 
 def torch_build_routing(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The token of every row, and the experts' loads."""
+    """Return the token of every row, and the experts' loads."""
     flat = experts.flatten()
     return torch.argsort(flat, stable=True) // experts.shape[1], torch.bincount(flat, minlength=num_experts)
 
 
 def torch_dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
-    """Where no slot was dropped."""
+    """Return the rows of the choices, if no slot was dropped."""
     return torch.index_select(x, 0, routing.token, out=out)
 
 
 def torch_combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """Where no slot was dropped: weight the rows, add them up by token."""
+    """Weight the rows and add them up by token, if no slot was dropped."""
     slot, token, _ = routing
     weight_of_row = torch.empty_like(weights.view(-1)).index_put((slot.view(-1),), weights.view(-1))
     weighted = y * weight_of_row[:, None].to(y.dtype)
@@ -109,7 +109,7 @@ def torch_router_losses(logits: Tensor, load: Tensor, score: str = "softmax") ->
 
 
 def torch_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` expert by expert."""
+    """Apply ``F.linear`` expert by expert."""
     bounds = offsets.tolist()
     blocks = [
         F.linear(x[bounds[e] : bounds[e + 1]], weight[e], None if bias is None else bias[e])
@@ -358,7 +358,7 @@ _ALL = (
     _operator(
         "dispatch",
         (True,),
-        # Of gradients: the reference adds up a token's choices in torch's order.
+        # For gradients: the reference adds up a token's choices in torch's order.
         tolerances((2e-6, 1e-6), (1e-14, 1e-14), (0.008, 1e-5), (0.001, 1e-5)),
         *(
             dispatch_case(*sizes, given)
@@ -385,7 +385,7 @@ _ALL = (
     _operator(
         "gate_topk",
         (False, True, True),
-        # Of weights, and of gradients, which are rounded to the dtype of the logits.
+        # For weights, and for gradients, which are rounded to the dtype of the logits.
         tolerances((2e-6, 1e-6), (1e-13, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5)),
         gate_topk_case(16384, 64, 2, FLOAT32, target=Target("reference", 15)),
         gate_topk_case(16384, 64, 2, BFLOAT16),

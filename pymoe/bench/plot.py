@@ -10,7 +10,7 @@ MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files; raises ImportError with a message that says what to install."""
+    """Return matplotlib.pyplot, drawing to files; raise ImportError with a message that says what to install."""
     try:
         import matplotlib
     except ImportError as error:
@@ -22,7 +22,7 @@ def pyplot() -> Any:
 
 
 def plot(result: dict[str, Any], output: Path) -> list[Path]:
-    """Draw ``speedup.png`` and ``floor.png`` into the folder ``output``; returns the files."""
+    """Draw ``speedup.png`` and ``floor.png`` into the folder ``output``; return the files."""
     plt = pyplot()
     output.mkdir(parents=True, exist_ok=True)
     facts = result["environment"]
@@ -42,7 +42,7 @@ def plot(result: dict[str, Any], output: Path) -> list[Path]:
 def bars(
     plt: Any, records: Sequence[dict[str, Any]], key: str, title: str, scale: str, footnote: str, file: Path
 ) -> Path:
-    """A bar with quartiles for every record, one colour an operator."""
+    """Draw a bar with quartiles for every record, one colour per operator."""
     operators = list(dict.fromkeys(record["operator"] for record in records))
     colours = dict(zip(operators, (f"C{i % 10}" for i in range(len(operators))), strict=True))
     labels = [

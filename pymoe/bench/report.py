@@ -1,4 +1,4 @@
-"""Records as tables, with rich where it is installed and as plain text elsewhere, and as JSON."""
+"""Records as tables, with rich if it is installed and otherwise as plain text, and as JSON."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ of floor   on CUDA with both in graphs"""
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a heading; ``left`` names the columns that are not numbers."""
+    """Rows of text under a heading; ``left`` names the columns that are aligned to the left."""
 
     heading: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: frozenset[str] = frozenset()
     alarms: frozenset[str] = frozenset()
-    """Words that make a row stand out."""
+    """Words that mark a row as an alarm."""
 
 
 def show(table: Table) -> None:
@@ -56,7 +56,7 @@ def show(table: Table) -> None:
 
 
 def plain(table: Table) -> str:
-    """The table as lines of equal width."""
+    """Return the table as lines of equal width."""
     widths = [max(len(row[i]) for row in (table.heading, *table.rows)) for i in range(len(table.heading))]
     cells = [
         [
@@ -69,7 +69,7 @@ def plain(table: Table) -> str:
 
 
 def run_table(records: Sequence[Record]) -> Table:
-    """One row a measured line."""
+    """Return a table with one row per measured line."""
     on_cuda = any(record["native_in_graph"] or record["not_in_graph"] for record in records)
     rows = [
         [
@@ -99,13 +99,13 @@ def run_table(records: Sequence[Record]) -> Table:
 
 
 def graph_cells(record: Record) -> list[str]:
-    """What a line on CUDA shows besides: its time in a graph, its share of the copy bandwidth, and the ratio there."""
+    """Return the additional cells on CUDA: time in a graph, share of the copy bandwidth, and the ratio there."""
     share = f"{100 * record['share_of_copy']:.0f}%" if record["share_of_copy"] else "-"
     return [time_with_spread(record["native_in_graph"]), share, times(record["over_baseline_in_graph"])]
 
 
 def seconds(value: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -113,7 +113,7 @@ def seconds(value: float) -> str:
 
 
 def time_with_spread(timing: dict[str, float] | None) -> str:
-    """Median and quartiles in the median's unit."""
+    """Return median and quartiles in the median's unit."""
     if not timing:
         return "-"
     middle, unit = seconds(timing["median"]).split()
@@ -122,7 +122,7 @@ def time_with_spread(timing: dict[str, float] | None) -> str:
 
 
 def times(spread: dict[str, float] | None) -> str:
-    """A speed-up."""
+    """Return a speed-up."""
     if not spread:
         return "-"
     value = spread["median"]
@@ -130,20 +130,20 @@ def times(spread: dict[str, float] | None) -> str:
 
 
 def share(record: Record) -> str:
-    """The share of the floor, and which floor that is."""
+    """Return the share of the floor, and the kind of the floor."""
     if not record["share_of_floor"]:
         return "-"
     return f"{100 * record['share_of_floor']['median']:.0f}% {record['floor']['kind']}"
 
 
 def correctness(record: Record) -> str:
-    """The verdict in one word, with the largest error where the result is not exact."""
+    """Return the verdict in one word, with the largest error if the result is not exact."""
     found = record["correctness"]
     return f"close {found['max_error']:.0e}" if found["verdict"] == "close" else str(found["verdict"])
 
 
 def target(record: Record) -> str:
-    """What the line is held to, and whether it got there."""
+    """Return the target of the line, and whether the line reached it."""
     wanted = record["target"]
     if not wanted:
         return ""

@@ -1,9 +1,9 @@
-"""Timing of calls that are to be compared with each other, on a machine that is not quiet.
+"""Timing of calls that are compared with each other, on a machine that is not quiet.
 
 * **Interleaved**: a round runs every candidate once, and every round starts with another one (A B C, B C A, …), so
-  that a disturbance that lasts longer than a round hits all of them. Ratios are taken round by round.
-* **Comparable spans**: a fast candidate is called several times in a row, so that no value rests on microseconds while
-  another rests on a second.
+  that a disturbance longer than a round affects all of them. Ratios are taken round by round.
+* **Comparable spans**: a fast candidate is called several times in a row, so that all values cover comparable spans of
+  time.
 * **Adaptive**: rounds go on until the time budget is used, within the given bounds.
 * **Medians with spread**: a :class:`Spread` is the median and the two quartiles over the rounds, never a best case.
 
@@ -24,11 +24,11 @@ from typing import Protocol
 import torch
 
 SHORTEST_SPAN = 0.5e-3
-"""Seconds that one value of a fast candidate rests on at least."""
+"""Least number of seconds that one value of a fast candidate covers."""
 LONGEST_SPAN = 20e-3
-"""Seconds beyond which repeating a fast candidate within a round stops."""
+"""Seconds after which a fast candidate is no longer repeated within a round."""
 MOST_CALLS = 1000
-"""Calls in a row that one value rests on at most."""
+"""Largest number of calls in a row for one value."""
 
 
 @dataclass(frozen=True)
@@ -41,55 +41,55 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Median and quartiles (inclusive method) of at least one value."""
+        """Return median and quartiles (inclusive method) of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def scaled(self, factor: float) -> Spread:
-        """The spread of the values times a positive ``factor``."""
+        """Return the spread of the values times a positive ``factor``."""
         return Spread(self.low * factor, self.median * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What :func:`measure` saw of one candidate."""
+    """The measurement of one candidate by :func:`measure`."""
 
     seconds: tuple[float, ...]
-    """Seconds per call, one value a round."""
+    """Seconds per call, one value per round."""
     calls: int
-    """Calls that each value rests on."""
+    """Number of calls behind each value."""
 
     @property
     def spread(self) -> Spread:
-        """Seconds per call over the rounds."""
+        """Spread of the seconds per call over the rounds."""
         return Spread.of(self.seconds)
 
     @property
     def median(self) -> float:
-        """The median of the seconds per call."""
+        """Median of the seconds per call."""
         return statistics.median(self.seconds)
 
     def over(self, other: Timing) -> Spread:
-        """How many times as long as ``other`` this candidate takes, compared round by round."""
+        """Return the ratio of this candidate's time to the time of ``other``, compared round by round."""
         return Spread.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
 
 
 class Timer(Protocol):
-    """Takes the time of calls in a row."""
+    """Measures the time of calls in a row."""
 
     def now(self) -> float:
-        """Seconds of the clock that the budget is measured with."""
+        """Return the seconds of the clock for the budget."""
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
-        """Seconds per call of ``function`` over ``calls`` calls."""
+        """Return the seconds per call of ``function`` over ``calls`` calls."""
 
 
 class WallTimer:
-    """Time between call and return by ``clock``, for calls that have done their work when they return.
+    """Time between call and return by ``clock``, for calls whose work is done when they return.
 
-    ``time.process_time`` as the clock counts what the process computes: on one thread, what other processes do to the
-    machine then hardly shows. On several threads it would add them up, and their waiting with it.
+    With ``time.process_time`` as the clock, only the work of the process counts: on one thread, other processes then
+    hardly affect the result. With several threads it would add up their times, including the time they wait.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -105,10 +105,10 @@ class WallTimer:
 class CudaTimer:
     """Device time between two events around calls in a row, per call.
 
-    The device is given work first, so that the host, which does not wait for it, runs ahead: what lies between the
-    events is the calls' own time on the device, or the host's where it takes longer to launch a call than the device
-    takes to run it. That work overwrites the L2 cache; that later calls find their inputs cold too is up to them. A
-    function with an attribute ``calls`` does that many at once.
+    The device is given work first, so that the host, which does not wait for it, runs ahead: the time between the
+    events is the calls' own time on the device, or the host's time if it takes longer to launch a call than the device
+    takes to run it. That work overwrites the L2 cache; the calls themselves must ensure that later calls find their
+    inputs cold too. A function with an attribute ``calls`` does that many at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class CudaTimer:
 
 
 def timer_for(device: torch.device) -> Timer:
-    """The timer for calls that compute on ``device``."""
+    """Return the timer for calls that compute on ``device``."""
     return CudaTimer(device) if device.type == "cuda" else WallTimer()
 
 
@@ -147,9 +147,9 @@ def measure(
     Args:
         candidates: functions without arguments, by name.
         budget: seconds after which no further round starts; warm-up is not counted.
-        rounds: the fewest and the most rounds; the fewest are run even when they take longer than the budget.
-        timer: how time is taken, :class:`WallTimer` unless given.
-        first: seconds that a call of each candidate takes, where they have been called already: there is no other
+        rounds: the fewest and the most rounds; the fewest are run even if they take longer than the budget.
+        timer: the way to measure time, :class:`WallTimer` unless given.
+        first: seconds that a call of each candidate takes, if they have been called already; there is no other
             warm-up then.
 
     Returns:
@@ -185,6 +185,6 @@ def measure(
 
 
 def calls_per_value(seconds: Mapping[str, float]) -> dict[str, int]:
-    """How often to call each candidate in a row, given what a call of each takes, for comparable spans of time."""
+    """Return how often to call each candidate in a row for comparable spans of time, given the time of one call."""
     span = min(max(max(seconds.values()) / 4, SHORTEST_SPAN), LONGEST_SPAN)
     return {name: min(max(math.ceil(span / max(one, 1e-9)), 1), MOST_CALLS) for name, one in seconds.items()}

@@ -1,6 +1,6 @@
-"""The two passes of a mixture's autograd node: outputs from the answers that are used, gradients from their experts.
+"""Both passes of a mixture's autograd node: outputs from the answers that are used, gradients from their experts.
 
-It is one node and not one for each backend, because autograd runs the nodes of one device one after another, while the
+It is one node instead of one per backend, because autograd runs the nodes of one device one after another, while the
 requests of a backward pass must all be pending at once.
 """
 
@@ -24,17 +24,17 @@ class UsedAnswer(NamedTuple):
 
     group: Group
     kept: Tensor | None
-    """Which of the group's rows; None: all."""
+    """Indices of the group's rows that are used; None: all rows."""
     tokens: Tensor
-    """The mixture's rows that these are."""
+    """Indices of the same rows in the mixture's input."""
 
     def rows_of(self, gathered: Tensor) -> Tensor:
-        """Return the rows of ``gathered`` (S, ...) that the answer is for."""
+        """Return the rows of ``gathered`` (S, ...) that this answer covers."""
         own = gathered[self.group.begin : self.group.end]
         return own if self.kept is None else own[self.kept.to(own.device)]
 
     def put(self, gathered: Tensor, rows: Tensor) -> None:
-        """Write ``rows`` to the places of ``gathered`` (S, ...) that the answer is for."""
+        """Write ``rows`` to the rows of ``gathered`` (S, ...) that this answer covers."""
         own = gathered[self.group.begin : self.group.end]
         if self.kept is None:
             own.copy_(rows)
@@ -45,10 +45,10 @@ class UsedAnswer(NamedTuple):
 def use_answers(
     choice: Choice, answers: Answers, few_T: Tensor, output_protos: Sequence[BatchTensorProto], device: torch.device
 ) -> tuple[tuple[UsedAnswer, ...], tuple[Tensor, ...], Tensor]:
-    """Assemble the outputs from the answers that came, but not for the rows ``few_T``.
+    """Assemble the outputs from the answers that came, except for the rows ``few_T``.
 
     Returns:
-        The answers that are used; the outputs, each (S, ...), zeros where there is no answer; and a (T, K) mask of
+        The answers that are used; the outputs, each (S, ...), with zeros for missing answers; and a (T, K) mask of
         the choices that have one.
     """
     slots = len(choice.routing.token)
@@ -74,7 +74,7 @@ def use_answers(
 
 
 class ForwardRecord(NamedTuple):
-    """What the backward pass must know of the forward pass."""
+    """State of the forward pass that the backward pass needs."""
 
     name: str
     rules: Rules
@@ -85,7 +85,7 @@ class ForwardRecord(NamedTuple):
     def gradients(
         self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of those gathered ``inputs`` that are ``needed``, zero where no answer came."""
+        """Return the gradients of the gathered ``inputs`` that are ``needed``; zero if no answer came."""
         there = [grad.detach() for grad in grads if grad is not None]
         if self.rules.detect_anomalies and not all_finite(there):
             raise ValueError(f"{self.name}: a gradient that reaches the mixture holds NaN or infinity")
@@ -110,7 +110,7 @@ class ForwardRecord(NamedTuple):
         return found
 
     def _tensors(self, one: UsedAnswer, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return what a backward request takes: the inputs' rows, then those of the outputs' gradients."""
+        """Return the tensors of a backward request: the rows of the inputs, then the rows of the outputs' gradients."""
         rows, device = len(one.tokens), inputs[0].device
         tensors = [one.rows_of(x) for x in inputs] + [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else one.rows_of(grad)

@@ -4,8 +4,8 @@ The wait ends when every request is done; ``timeout`` seconds after it began; or
 every row had the answers that it needs, or could not get them any more. Requests that are still pending then are
 cancelled if they have not begun, and ignored if they have.
 
-Inside a batch, whose runtime may have no other worker, a thread runs the requests that it sends itself. There only
-``timeout`` ends the wait, and only between batches.
+A call inside a batch runs its requests itself, because their runtime may have no other worker. There only ``timeout``
+ends the wait, and only between batches.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from pymoe.mixture.stats import Pass
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.gradients import all_finite
 
-IDLE_CHECK_PERIOD_S = 2.0  # a wait looks this often whether a runtime serves the pools
-FULL_POOL_RETRY_S = 0.002  # a wait looks this often whether a full pool has room
-SAME_DEADLINE_S = 0.05  # a pool's clock may find a request's time to be over so much before the wait's does
+IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
+FULL_POOL_RETRY_S = 0.002  # interval at which a wait checks whether a full pool has room
+SAME_DEADLINE_S = 0.05  # a pool's clock may end a request by this much before the wait's clock does
 
 
 class GivenUp(TimeoutError):
-    """Why a backend's answer is missing: it did not come in time."""
+    """Raised for a backend whose answer did not come in time."""
 
 
 class AnomalyError(FloatingPointError):
-    """Why a backend's answer is missing: it holds NaN or infinity."""
+    """Raised for a backend whose answer holds NaN or infinity."""
 
 
 class TooFewAnswersError(RuntimeError):
@@ -48,7 +48,7 @@ class TooFewAnswersError(RuntimeError):
 
     Attributes:
         rows: the numbers of these rows.
-        failures: why answers are missing, by backend. One of these exceptions is the ``__cause__``.
+        failures: the reasons for missing answers, by backend. One of these exceptions is the ``__cause__``.
     """
 
     def __init__(self, name: str, what: str, k_min: int, few: Tensor, failures: Mapping[str, BaseException]) -> None:
@@ -59,7 +59,7 @@ class TooFewAnswersError(RuntimeError):
             f"{name}: {len(self.rows)} of {len(few)} rows got fewer than {k_min} {what} "
             f"({reasons or 'there is no backend to ask'})"
         )
-        # An exception of the expert's own where there is one: timeouts tell less.
+        # Prefer an exception that an expert raised: it says more than a timeout.
         causes = sorted(failures.values(), key=lambda why: isinstance(why, TimeoutError))
         self.__cause__ = causes[0] if causes else None
 
@@ -81,10 +81,10 @@ class Answers:
     """The outcome of requests.
 
     Attributes:
-        results: one for each request; None where no answer came in time.
-        failures: by backend, why no answer came.
-        came: (T,) how many answers each row has.
-        possible: (T,) how many answers each row can still get, those that it has included.
+        results: one for each request; None if no answer came in time.
+        failures: the reasons for missing answers, by backend.
+        came: (T,) the number of answers that each row has.
+        possible: (T,) the number of answers that each row has or can still get.
     """
 
     def __init__(self, requests: Sequence[ExpertRequest], rows: int) -> None:
@@ -107,12 +107,12 @@ class Answers:
         request.member.log.no_answer(request.to.name, why)
 
     def settled(self, needed: Tensor) -> bool:
-        """Return whether every row has what it needs, or cannot get it any more."""
+        """Return whether every row has the answers that it needs, or cannot get them any more."""
         return bool(((self.came >= needed) | (self.possible < needed)).all())
 
 
 class Pending:
-    """Requests that were sent, handed out as they end. Those that end after :meth:`close` are counted as late."""
+    """Requests that were sent, returned as they end. Requests that end after :meth:`close` are counted as late."""
 
     def __init__(self, limited: bool) -> None:
         self._run_inline = _runtime.must_help(limited)
@@ -123,10 +123,10 @@ class Pending:
         self._without_room: list[tuple[int, ExpertRequest, float | None]] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send a request; if the pool is full, as soon as :meth:`get` finds room.
+        """Send a request; if the pool is full, :meth:`get` sends it as soon as there is room.
 
         Raises:
-            Exception: whatever the pool raises.
+            Exception: any exception of the pool.
         """
         timeout = seconds_left(deadline)
         submit = request.to.pool.submit_task if self._run_inline else request.to.pool._try_submit
@@ -156,16 +156,16 @@ class Pending:
                 self._ended.put((index, error.with_traceback(None), time.perf_counter()))
 
     def run_inline(self, deadline: float | None) -> None:
-        """Run the requests in this thread where no worker may be left to: waiting for a single future does so."""
+        """Run the requests in this thread if no worker may be free; waiting for a single future does the same."""
         for future in self._futures if self._run_inline else ():
             with suppress(TimeoutError, CancelledError):
                 future.exception(seconds_left(deadline))
 
     def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
-        """Return index, outcome and time of the next request that ends; raises ``queue.Empty`` after ``timeout``."""
+        """Return index, outcome and time of the next request that ends; raise ``queue.Empty`` after ``timeout``."""
         until = time.monotonic() + timeout
         while self._without_room:
-            # Polling, because a thread that blocked in submit_task would stay for as long as its expert hangs.
+            # Poll, because a thread that blocked in submit_task would stay blocked for as long as its expert hangs.
             with suppress(queue.Empty):
                 return self._ended.get(timeout=min(FULL_POOL_RETRY_S, max(0.0, until - time.monotonic())))
             if time.monotonic() >= until:
@@ -184,15 +184,15 @@ class Pending:
 def ask(
     mixture: str, rules: Rules, requests: Sequence[ExpertRequest], needed_T: Tensor, *, backward: bool = False
 ) -> tuple[Answers, Tensor]:
-    """Send all ``requests``, each to another backend, and wait until rows have the answers that they need.
+    """Send all ``requests``, each to another backend, and wait until the rows have the answers that they need.
 
     Returns:
-        The answers, and a (T,) mask on the CPU of the rows that got fewer than ``needed_T`` says.
+        The answers, and a (T,) mask on the CPU of the rows that got fewer answers than ``needed_T`` says.
 
     Raises:
         TooFewAnswersError: there are such rows, and ``rules.raises``.
-        ValueError, TypeError: a pool does not take such tensors, which is a mistake of the caller and not of the
-            backend. No request is left pending then, nor if the wait is interrupted.
+        ValueError, TypeError: a pool does not accept such tensors, which is a mistake of the caller, not of the
+            backend. No request is left pending in this case, nor if the wait is interrupted.
     """
     deadline = deadline_after(rules.backward_timeout if backward else rules.forward_timeout)
     answers = Answers(requests, len(needed_T))
@@ -258,7 +258,7 @@ def _collect(
                 request.to.count("answered", latency=when - sent[index])
                 answers.add(index, result)
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
-            return  # the pool has dropped it, as we are about to
+            return  # the pool has dropped the request, as this wait would now
         elif isinstance(why, TimeoutError) and left is not None and left <= SAME_DEADLINE_S:
             begin = sent.pop(index)
             request.to.count("given_up")
@@ -273,13 +273,13 @@ def _collect(
 
 
 def _given_up(request: ExpertRequest, seconds: float) -> GivenUp:
-    """Return why the answer to ``request`` is missing, ``seconds`` after it was sent."""
+    """Return the error for a missing answer to ``request``, ``seconds`` after it was sent."""
     pool = request.to.pool
     return GivenUp(f"no answer within {seconds:.3g} s" + ("" if pool.served else f"; {pool.why_unserved}"))
 
 
 def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tuple[Any, ...]]:
-    """Return why a request has no result, or None and its result."""
+    """Return the error of a request that has no result, or None and the result."""
     if isinstance(ended, BaseException):
         return ended, ()
     try:

@@ -1,4 +1,4 @@
-"""The members of a mixture: which backend has which slot (column of the gate), and which ones back off."""
+"""Members of a mixture: the slot (column of the gate) of each backend, and the backends that back off."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ MAX_BACKOFF_DOUBLINGS = 6
 
 
 class Backoff:
-    """For how long a backend that stopped answering is left alone. Thread-safe."""
+    """The time for which a backend that stopped answering is not asked. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._timeouts = 0  # in a row
-        self._last = 0.0  # when the last of them was given up
+        self._timeouts = 0  # consecutive
+        self._last = 0.0  # time of the latest one
 
     def answered(self) -> None:
-        """Reset: the backend has answered in time, be it with an error."""
+        """Reset: the backend has answered in time, with a result or an error."""
         with self._lock:
             self._timeouts = 0
 
     def timed_out(self) -> None:
-        """Count a request that was given up."""
+        """Count a request that was abandoned after its timeout."""
         with self._lock:
             self._timeouts += 1
             self._last = time.monotonic()
 
     def seconds_left(self, after: int, first_span: float) -> float:
-        """Return for how many seconds the backend is not to be asked; see :func:`members_to_ask`."""
+        """Return for how many more seconds the backend must not be asked; see :func:`members_to_ask`."""
         with self._lock:
             if self._timeouts < after:
                 return 0.0
@@ -60,19 +60,19 @@ class Member:
         return BackendStats(self.name, self.slot, self.forward.stats(), self.backward.stats())
 
     def moved_to(self, slot: int) -> Member:
-        """Return the same member, counts included, in another slot."""
+        """Return the same member, with its counts, in another slot."""
         made = copy.copy(self)
         made.slot = slot
         return made
 
 
 def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
-    """Return those of ``members`` that are served and do not back off.
+    """Return the ``members`` that are served and do not back off.
 
-    If fewer than ``k_min`` would be left, those that are served; if these are too few, all. A member whose server is
-    gone is left out from the moment that its pool knows, and asked again from the moment that it is back. A member
-    backs off after ``rest_after`` timeouts in a row (None: never), for ``rest`` seconds at first; every further timeout
-    doubles that, up to 64 times.
+    If fewer than ``k_min`` would be left, return all that are served; if these are too few, return all. A member whose
+    server is gone is left out from the moment its pool knows, and is asked again from the moment the server is back. A
+    member backs off after ``rest_after`` consecutive timeouts (None: never), for ``rest`` seconds at first; every
+    further timeout doubles that, up to 64 times.
     """
     served = [member for member in members if member.forward.pool.served]
     found: Sequence[Member] = served
@@ -85,9 +85,9 @@ def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
 
 
 class Slots:
-    """A fixed number of slots, some of them taken. Names of members are unique. Thread-safe.
+    """A fixed number of slots, each free or taken. Names of members are unique. Thread-safe.
 
-    ``members`` is an immutable snapshot in the order of slots; every change makes another.
+    ``members`` is an immutable snapshot in the order of slots; every change replaces it.
     """
 
     def __init__(self, count: int) -> None:
@@ -96,7 +96,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def find(self, which: str | Backend) -> Member:
-        """Return the member that is, or is named, ``which``; raises KeyError if there is none."""
+        """Return the member with this name or backend; raise KeyError if there is none."""
         for member in self.members:
             if which is member.backend or which == member.name:
                 return member
@@ -112,7 +112,7 @@ class Slots:
 
         Raises:
             TypeError: ``slot`` is not an int.
-            ValueError: ``slot`` is not free, no slot is, or the name is taken.
+            ValueError: ``slot`` is taken, no slot is free, or the name is taken.
         """
         names = self.names()
         if name in names:
@@ -133,7 +133,7 @@ class Slots:
 
     def add(self, backend: Backend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
         """Give ``backend`` the given or first free slot, after ``prepare(slot)``; raises as :meth:`_free_slot`."""
-        with self._lock:  # held by prepare too: the slot must stay free until the backend is in it
+        with self._lock:  # prepare also runs under it: the slot must stay free until the backend is in it
             slot = self._free_slot(slot, backend.name)
             if prepare is not None:
                 prepare(slot)
@@ -179,7 +179,7 @@ class Slots:
         self.members = tuple(sorted(members, key=lambda member: member.slot))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
-        """Return slots with the same backends and counts of their own."""
+        """Return slots with the same backends and separate counts."""
         made = memo[id(self)] = Slots(self.count)
         made.members = tuple(Member(member.slot, member.backend) for member in self.members)
         return made

@@ -31,15 +31,15 @@ from pymoe.runtime.schema import RequestSchema, tensor_protos
 class MixtureOfExpertBackends(nn.Module):
     """A gate over served experts: every row asks the ``top_k`` experts with the largest logits, through their pools.
 
-    ``mixture(*args, **kwargs)`` takes and returns what one of the experts does. The gate sees the first tensor; all
-    experts are asked at once, each for its own rows; a row's output is the sum of its experts' outputs, weighted by the
+    ``mixture(*args, **kwargs)`` takes and returns the same as one of the experts. The gate sees the first tensor. All
+    experts are asked at once, each for its own rows. A row's output is the sum of its experts' outputs, weighted by the
     softmax over its logits. Gradients flow to the gate and to the inputs, and every expert that answered is updated by
-    its backend during the backward pass. As with :class:`~pymoe.runtime.ExpertClient`, the experts' parameters are not
-    parameters of this module.
+    its backend during the backward pass. The experts' parameters are not parameters of this module, as with
+    :class:`~pymoe.runtime.ExpertClient`.
 
     **Failures.** A row needs ``k_min`` answers. Once every row has them (or cannot get them any more), the remaining
     requests have ``timeout_after_k_min`` seconds left; all together have ``forward_timeout`` seconds. Weights are the
-    softmax over the answers that came. An expert gives no answer if it raises, is too slow, is not served any more or
+    softmax over the answers that came. An expert gives no answer if it raises, is too slow, is no longer served or
     has no room in its queue; the logger ``pymoe.runtime`` reports this at most once a minute for each backend. A
     request that the mixture stops waiting for is cancelled if it has not begun, and ignored if it has; a batch that has
     begun keeps a worker of its runtime busy, so ``num_workers`` must exceed the number of experts that may hang. The
@@ -53,8 +53,8 @@ class MixtureOfExpertBackends(nn.Module):
     an error. A backend that nobody serves, or whose server cannot be reached, is left out in the same way, at once, and
     comes back at once.
 
-    **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
-    Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
+    backward pass asks all experts whose answers were used at once; missing gradients are zero. A backward
+    request that has begun updates its expert even if the mixture does not wait for it. Invalid arguments raise before
     backends that they began with. The gate's parameters stay the same objects, so an optimizer that holds them
     continues to work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` holds
     the gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.

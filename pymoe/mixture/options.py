@@ -19,7 +19,7 @@ Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
 class Rules(NamedTuple):
-    """How many answers rows need, how long to wait for them, and what else MixtureOfExpertBackends says of a call."""
+    """Number of answers that rows need, times to wait for them, and the other rules of MixtureOfExpertBackends."""
 
     k_min: int
     backward_k_min: int
@@ -30,11 +30,11 @@ class Rules(NamedTuple):
     rest: float
     detect_anomalies: bool
     raises: bool
-    """Whether too few answers are an error."""
+    """True if too few answers are an error."""
 
 
 def check_options(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
-    """Return the number of slots; raises TypeError or ValueError for an option of the wrong kind or value."""
+    """Return the number of slots; raise TypeError or ValueError for an option of the wrong kind or value."""
     if not backends:
         raise ValueError(f"{NAME}: backends must hold at least one backend, got none")
     if max_experts is None:
@@ -63,7 +63,7 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
 
     Raises:
         TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`.
-        ValueError: its schemas are not ``expected``, those of the others, or its outputs cannot be weighted.
+        ValueError: its schemas differ from ``expected``, the others' schemas, or its outputs cannot be weighted.
     """
     check_backend(NAME, backend)
     info = backend.get_info()
@@ -84,14 +84,14 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
 
 
 def _kind(leaf: Any) -> Any:
-    """Return what must be equal in all backends; devices may differ."""
+    """Return the properties that must be equal in all backends; devices may differ."""
     if isinstance(leaf, BatchTensorProto):
         return (leaf.size, leaf.dtype)
     return leaf
 
 
 def check_fallback(fallback: Fallback, first: BatchTensorProto, output_protos: tuple[BatchTensorProto, ...]) -> None:
-    """Raise ValueError for an invalid fallback, or one that does not fit the experts' first input and outputs."""
+    """Raise ValueError for an invalid fallback, or for one that does not fit the experts' first input and outputs."""
     if not callable(fallback) and fallback not in ("zeros", "input"):
         raise ValueError(f"{NAME}: fallback must be 'zeros', 'input' or a callable, got {fallback!r}")
     if fallback == "input" and output_protos != (first.replace(device=output_protos[0].device),):
@@ -107,7 +107,7 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return the flat ``outputs`` with the fallback (not ``"zeros"``) in the rows ``few_T``, where they hold zeros.
+    """Return the flat ``outputs`` with the fallback (not ``"zeros"``) in the rows ``few_T``, which hold zeros before.
 
     ``inputs`` are the tensors of ``arguments``, the call's (args, kwargs). The mask ``few_T`` is on the CPU.
     """

@@ -1,6 +1,6 @@
-"""From logits to the backends that each row asks, and back from their answers to one output a row.
+"""The way from logits to the backends that each row asks, and from their answers to one output per row.
 
-T rows, L backends, K choices a row, S = T * K gathered rows. A choice whose logit is minus infinity is not made: its
+T rows, L backends, K choices per row, S = T * K gathered rows. A choice whose logit is minus infinity is not made: its
 row asks fewer backends.
 """
 
@@ -21,13 +21,13 @@ from pymoe.reference.types import Gate, Routing
 
 
 class SlotGate(nn.Linear):
-    """The default gate: a linear layer from a flattened row to one logit a slot.
+    """The default gate: a linear layer from a flattened row to one logit per slot.
 
     It computes in float32 at least, outside of autocast: half precision changes which experts are chosen.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (T, slots) logits of ``x``, (T, ...) with ``in_features`` elements a row."""
+        """Return (T, slots) logits of ``x``, (T, ...) with ``in_features`` elements per row."""
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             # A copy: add_backend writes to a slot's weights in place, possibly between a forward and its backward
@@ -44,7 +44,7 @@ class SlotGate(nn.Linear):
 
 
 class Group(NamedTuple):
-    """The gathered rows ``begin`` to ``end``, which ask ``member``; they came from the rows ``tokens``."""
+    """The gathered rows ``begin`` to ``end``, which ask ``member``; they are copies of the rows ``tokens``."""
 
     member: Member
     begin: int
@@ -54,24 +54,24 @@ class Group(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What :func:`choose` decides."""
+    """The result of :func:`choose`."""
 
     logits_TL: Tensor
-    """Of the members that may be asked; differentiable."""
+    """Logits of the members that may be asked; differentiable."""
     chosen_TK: Tensor
-    """Logits of the chosen ones, best first; differentiable."""
+    """Logits of the chosen members, best first; differentiable."""
     routing: Routing
-    """From rows to gathered rows. Choices that are not made lie behind all groups."""
+    """Routing from rows to gathered rows. Choices that are not made come after all groups."""
     load: Tensor
-    """(L,) int32: how many rows chose each member."""
+    """(L,) int32: the number of rows that chose each member."""
     groups: tuple[Group, ...]
-    """Of the members that at least one row asks."""
+    """Groups of the members that at least one row asks."""
 
 
 def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:
-    """Choose the ``k`` best of ``members``, at least one in the order of slots, for every row (or all if fewer).
+    """Choose the best ``k`` of ``members`` for every row, or all if there are fewer.
 
-    ``logits`` are (T, slots), float32 or float64.
+    ``logits`` are (T, slots), float32 or float64; ``members`` are in the order of slots, at least one.
     """
     if len(members) == logits.shape[1]:
         logits_TL = logits
@@ -100,9 +100,9 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
 
 
 def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
-    """Return (T, K) weights: the softmax over the choices of a row whose answers came (a mask), 0 for the others.
+    """Return (T, K) weights: the softmax over a row's choices with an answer (a mask), 0 for the others.
 
-    Rows without any answer have equal weights, all of zeros, and send no gradient.
+    Rows without any answer have equal weights for all their zeros, and send no gradient.
     """
     missing_TK = ~came_TK  # no shortcut if none is missing: gradient checkpointing needs the same graph every time
     nothing_T1 = missing_TK.all(1, keepdim=True)

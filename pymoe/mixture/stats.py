@@ -1,4 +1,4 @@
-"""What becomes of the requests that a mixture sends to a backend: counted for each pass, and logged."""
+"""Outcomes of the requests that a mixture sends to a backend: counted for each pass, and logged."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class PassStats(NamedTuple):
     """
 
     requests: int
-    """Sent, or refused by the backend's pool."""
+    """Number of requests that were sent, or that the backend's pool refused."""
     rows: int
-    """Of all requests together."""
+    """Number of rows in all requests."""
     answered: int
-    """Answers that came in time and were used."""
+    """Number of answers that came in time and were used."""
     failed: int
-    """Exceptions raised by the expert, cancellations by its runtime, and requests that its pool refused."""
+    """Number of exceptions of the expert, cancellations by its runtime, and requests that its pool refused."""
     anomalous: int
-    """Answers with NaN or infinity, under ``detect_anomalies``."""
+    """Number of answers with NaN or infinity, under ``detect_anomalies``."""
     given_up: int
-    """Requests that the mixture stopped waiting for."""
+    """Number of requests for which the mixture stopped waiting."""
     late: int
-    """Those of ``given_up`` whose answers came after all, and were ignored."""
+    """Number of ``given_up`` requests whose answers came after all, and were ignored."""
     latency_mean: float
-    """Seconds from request to answer, over the last 1000 answers in time; 0 without any. So are the next three."""
+    """Mean time in seconds from request to answer, over the last 1000 answers in time; 0 without any. The next three
+    fields cover the same answers."""
     latency_p50: float
     latency_p99: float
     latency_max: float
@@ -61,7 +62,7 @@ class BackendStats(NamedTuple):
 
 
 class Pass:
-    """One of the two passes of a backend: the pool to ask, and what became of the requests. Thread-safe."""
+    """One of the two passes of a backend: the pool to ask, and the outcomes of its requests. Thread-safe."""
 
     def __init__(self, name: str, pool: RequestPool) -> None:
         self.name = name
@@ -111,7 +112,7 @@ class BackendLog:
         logger.warning("a mixture continues without the %s answer of %s: %s%s", pass_name, self._name, error, more)
 
     def idle(self, pool: RequestPool) -> None:
-        """Log, once, that requests wait in a pool that nobody serves."""
+        """Log, once, that requests wait in a pool that no runtime serves."""
         with self._lock:
             if self._idle_logged:
                 return

@@ -79,7 +79,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         return sum_choices(y, routing)
     slot, _, offsets = routing
     wide = accumulate_dtype(y.dtype)
-    if weights.dtype != wide:  # mostly it is, and asking is cheaper than a cast to the same
+    if weights.dtype != wide:  # usually equal, and asking is cheaper than a cast that changes nothing
         weights = weights.to(wide)
     return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
 

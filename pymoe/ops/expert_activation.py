@@ -22,7 +22,7 @@ _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
 _EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
 
 _Options = tuple[int, float, float, float, bool]
-"""Of the kernel: the kind's number and, of a ``ClampedSwiglu``, limit, alpha, offset of up, and whether interleaved."""
+"""Arguments of the kernel: the kind's number; for a ``ClampedSwiglu`` limit, alpha, up_offset and interleaved."""
 
 
 def kernel_options(kind: ActivationKind) -> _Options:
@@ -48,7 +48,7 @@ _TORCH: dict[object, Callable[[Tensor], Tensor]] = {
 
 
 def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
-    """Compute what the kernel does, with torch operators."""
+    """Compute the same result as the kernel, with torch operators."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if not is_gated(kind):
         return _TORCH[kind](wide).to(h.dtype)
@@ -62,7 +62,7 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
 class _ExpertActivation(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
-        # No *options: torch.compile without gradients hands a context to what takes any number of arguments.
+        # No *options: without gradients torch.compile passes a context to every function with variable arguments.
         return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""FLOPs of the native operators, for :class:`torch.utils.flop_counter.FlopCounterMode` and what is built on it.
+"""FLOPs of the native operators, for :class:`torch.utils.flop_counter.FlopCounterMode` and tools that use it.
 
-As torch counts its own operators, matrix products count two FLOPs for each multiplication and addition, and all else
-counts none. A formula knows shapes alone, so every choice counts, also one that a capacity drops.
+Matrix products count two FLOPs for each multiplication and addition, and everything else counts zero, as torch counts
+its own operators. A formula sees only shapes, so every choice counts, even one that a capacity drops.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ FORMULAS: dict[str, Callable[..., int]] = {
         _none,
     ),
 }
-"""By the name of the operator: its formula, which takes its arguments with shapes in place of tensors."""
+"""Formula of each operator, by name; it takes the operator's arguments, with shapes in place of tensors."""
 
 
 def _registered(formula: Callable[..., int]) -> Callable[..., int]:
-    # torch hands the shape of the output by name, which no formula needs.
+    # torch passes the shape of the output by name; no formula needs it.
     return lambda *shapes, out_shape=None, **named: formula(*shapes, **named)
 
 

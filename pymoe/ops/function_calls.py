@@ -1,7 +1,7 @@
-"""Calls of an operator's ``autograd.Function`` that cost what is needed: the kernel alone where nothing is recorded.
+"""Calls of an operator's ``autograd.Function`` at the lowest cost: only the kernel runs if nothing is recorded.
 
-``Function.apply`` with a ``setup_context``, which the transforms of :mod:`torch.func` ask for, binds the signature of
-``forward`` anew in every call: most of the time of a call with few tokens.
+The transforms of :mod:`torch.func` require a ``setup_context``. With one, ``Function.apply`` binds the signature of
+``forward`` again in every call, which takes most of the time of a call with few tokens.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
 _Function = type[torch.autograd.Function]
 
 _apply_of: dict[_Function, Callable[..., Any]] = {}
-"""The ``apply`` to which the public one of a Function leads."""
+"""Functions' inner ``apply`` methods, which the public ``apply`` calls in the end."""
 
 
 def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-    """Call ``function`` for one element of a batch after the other: a rule for :func:`torch.vmap`.
+    """Call ``function`` for the elements of a batch, one after the other: a rule for :func:`torch.vmap`.
 
     Args:
         function: takes ``args`` without their batch dimensions; it returns a tensor or a tuple of tensors.
         info: from torch: the batch size is all that matters.
-        in_dims: the batch dimension of every argument; None: it is the same for all elements.
+        in_dims: the batch dimension of every argument; None if the argument is the same for all elements.
         args: the arguments of the batch.
 
     Returns:
-        The stacked outputs, and their batch dimensions.
+        The stacked outputs and their batch dimensions.
 
     Raises:
-        ValueError: the batch has no elements, of which the shapes of the outputs could be learned.
+        ValueError: the batch has no elements, so the shapes of the outputs are unknown.
     """
     if not info.batch_size:
         raise ValueError("pymoe.ops: torch.vmap: expected a batch of at least one element, got none")
@@ -53,7 +53,7 @@ def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
 @cache
 def _transformable(function: _Function) -> _Function:
-    """Return the Function with what transforms ask for; torch.compile refuses Functions that have it."""
+    """Return the Function with the methods that transforms need; torch.compile refuses Functions with them."""
 
     def refuse(ctx: Any, *tangents: Any) -> NoReturn:
         raise NotImplementedError(
@@ -67,10 +67,10 @@ def _transformable(function: _Function) -> _Function:
 
 
 def is_recorded(*values: Any) -> bool:
-    """Return whether a derivative of what is computed from ``values`` may be asked for.
+    """Return whether somebody may ask for a derivative of a result that is computed from ``values``.
 
-    That is so where one of the tensors requires grad and grad mode is on, inside the transforms of :mod:`torch.func`,
-    inside a ``forward_ad.dual_level``, and in an exported graph, which may meet other tensors than its example.
+    This is possible if one of the tensors requires grad in grad mode, inside the transforms of :mod:`torch.func`,
+    inside a ``forward_ad.dual_level``, and in an exported graph, which may later get other tensors than its example.
 
     Args:
         values: the arguments of a call: tensors, and anything else.
@@ -86,20 +86,20 @@ def is_recorded(*values: Any) -> bool:
 
 
 def call(function: _Function, *args: Any) -> Any:
-    """Return ``function.apply(*args)``, or ``function.forward(*args)`` where nothing records it.
+    """Return ``function.apply(*args)``, or ``function.forward(*args)`` if nothing records the call.
 
-    Under :func:`torch.vmap` the Function is called for one element of the batch after the other. Forward-mode
-    derivatives are those of its static method ``tangent(ctx, *tangents)``.
+    Under :func:`torch.vmap` the Function is called for each element of the batch in turn. Its static method
+    ``tangent(ctx, *tangents)`` gives forward-mode derivatives.
 
     Args:
         function: a Function with ``setup_context``, whose ``forward`` takes these arguments and changes none of them.
-            It returns fresh tensors or views of its arguments, which are ordinary views where nothing is recorded:
-            autograd follows changes of them in place. It never returns an argument itself, of which ``apply`` makes a
-            view and ``forward`` alone would not.
+            It returns new tensors or views of its arguments. If nothing is recorded, these are ordinary views, and
+            autograd follows changes made to them in place. It never returns an argument itself: ``apply`` would return
+            a view of it, ``forward`` alone would not.
         args: all arguments of its ``forward``.
 
     Raises:
-        NotImplementedError: a forward-mode derivative is asked for, and the Function has no ``tangent``.
+        NotImplementedError: a forward-mode derivative is needed, and the Function has no ``tangent``.
     """
     if is_compiling():
         return function.apply(*args)
@@ -113,7 +113,7 @@ def call(function: _Function, *args: Any) -> Any:
     apply = _apply_of.get(function)
     if apply is None:
         apply = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    # Tensors that left a transform are wrapped still.
+    # Tensors that left a transform are still wrapped.
     return apply(*[unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in args])
 
 

@@ -20,18 +20,18 @@ from pymoe.reference.types import Gate, Score
 
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
 GATE_ROUTING = torch.ops.pymoe.gate_routing.default
-"""The gate and :func:`pymoe.ops.build_routing` of its choice, which on a GPU sorts by what the gate has counted."""
+"""The gate together with :func:`pymoe.ops.build_routing`, which on a GPU reuses the gate's counts to sort."""
 _GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
 Options = tuple[int, Score, bool, int, int, float]
-"""Of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
+"""Options of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
 
 BackwardOptions = tuple[Score, bool, bool, float]
-"""Of its backward: score, renormalize, whether the logits alone decided, scale."""
+"""Options of the backward: score, renormalize, whether the logits alone decided, scale."""
 
 
 def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:
-    """Return what of a call its backward has to know."""
+    """Return the options of a call that its backward needs."""
     _, score, renormalize, num_groups, _, scale = options
     return score, renormalize, bias is None and num_groups == 0, scale
 
@@ -99,14 +99,14 @@ class _GateTopkBackward(torch.autograd.Function):
 def gate_backward(
     grad: Tensor, logits: Tensor, experts: Tensor, options: BackwardOptions, *, narrow: bool = False
 ) -> Tensor:
-    """Return the gradient of a gate's logits (T, E) for that of its weights.
+    """Return the gradient of a gate's logits (T, E), given the gradient of its weights.
 
     Args:
-        grad: (T, K), of the weights, contiguous.
+        grad: (T, K), the gradient of the weights, contiguous.
         logits: (T, E).
         experts: (T, K), the choice.
-        options: of the backward.
-        narrow: whether it is rounded to bfloat16, of float32 logits; it is not differentiable then.
+        options: the options of the backward.
+        narrow: round the gradient of float32 logits to bfloat16; the result is then not differentiable.
     """
     if narrow:
         return _GATE_TOPK_BACKWARD(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
@@ -114,7 +114,7 @@ def gate_backward(
 
 
 def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
-    """Compute what the kernel does for chosen ``experts``, with torch operators."""
+    """Compute the kernel's weights for the chosen ``experts``, with torch operators."""
     values = logits.to(accumulate_dtype(logits.dtype))
     scores = torch.softmax(values, dim=1) if score == "softmax" else torch.sigmoid(values)
     weights = scores.gather(1, experts.long())

@@ -36,8 +36,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# Registered with the operator, where the others have a torch.autograd.Function: torch.compile does not trace a Function
-# that is given one tensor twice, and a list may hold one twice.
+# The formula is registered with the operator; the other operators have a torch.autograd.Function. torch.compile cannot
+# trace a Function that gets one tensor twice, and a list may hold a tensor twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

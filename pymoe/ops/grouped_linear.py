@@ -25,7 +25,7 @@ _GROUPED_LINEAR_BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted, or an order says where they are."""
+    """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted by expert or listed in an order."""
 
     # A pipeline may ask for dx first and for the others later: pymoe.pipe.split_backward.
     backward_in_parts = True
@@ -82,10 +82,10 @@ class _WeightGrad(torch.autograd.Function):
 
 
 def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool, weight: Tensor) -> Tensor:
-    """Return the gradient of ``weight``, in its order of dimensions in memory: else autograd would copy it there.
+    """Return the gradient of ``weight`` with the same memory layout as ``weight``; autograd would copy any other.
 
-    A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same:
-    of every product the factors change places.
+    A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same,
+    because only the factors of each product change places.
     """
     if weight.stride(1) < weight.stride(2):
         return call(_WeightGrad, x, grad, offsets, order, whole).transpose(1, 2)  # type: ignore[no-any-return]
@@ -108,7 +108,8 @@ class _BiasGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         offsets, order = ctx.saved_tensors
-        # Every row gets its expert's cotangent: a grouped linear without input features, which is its bias alone.
+        # Every row gets its expert's cotangent: this is a grouped linear layer without input features, so only its
+        # bias.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
         return call(_GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
@@ -132,8 +133,9 @@ grouped_linear.__doc__ = reference.__doc__
 def linear_of_routing(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *, whole: bool) -> Tensor:
     """Return ``grouped_linear(x, weight, offsets, bias)`` for the offsets of a routing, as a layer calls it.
 
-    Offsets from anywhere are made safe on the GPU before torch's product reads them, and what they leave out is cleared
-    after it: two launches a product, which those that :func:`pymoe.ops.build_routing` has just made do not need.
+    On the GPU, offsets of unknown origin are made safe before torch's product reads them, and the rows that they leave
+    out are cleared afterwards. These two launches per product are not needed for offsets that come straight from
+    :func:`pymoe.ops.build_routing`.
 
     Args:
         x: (S, H).

@@ -1,7 +1,7 @@
 """A debug mode that checks the values of index tensors on a GPU.
 
-On the CPU every kernel checks the indices that it reads. A CUDA kernel skips those that are out of range: to report
-them, the host would have to wait for the device in every call. While :class:`check_indices` is on, it does.
+On the CPU every kernel checks the indices that it reads. A CUDA kernel skips indices that are out of range: to report
+them, the host would have to wait for the device in every call. While :class:`check_indices` is on, the host waits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class check_indices:
 
 
 def are_on() -> bool:
-    """Return whether the mode is on, for calls of raw operators: those above check where they are called."""
+    """Return whether the mode is on; for calls of raw operators, since the functions above check for themselves."""
     return _enabled
 
 
@@ -81,7 +81,7 @@ def _kernel_checks(index: Tensor) -> bool:
 
 
 def _to_check(operator: str, index: Tensor) -> bool:
-    # First, so that a compiled graph neither reads the mode nor depends on it.
+    # Asked first, so that a compiled graph neither reads the mode nor depends on it.
     if torch.compiler.is_compiling() or not _enabled or _kernel_checks(index) or isinstance(index, FakeTensor):
         return False
     if torch.cuda.is_current_stream_capturing():
@@ -111,6 +111,6 @@ def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
 
 
 def order_in_range(operator: str, order: Tensor, offsets: Tensor) -> None:
-    """In debug mode, raise if what ``offsets`` use of an order does not name distinct rows."""
+    """In debug mode, raise if the part of an order that ``offsets`` use does not name distinct rows."""
     if _to_check(operator, order):
         check_order(order[: int(offsets[-1])].tolist(), order.shape[0], operator)

@@ -1,4 +1,4 @@
-"""A helpful error for CUDA tensors in builds without CUDA kernels."""
+"""An error message with the remedy for CUDA tensors in builds without CUDA kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ refused: list[str] = []
 
 
 def register() -> None:
-    """Register a kernel that raises for every operator without one; torch's message is about selective builds."""
+    """Register a kernel that raises for every operator without one; torch's own message is about selective builds."""
     for name in dispatch_get_all_op_names():
         if name.startswith("pymoe::") and not dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
             _LIBRARY.impl(name, _refusal(name), "CUDA")

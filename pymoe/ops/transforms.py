@@ -1,4 +1,4 @@
-"""Derivatives past the first: what transforms a call is under, and gradients that autograd can differentiate again."""
+"""Derivatives beyond the first: which transforms surround a call, and gradients that autograd can differentiate."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def has_tangent(*tensors: Tensor) -> bool:
 
 
 def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of ``inputs`` where ``grad`` is that of ``function(*inputs)``; differentiable in both."""
-    if not torch.compiler.is_compiling():  # what torch.func.vjp returned is called when its transform is over
+    """Return gradients of ``inputs`` if ``grad`` is the gradient of ``function(*inputs)``; differentiable in both."""
+    if not torch.compiler.is_compiling():  # what torch.func.vjp returned is called after its transform ended
         grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
     if in_torch_func():
         return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]

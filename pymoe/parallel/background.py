@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
     """A ``concurrent.futures.Future`` whose function runs on the thread that waits if no worker has started it.
 
-    So functions may wait for functions, however few workers there are. A thread that waits with a timeout does not run
-    it, since the function may take longer.
+    So functions may wait for functions even if there are few workers. A thread that waits with a timeout does not run
+    the function, since it may take longer than the timeout.
     """
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -33,7 +33,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         """Wait for the function and return its result, or raise what it raised.
 
         Args:
-            timeout: seconds to wait at most; None waits as long as it takes, and runs the function if it has not
+            timeout: the most seconds to wait; None waits without a limit, and runs the function if it has not
                 started.
 
         Raises:
@@ -45,7 +45,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         try:
             return super().result(timeout)
         finally:
-            del self  # or the error's frames would keep the future that keeps the error
+            del self  # otherwise the error's frames would keep the future, which keeps the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as :meth:`result` does, and return the exception that the function raised, or None."""
@@ -64,7 +64,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
             result = function()
         except BaseException as error:
             self.set_exception(error)
-            del self  # or the error's frames would keep the future that keeps the error
+            del self  # otherwise the error's frames would keep the future, which keeps the error
         else:
             self.set_result(result)
 
@@ -72,10 +72,10 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
 def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any) -> BackgroundFuture[Result]:
     """Run ``func(*args, **kwargs)`` on one of the workers of :func:`map_with_parallel_backward`.
 
-    It runs in the state that this thread has now: grad mode, inference mode, autocast, default device, function and
+    It runs in the current state of this thread: grad mode, inference mode, autocast, default device, function and
     dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are called on the
-    thread that runs it, possibly at the same time as by other threads.) It draws random numbers from a stream of its
-    own, seeded with the next number of this thread's generator: what it draws depends on the seed and on how many
+    thread that runs it, possibly at the same time as on other threads.) It draws random numbers from a separate stream,
+    seeded with the next number of this thread's generator. Its numbers therefore depend on the seed and on how many
     numbers were drawn before, not on the threads.
 
     Returns:

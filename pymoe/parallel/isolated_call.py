@@ -1,4 +1,4 @@
-"""One isolated call: its forward pass now, its backward pass later and on any thread."""
+"""An isolated call: its forward pass runs now, its backward pass later and on any thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from pymoe.autograd.isolated_graph import (
 class EmulatedAutogradContext(FunctionCtx):
     """A context for calls of ``Function.forward(ctx, ...)`` and ``Function.backward(ctx, ...)`` by hand.
 
-    It has what these use: ``save_for_backward`` and ``saved_tensors``, ``mark_dirty``, ``mark_non_differentiable``,
-    ``set_materialize_grads``, and any attributes. Contexts of :func:`run_isolated_forward` are instances, too.
+    It supports what these functions use: ``save_for_backward`` and ``saved_tensors``, ``mark_dirty``,
+    ``mark_non_differentiable``, ``set_materialize_grads``, and any attributes. Contexts of :func:`run_isolated_forward`
+    are instances, too.
     """
 
     to_save = ()
@@ -37,11 +38,11 @@ class EmulatedAutogradContext(FunctionCtx):
 
 
 class IsolatedContext(EmulatedAutogradContext):
-    """What :func:`run_isolated_forward` keeps for :func:`run_isolated_backward`.
+    """State that :func:`run_isolated_forward` keeps for :func:`run_isolated_backward`.
 
     Attributes:
-        leaves: the leaves that the call has reached without getting them as arguments (parameters, say).
-        leaf_gradients: their gradients after the backward pass, None where there is none.
+        leaves: the leaves that the call used without getting them as arguments, for example parameters.
+        leaf_gradients: their gradients after the backward pass; None for a leaf without a gradient.
     """
 
     @property
@@ -57,7 +58,7 @@ class IsolatedContext(EmulatedAutogradContext):
         numbers = {id(output): number for number, output in enumerate(fresh)}
         self._arguments = arguments
         self._call = call
-        self._numbers = [numbers.get(id(output)) for output in outputs]  # which root of the graph each output is
+        self._numbers = [numbers.get(id(output)) for output in outputs]  # the root of the graph that each output is
         self._shapes = [tuple(output.shape) for output in fresh]
         self.leaves: tuple[torch.Tensor, ...] = () if call is None else tuple(call.leaves)
         self.leaf_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(self.leaves)
@@ -67,20 +68,20 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
     """Run ``func(*args)`` on this thread, in an autograd graph of its own.
 
     No other call shares the graph, so backward passes of several such calls may run at once, on any threads (PyTorch's
-    engine runs those of one graph one after the other). In-place changes of an argument between the passes are noticed
-    as usual.
+    engine runs backward passes of one graph one after the other). In-place changes of an argument between the passes
+    are noticed as usual.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
-        args: its arguments: tensors of any shape and dtype, and anything else. Those that require gradients get them
-            from :func:`run_isolated_backward`.
+        args: its arguments: tensors of any shape and dtype, and anything else. :func:`run_isolated_backward` returns
+            the gradients of the tensors that require them.
 
     Returns:
-        The context for :func:`run_isolated_backward`, and the tuple of outputs: a tuple or list that ``func`` returns,
-        as a tuple; anything else as a tuple of one. Outputs have no history and require no gradients.
+        The context for :func:`run_isolated_backward`, and a tuple of outputs: if ``func`` returns a tuple or list, its
+        items, otherwise its result as the only item. Outputs have no history and require no gradients.
 
     Raises:
-        TypeError: ``func`` is not callable. Exceptions of ``func`` are passed on.
+        TypeError: ``func`` is not callable. Exceptions of ``func`` propagate.
     """
     graphs = graphs_are_made()
     (call,) = isolate(as_function(func), [args], graphs, share=False)
@@ -102,9 +103,9 @@ def run_isolated_backward(
     """Run the backward pass of a call of :func:`run_isolated_forward` on this thread; accumulate nothing.
 
     Args:
-        context: the context of the call. The function may stand before it, ``run_isolated_backward(func, context,
+        context: the context of the call. The function may precede it, ``run_isolated_backward(func, context,
             *grad_outputs)``, as in older code.
-        grad_outputs: for every output a tensor of its shape, or None; for a container a container of the same
+        grad_outputs: for every output a tensor of its shape, or None; for a container, a container of the same
             structure. Gradients of outputs that require none are ignored.
         retain_graph: keep the graph for another backward pass.
 
@@ -114,8 +115,9 @@ def run_isolated_backward(
 
     Raises:
         TypeError: ``context`` is not an :class:`IsolatedContext`.
-        ValueError: the number of gradients, or the shape of one, differs from that of the outputs.
-        RuntimeError: a second backward pass without ``retain_graph`` in the first; a saved tensor was modified.
+        ValueError: the gradients differ from the outputs in number or in a shape.
+        RuntimeError: this is a second backward pass and the first one had no ``retain_graph``, or a saved tensor was
+            modified.
     """
     if grad_outputs and isinstance(grad_outputs[0], IsolatedContext) and callable(context):
         context, *grad_outputs = grad_outputs  # type: ignore[assignment]

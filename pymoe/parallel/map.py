@@ -1,9 +1,9 @@
 """``map_with_parallel_backward``: the forward passes of many calls at once, and later their backward passes.
 
-Each call runs in a graph of its own (``pymoe.autograd.isolated_graph``). One node of the caller's graph stands for all
-of them: its inputs are the calls' tensors and every leaf that they have reached, its outputs are the calls' outputs.
-When autograd reaches it, it runs the backward passes of all calls together and returns their gradients, summed in call
-order.
+Each call runs in a graph of its own (``pymoe.autograd.isolated_graph``). One node of the caller's graph represents all
+calls: its inputs are the calls' tensors and every leaf that they used, its outputs are the calls' outputs. When
+autograd reaches the node, it runs the backward passes of all calls together and returns their gradients, summed in
+call order.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     """Run ``func(*args)`` for every ``args`` in ``args_per_call`` at once, and later their backward passes at once.
 
-    Returns what ``tuple(func(*args) for args in args_per_call)`` does, in less time: PyTorch's engine runs the backward
-    passes of one device one after the other. Useful for calls that wait (for other machines, for I/O) or that keep one
-    core busy outside the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
+    The result is the same as of ``tuple(func(*args) for args in args_per_call)``, in less time: PyTorch's engine runs
+    the backward passes of one device one after the other. Useful for calls that wait (for other machines, for I/O) or
+    that keep one core busy without the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
@@ -54,39 +54,41 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
             and may share tensors.
 
     Returns:
-        For each call the tuple of its outputs: a tuple or list that ``func`` returns, as a tuple; anything else (a
-        tensor, None, a dict) as a tuple of one. ``()`` without calls.
+        For each call the tuple of its outputs: the items of a tuple or list that ``func`` returns, otherwise its result
+        (a tensor, None, a dict) as the only item. ``()`` without calls.
 
     Guarantees:
 
     - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters
-      of modules and tensors of closures. Whatever depends on one output waits for all calls' backward passes.
-      Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
-      before all calls have succeeded. A tensor with a history that a call gets by other ways than its arguments is
-      differentiated down to its leaves, once per such call: better pass it as an argument. (After ``retain_grad()`` it
-      must be: torch writes the retained gradient without a lock.) Tensors that leave a call by other ways than its
-      outputs (losses that a module keeps) keep their history, too. All of ``autograd.Function`` works:
-      ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
-      ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works. Forward-mode
-      derivatives pass through calls that need no graph. Errors are forward-mode derivatives in calls that need one,
-      differentiating twice, and reentrant checkpointing, which needs ``backward`` where this needs ``autograd.grad``
-      (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no graph.
-    - **State.** Calls run in the state of the thread that called: grad mode, inference mode, autocast, default device,
-      function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler; backward
-      passes in the state of the backward pass around them. Saved-tensor hooks are called on that thread, in call order:
-      to pack when all calls have ended, to unpack before their backward passes. Inside ``torch.func`` transforms, and
-      with dispatch modes beside saved-tensor hooks (selective checkpointing), calls run one after the other.
-    - **Random numbers.** Every call has a stream of its own, which depends on the seed and the call's position alone:
+      of modules and tensors of closures. Everything that depends on one output waits for the backward passes of all
+      calls. Gradients are summed in call order, so results do not depend on the number of threads; nothing is
+      accumulated before all calls have succeeded. If a call uses a tensor with a history that is not one of its
+      arguments, the tensor is differentiated down to its leaves, once per such call, so it is better passed as an
+      argument. (After ``retain_grad()`` it must be: torch writes the retained gradient without a lock.) Tensors that
+      leave a call otherwise than as outputs (losses that a module keeps) keep their history, too. All of
+      ``autograd.Function`` works: ``save_for_backward`` with version checks, ``needs_input_grad``,
+      ``mark_non_differentiable``, ``mark_dirty``, ``set_materialize_grads``, ``setup_context``,
+      ``once_differentiable``. ``retain_graph=True`` works. Forward-mode derivatives pass through calls that need no
+      graph. These raise an error: forward-mode derivatives in calls that need a graph, differentiating twice, and
+      reentrant checkpointing, which needs ``backward`` while the map needs ``autograd.grad`` (``use_reentrant=False``
+      works, in calls and around the map). With gradients off there is no graph.
+    - **State.** Calls run in the state of the calling thread: grad mode, inference mode, autocast, default device,
+      function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler. Backward
+      passes run in the state of the backward pass around them. Saved-tensor hooks are called on that thread, in call
+      order: to pack after all calls have ended, to unpack before their backward passes. Inside ``torch.func``
+      transforms, and with both dispatch modes and saved-tensor hooks (selective checkpointing), calls run one after the
+      other.
+    - **Random numbers.** Every call has a separate stream, which depends only on the seed and the call's position:
       results are the same for any number of threads, and differ from those of a serial loop. The surrounding stream
       advances by one number if any call draws. Python's and numpy's generators are not isolated.
-    - **Side effects.** Anything else that calls change, such as the running statistics of a batch norm, they change at
-      the same time and in any order: the calls must guard it. Calls get aliases of floating-point tensors, plain
-      tensors that share memory and in-place changes with them; of leaves that require gradients only if other arguments
-      have a history.
+    - **Side effects.** Calls change everything else, such as the running statistics of a batch norm, at the same time
+      and in any order: they must guard it. Calls get aliases of floating-point tensors: plain tensors that share memory
+      and in-place changes with the originals. Leaves that require gradients get an alias only if other arguments have a
+      history.
     - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
-      the other on the host, on the engine's thread for the device, which must not wait for threads that need it.
+      the other on the host, on the engine's thread for the device; they must not wait for threads that need this one.
     - **Failures.** All calls end; then the exception of the first call that failed, in call order, is raised with its
-      traceback and with notes on the others. On Ctrl-C calls that have not started are left out, and those that run are
+      traceback and with notes on the others. On Ctrl-C, calls that have not started are dropped and running calls are
       waited for (a second Ctrl-C does not wait).
 
     Raises:
@@ -126,7 +128,7 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
 
 
 class _Plan:
-    """The calls of a map, and which inputs and outputs of its node their gradients belong to."""
+    """The calls of a map, and the inputs and outputs of its node to which their gradients belong."""
 
     def __init__(
         self,
@@ -139,10 +141,10 @@ class _Plan:
         self.calls: list[IsolatedCall] | None = calls
         self.streams = streams
         self.like = like
-        self.recorders = recorders  # of what calls have saved; empty without hooks
+        self.recorders = recorders  # record what calls have saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
-        self.targets: list[list[int]] = []  # per call: which input each of its gradients belongs to
-        self.sources: list[list[int]] = []  # per call: which output of the node each of its roots is
+        self.targets: list[list[int]] = []  # per call: the input to which each of its gradients belongs
+        self.sources: list[list[int]] = []  # per call: the output of the node that each of its roots is
         self.written: list[int] = []  # inputs that calls have written to
         numbers: dict[int, int] = {}
 
@@ -172,7 +174,7 @@ class _Plan:
             self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
             self.written += written
         self.inputs = len(self.tensors)
-        # The engine runs the node of another device's outputs on that device's thread, which the calls need.
+        # The engine runs the node of another device's outputs on the thread of that device, which the calls need.
         tensors = [*self.tensors, *[output for own in fresh for output in own]]
         self.inline = not all(map(is_on_host, tensors))
 
@@ -238,7 +240,7 @@ def _join(
     like: int,
     recorders: list[Recorder],
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return the calls' outputs, as outputs of one node."""
+    """Return the calls' outputs as outputs of one node."""
     plan = _Plan(calls, fresh, streams, like, recorders)
     inner = [output for own in fresh for output in own]
     tied = set().union(*[call.tied for call in calls if call.tied])

@@ -1,4 +1,4 @@
-"""Many calls at once, on the shared workers and on the thread that asked for them."""
+"""Many calls at once, on the shared workers and on the calling thread."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pymoe.autograd.thread_state import ThreadState, current, in_state, known
 from pymoe.parallel.saved_tensors import Recorder, hand_over_all
 from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 
-# Calls that are shorter stay on the thread that asked: a worker would spend as much on the interpreter's lock.
+# Limit below which calls stay on the calling thread: a worker would spend as much time on the interpreter's lock.
 INLINE_LIMIT_S = 100e-6
-# The same for functions whose calls were all that short last time: to check on them wakes a worker, which costs more
-# than they do. Calls that turn out to be long delay others by this much, twice: the first time may be chance.
+# The same limit for functions whose calls were all that short last time: checking on them wakes a worker, which costs
+# more than they do. Calls that turn out to be long delay others by this much, twice: the first time may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MOST_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: whether the last one took long after all
+_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: true if the last one took long after all
 
 
 def run_concurrently(
@@ -36,16 +36,16 @@ def run_concurrently(
 ) -> list[Recorder]:
     """Call ``function(i)`` for every ``i``, each in the state of this thread, drawing from ``streams[i]``.
 
-    Returns when all calls have ended. This thread makes calls, too, so a call may do the same again however few workers
-    there are. Under hooks on saved tensors together with dispatch modes, calls run one after the other: selective
-    checkpointing tells results of operators apart by the order in which its modes see them.
+    Return when all calls have ended. This thread makes calls, too, so a call may do the same again even if there are
+    few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
+    selective checkpointing distinguishes results of operators by the order in which its modes see them.
 
-    The ``name`` is for errors and profiles; ``like`` is equal for runs of one name whose calls probably take equally
-    long (:func:`likeness`), or 0; ``inline`` makes all calls on this thread, one after the other. What each call has
-    saved and this thread's hooks on saved tensors have packed is returned; an empty list without hooks.
+    The ``name`` is for errors and profiles. ``like`` is equal for runs of one name whose calls probably take equally
+    long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. The result is what
+    each call has saved and this thread's hooks on saved tensors have packed; without hooks it is an empty list.
 
-    The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C calls
-    that have not started are left out, and those that run are waited for.
+    The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C, calls
+    that have not started are dropped and running calls are waited for.
     """
     before, state = known.state, current()
     if profiler_enabled():
@@ -73,7 +73,7 @@ def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
     limit = TRUSTED_INLINE_LIMIT_S if kind in _trusted else INLINE_LIMIT_S
     try:
         parallel_for(shared_pool(), len(run.streams), run.call, limit)
-    except (RuntimeError, CancelledError):  # the pool was stopped: what calls raise does not come this way
+    except (RuntimeError, CancelledError):  # the pool was stopped; exceptions of calls do not arrive here
         end_thread_at_exit()
         raise
     if kind[1]:
@@ -93,9 +93,9 @@ def _remember(kind: tuple[str, int], short: bool) -> None:
 
 
 def likeness(func: Any) -> int:
-    """Return a number that is equal for the same function; an equal one for another now and then does no harm."""
+    """Return a number that is equal for the same function; occasional equality for another one does no harm."""
     owner = getattr(func, "__self__", None)
-    # ``apply`` of an autograd.Function is a method, and from torch 2.15 on C code, made anew each time it is asked for.
+    # ``apply`` of an autograd.Function is a new object for every access: a method, and from torch 2.15 on C code.
     if isinstance(func, types.MethodType) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
         func = owner
     return id(getattr(func, "__code__", func))
@@ -112,7 +112,7 @@ class _Run:
         self.streams = streams
         self.contexts = [contextvars.copy_context() for _ in streams]
         self.errors: list[BaseException | None] = [None] * len(streams)
-        self.helped = False  # by a worker
+        self.helped = False  # a worker has helped
         hooks = state.saved_tensor_hooks
         self.recorders = [] if hooks is None else [Recorder(hooks) for _ in streams]
         self.states = [state._replace(saved_tensor_hooks=recorder.hooks) for recorder in self.recorders]
@@ -134,7 +134,7 @@ class _Run:
 
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
-    """Call ``function`` with a range of its own in the profile of the thread that asked."""
+    """Call ``function`` within a range in the profile of the thread that asked."""
     joined = not profiler_enabled() and profiled.join()
     try:
         with torch.autograd.profiler.record_function(f"{name}: call {number}"):
@@ -161,4 +161,4 @@ def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
     try:
         raise first
     finally:
-        del first, failed, errors  # the exception's frames would keep them, and they the exception
+        del first, failed, errors  # otherwise the exception's frames would keep them, and they the exception

@@ -1,16 +1,16 @@
 """Saved-tensor hooks of the caller, called in the order of the calls and on the caller's thread.
 
-Hooks may depend on that order: ``torch.utils.checkpoint`` tells tensors apart by the order in which they were saved,
-in forward and when it runs its block again. Calls that run at the same time save in any order. So each call records
-what it saves (:class:`Recorder`), and when all have ended the caller's hooks pack all of it, call by call, on the
-caller's thread. Before the calls' backward passes begin, that of the map's node has the caller's hooks unpack all of it
-again, in the same order: a checkpoint around a map runs its block once more, not once per call.
+Hooks may depend on that order: ``torch.utils.checkpoint`` identifies tensors by the order in which they were saved, in
+forward and when it runs its block again. Calls that run at the same time save in any order. Each call therefore records
+what it saves (:class:`Recorder`). When all calls have ended, the caller's hooks pack everything, call by call, on the
+caller's thread. Before the calls' backward passes begin, the backward pass of the map's node lets the caller's hooks
+unpack everything again, in the same order: a checkpoint around a map runs its block once more, not once per call.
 
-Two consequences: the saved tensors are in memory until all calls have ended, and again while their backward passes run.
-And a tensor that is modified in place after it was saved and before it is packed is lost: a gradient that needs it
-raises autograd's error, as without hooks.
+This has two consequences. The saved tensors are in memory until all calls have ended, and again while their backward
+passes run. And a tensor that is modified in place after it was saved and before it is packed is lost: a gradient that
+needs it raises autograd's error, as without hooks.
 
-A call may save under hooks of its own (a checkpoint within the call, say): those are called as usual.
+A call may save under hooks of its own (for a checkpoint within the call): those are called as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EDITED = (
 
 
 class _Saved:
-    """A tensor that a call has saved, as its graph keeps it."""
+    """A tensor that a call has saved, in the form that its graph keeps."""
 
     __slots__ = ("__weakref__", "_packed", "_unpack", "_version", "edited", "tensor")
 
@@ -85,19 +85,19 @@ class Recorder:
         saved = _Saved(tensor)
         if self._handed_over is None:
             self._saved.append(saved)
-        else:  # by a thread that the call has left running
+        else:  # saved by a thread that the call has left running
             saved.pack(self.around)
         return saved
 
     def hand_over(self) -> None:
-        """Have the caller's hooks pack all tensors, also those that the graph has dropped: hooks may count."""
+        """Let the caller's hooks pack all tensors, including those that the graph has dropped: hooks may count."""
         recorded, self._saved, self._handed_over = self._saved, [], []
         for saved in recorded:
             saved.pack(self.around)
         self._handed_over = [weakref.ref(saved) for saved in recorded]
 
     def fetch(self) -> None:
-        """Have the caller's hooks unpack the tensors that the graph still has, and keep them until :meth:`release`."""
+        """Let the caller's hooks unpack the tensors that the graph still has, and keep them until :meth:`release`."""
         for saved in self._alive():
             saved.fetch()
 
@@ -110,14 +110,14 @@ class Recorder:
 
 
 def hand_over_all(recorders: Sequence[Recorder]) -> None:
-    """Have hooks pack what calls have saved: after their end, on the thread that asked for them."""
-    with torch.no_grad():  # as autograd asks hooks
+    """Let hooks pack what calls have saved, after their end and on the thread that asked for them."""
+    with torch.no_grad():  # autograd calls hooks in this mode
         for recorder in recorders:
             recorder.hand_over()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Return whether these are the hooks of ``torch.utils.checkpoint``, or record for them in a call."""
+    """Return whether these are the hooks of ``torch.utils.checkpoint``, or record for such hooks in a call."""
     while hooks is not None and isinstance(recorder := getattr(hooks[0], "__self__", None), Recorder):
         hooks = recorder.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -1,8 +1,8 @@
-"""The workers of parallel calls: one pool per process, made when it is first needed.
+"""The workers of parallel calls: one pool per process, created on first use.
 
-Calls that wait for other machines, or for each other, must all run at once, however many they are; calls that compute
-need as many threads as there are processors. The caller does not say which kind they are: the pool has a thread for
-every processor and starts more while calls are queued because those that run wait
+Calls that wait for other machines, or for each other, must all run at once, whatever their number; calls that compute
+need as many threads as there are processors. The caller does not say which kind they are: the pool has one thread per
+processor, and starts more if calls are queued while the running ones wait
 (``csrc/runtime/worker_pool_growth.h``).
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
-MOST_THREADS = 512  # with those that wait; each costs some tens of KiB
-WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # that daemon threads make
-END_IDLE_THREAD_AFTER_S = 5.0  # one that was added for calls that wait
+MOST_THREADS = 512  # including waiting ones; each costs some tens of KiB
+WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # for maps of daemon threads
+END_IDLE_THREAD_AFTER_S = 5.0  # for threads that were added because calls wait
 
 _lock = threading.Lock()
 _count: int | None = None
@@ -34,7 +34,7 @@ _exiting = False
 def get_parallel_workers() -> int:
     """Return how many threads run calls of maps and background calls; see :func:`set_parallel_workers`.
 
-    By default the number of processors, not counting threads that wait.
+    The default is the number of processors, not counting threads that wait.
     """
     return _count or os.cpu_count() or 1
 
@@ -42,12 +42,12 @@ def get_parallel_workers() -> int:
 def set_parallel_workers(count: int | None) -> None:
     """Set how many threads run calls of maps and background calls in this process.
 
-    The first call that needs them starts the threads, and starts new ones after their number has changed; calls on the
+    The first call that needs the threads starts them, and starts new ones after their number has changed; calls on the
     old threads run to their end.
 
     Args:
         count: exactly this many threads, at least 1. None, the default: one per processor, and up to some hundreds more
-            in place of those whose calls wait (for other machines, for each other). A thread counts as waiting if it
+            to replace threads whose calls wait (for other machines, for each other). A thread counts as waiting if it
             uses no processor time for some milliseconds; added threads end after some seconds without work.
 
     Raises:
@@ -58,13 +58,13 @@ def set_parallel_workers(count: int | None) -> None:
         raise ValueError(f"set_parallel_workers: count must be at least 1, got {count}")
     with _lock:
         if _count != count:
-            _pool = None  # its workers end when what they run has ended
+            _pool = None  # its workers end after the calls that they run
         _count = count
 
 
 @contextmanager
 def parallel_workers(count: int | None) -> Iterator[None]:
-    """:func:`set_parallel_workers` for a ``with`` block, in the whole process."""
+    """Apply :func:`set_parallel_workers` for a ``with`` block, in the whole process."""
     before = _count
     set_parallel_workers(count)
     try:
@@ -84,14 +84,14 @@ def shared_pool() -> WorkerPool:
         if _pool is None:
             renew_engine()
             most = 0 if _count else MOST_THREADS
-            # A span in which a thread that waits for the interpreter's lock polls it at least once.
+            # Long enough for a thread that waits for the interpreter's lock to poll it at least once.
             still = max(1.6 * sys.getswitchinterval(), 1e-3)
             _pool = WorkerPool(get_parallel_workers(), most=most, still=still, idle=END_IDLE_THREAD_AFTER_S)
         return _pool
 
 
 class Visit:
-    """A map that a thread of Python makes: the exit of the interpreter waits for it, see :func:`_leave`."""
+    """A map that a thread of Python runs; the interpreter waits for it when it exits, see :func:`_leave`."""
 
     __slots__ = ()
 
@@ -105,21 +105,21 @@ class Visit:
 
 
 def end_thread_at_exit() -> None:
-    """End this thread without a word where the interpreter exits: threads other than the main one are daemons then.
+    """End this thread silently if the interpreter exits; at that time all threads except the main one are daemons.
 
     Raises:
-        SystemExit: it does. On the main thread, whose exit handlers may still make calls, nothing is raised.
+        SystemExit: to end the thread. Nothing is raised on the main thread, whose exit handlers may still make calls.
     """
     if _exiting and threading.current_thread() is not threading.main_thread():
         raise SystemExit("the interpreter is exiting")
 
 
 def _leave() -> None:
-    """Let no daemon thread be inside a map when the interpreter goes.
+    """Make sure that no daemon thread is inside a map when the interpreter exits.
 
-    Before CPython 3.14 a thread that then wants the interpreter's lock is unwound, and if it is in a function of torch,
-    that aborts the process. So maps that run are cut short and waited for, but not for calls that take long: one that
-    sleeps in Python code does no harm.
+    Before CPython 3.14 a thread that then wants the interpreter's lock is unwound, which aborts the process if the
+    thread is in a function of torch. Maps that run are therefore cut short and waited for, except for calls that take
+    long: a call that sleeps in Python code does no harm.
     """
     global _exiting
     _exiting = True
@@ -131,7 +131,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """Forget the threads in the child of a fork, which has none of them and maybe a lock that stays held."""
+    """Forget the threads in the child of a fork: it has none of them, and maybe a lock that stays held."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

@@ -1,11 +1,11 @@
 """The specification: every operator in pure PyTorch, with the names and signatures of :mod:`pymoe.ops`.
 
-What a function here returns is what the native operator must return: bit for bit where the docstring says exact,
-within the stated tolerance elsewhere. It is written to be read, not to be fast, and imports torch alone.
+A function here returns what the native operator must return: bit for bit if the docstring says exact, within the stated
+tolerance otherwise. It is written to be read, not to be fast, and imports only torch.
 
-A reference returns the same bits on every processor, values and gradients (:mod:`pymoe.reference.fixed_steps`), but for
+A reference returns the same bits on every processor, values and gradients (:mod:`pymoe.reference.fixed_steps`), except
 :func:`grouped_linear`: its matrix products are torch's, which round as the processor's library does. They agree within
-the rounding of their sums; NaN and infinities are the same ones where no sum of finite terms overflows.
+the rounding of their sums; NaN and infinities are the same unless a sum of finite terms overflows.
 """
 
 from pymoe.reference.build_routing import build_routing

@@ -12,7 +12,7 @@ _DEVICES = frozenset(
 
 
 def autocast_enabled(device_type: str) -> bool:
-    """Return whether ``torch.autocast`` is on for this type of device; False for types without it, as ``"meta"``."""
+    """Return whether ``torch.autocast`` is on for this type of device; False for types without it, like ``"meta"``."""
     return device_type in _DEVICES and torch.is_autocast_enabled(device_type)
 
 

@@ -1,4 +1,4 @@
-"""build_routing: where every choice's row lies when rows are sorted by expert."""
+"""build_routing: the position of every choice's row if rows are sorted by expert."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pymoe.reference import checks
 from pymoe.reference.types import Routing
 
 ROW_LIMIT = 2**31
-"""Rows are numbered in int32: S = T * K must stay below this."""
+"""Limit of S = T * K (exclusive), because rows are numbered in int32."""
 
 
 def check(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> None:
-    """Raise if the arguments of :func:`build_routing` break its contract (but for the indices' range)."""
+    """Raise if the arguments of :func:`build_routing` break its contract, except for the range of the indices."""
     if _fits(experts, num_experts, capacity, foreign_experts):
         return
     checks.dtype("build_routing", "experts", experts, torch.int32, torch.int64)
@@ -22,7 +22,7 @@ def check(experts: Tensor, num_experts: int, capacity: int | None, foreign_exper
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
     checks.flag("build_routing", "foreign_experts", foreign_experts)
-    # Not for a traced size, on which it would be a guard; the native operator checks again when it runs.
+    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
@@ -52,16 +52,15 @@ def build_routing(
 ) -> Routing:
     """Sort the choices of all tokens by expert, stable in (token, choice) order.
 
-    Expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``. Within an expert rows keep the order of
-    (token, choice); of an expert's rows the first ``capacity`` are kept and what comes after them is dropped, as in
-    Switch Transformer (arXiv 2101.03961) without its padding: rows in use are contiguous. A token may name an
-    expert more than once.
+    Expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``. Within an expert, rows keep the order of (token,
+    choice). The first ``capacity`` rows of an expert are kept and later ones are dropped, as in Switch Transformer
+    (arXiv 2101.03961), but without padding: the rows in use are contiguous. A token may name an expert more than once.
 
     Args:
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; from :func:`gate_topk`.
         num_experts: E, at least 1.
         capacity: the most rows that an expert may have; ``None`` drops nothing, 0 drops everything.
-        foreign_experts: take values of E and above for experts that are elsewhere (on other ranks of expert
+        foreign_experts: accept values of E and above for experts that are elsewhere (on other ranks of expert
             parallelism): their choices are dropped, and count for no expert.
 
     Returns:
@@ -72,12 +71,12 @@ def build_routing(
     Raises:
         TypeError: ``experts`` is not a tensor of int32 or int64, or ``num_experts`` or ``capacity`` not an int.
         ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
-        IndexError: an expert index lies outside 0..E-1 (is negative, with ``foreign_experts``).
+        IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: is negative).
     """
     check(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
-        capacity = min(capacity, ROW_LIMIT)  # keeps as much, and fits an int64
+        capacity = min(capacity, ROW_LIMIT)  # drops nothing either, and fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()

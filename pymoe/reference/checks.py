@@ -1,11 +1,11 @@
 """Checks of arguments: one contract for the reference and the native operators.
 
-Every message names operator, argument, rule and what was seen. The caller's mistake decides the exception: a wrong
-kind of thing is a :class:`TypeError` (not a tensor, dtype), a wrong value a :class:`ValueError` (rank, size, device,
-range), an index that points outside an :class:`IndexError`.
+Every message names the operator, the argument, the rule and the value found. The caller's mistake decides the
+exception: a wrong kind of thing is a :class:`TypeError` (not a tensor, dtype), a wrong value a :class:`ValueError`
+(rank, size, device, range), an index that points outside an :class:`IndexError`.
 
-Naming what is wrong takes microseconds even where nothing is. An operator's ``check`` therefore first asks its own
-``_fits``, one expression that is true only of arguments that all the named checks accept.
+The named checks take microseconds even if nothing is wrong. An operator's ``check`` therefore first calls its own
+``_fits``, one expression that is true only if all the named checks accept the arguments.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_matrix(value: object) -> bool:
 
 
 def is_index(value: object, dims: int, device: torch.device) -> bool:
-    """Return whether ``value`` is an int32 tensor of so many dimensions on ``device``."""
+    """Return whether ``value`` is an int32 tensor with ``dims`` dimensions on ``device``."""
     return isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == dims and value.device == device
 
 
@@ -69,7 +69,7 @@ def is_routing(value: object, device: torch.device) -> bool:
 
 
 def rank(operator: str, argument: str, value: Tensor, layout: str) -> None:
-    """Raise unless ``value`` has as many dimensions as ``layout``, e.g. ``"(T, H)"``, names."""
+    """Raise unless ``value`` has as many dimensions as ``layout`` names, e.g. ``"(T, H)"``."""
     expected = layout.count(",") + (0 if layout.endswith(",)") else 1)
     if value.dim() != expected:
         raise ValueError(f"{operator}: {argument} must have shape {layout}, got {tuple(value.shape)}")

@@ -1,4 +1,4 @@
-"""combine: the weighted sum of a token's rows, rows of experts back to rows of tokens."""
+"""combine: the weighted sum of a token's rows; rows of experts become rows of tokens again."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _fits(y: Tensor, routing: Routing, weights: Tensor | None) -> bool:
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Sum the rows of every token's choices, weighted where ``weights`` are given.
+    """Sum the rows of every token's choices, weighted if ``weights`` are given.
 
-    ``out[t] = sum over k of weights[t, k] * y[routing.slot[t, k]]``. The sum runs over k in order, in float32 (float64
-    for float64), from +0, product and addition rounded separately, and is rounded once to the dtype of ``y``: the
-    result is exact in this sense, the same on every device and for every number of threads. A dropped choice adds
-    nothing, whatever its weight.
+    ``out[t] = sum over k of weights[t, k] * y[routing.slot[t, k]]``. The sum starts from +0 and runs over k in order,
+    in float32 (float64 for float64), with product and addition rounded separately; at the end it is rounded once to the
+    dtype of ``y``. The result is exact in this sense: the same on every device and for every number of threads. A
+    dropped choice adds nothing, whatever its weight.
 
     Args:
-        y: (S, H), S as ``routing.token`` has it, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
+        y: (S, H), S = ``len(routing.token)``, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
         routing: from :func:`build_routing`, or made by hand: ``slot`` names each row at most once.
         weights: (T, K), usually float32 as :func:`gate_topk` makes them; any floating dtype that widens without loss to
             the dtype of the sum (so float64 for float64 ``y`` only). ``None`` for a plain sum.
@@ -69,7 +69,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     slot = routing[0]
     checks.slots_in_range("combine", routing)
     dtype = accumulate_dtype(y.dtype)
-    if y.shape[0] == 0:  # a row to name where nothing is read
+    if y.shape[0] == 0:  # add a row that an index can name although nothing reads it
         y = torch.cat([y, y.new_zeros(1, y.shape[1])])
     weights_TK = None if weights is None else weights.to(dtype)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)

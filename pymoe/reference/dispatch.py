@@ -1,4 +1,4 @@
-"""dispatch: the batch gather, rows of tokens to rows of experts."""
+"""dispatch: the batch gather; rows of tokens become rows of experts."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def _may_overlap(x: Tensor, out: Tensor) -> bool:
 def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
     """Copy every token's row to the rows that its choices own.
 
-    ``out[routing.slot[t, k]] = x[t]`` for every choice that was not dropped; rows past ``routing.offsets[-1]`` are
-    zero, and rows before that which no choice owns are unspecified. The copy is exact, for every dtype and every bit
-    pattern.
+    ``out[routing.slot[t, k]] = x[t]`` for every choice that was not dropped. Rows past ``routing.offsets[-1]`` are
+    zero; earlier rows that no choice owns are unspecified. The copy is exact, for every dtype and every bit pattern.
 
     Args:
         x: (T, H), any floating dtype.
@@ -70,7 +69,7 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
             :func:`torch.no_grad`).
 
     Returns:
-        (S, H), S as ``routing.token`` has it, the dtype of ``x``; ``out`` where it was given. Differentiable in ``x``:
+        (S, H), S = ``len(routing.token)``, the dtype of ``x``; ``out`` if it was given. Differentiable in ``x``:
         the gradient of a token is the sum over its choices, in the order of the choices (:func:`combine` without
         weights).
 

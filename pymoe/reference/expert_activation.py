@@ -13,19 +13,19 @@ from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 KINDS = ("swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared")
 GATED = ("swiglu", "geglu", "geglu_tanh")
-"""Those of them that take two rows of F."""
+"""Kinds that take two rows of F."""
 
 GELU_TANH = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 40.0)
-"""Factors of x and x^3 inside the sigmoid, and the size of x from where on that is 0 or 1."""
+"""Factors of x and x^3 inside the sigmoid, and the magnitude of x from which the sigmoid is 0 or 1."""
 
 
 def is_gated(kind: object) -> bool:
-    """Return whether the kind takes two rows of F, gate and up, for one."""
+    """Return whether the kind turns two rows of F, gate and up, into one."""
     return isinstance(kind, ClampedSwiglu) or kind in GATED
 
 
 def check_kind(name: str, argument: str, kind: object) -> None:
-    """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` of good numbers."""
+    """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` with valid numbers."""
     if not isinstance(kind, ClampedSwiglu):
         if not isinstance(kind, str):
             raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
@@ -55,7 +55,7 @@ def check(h: Tensor, kind: ActivationKind) -> None:
 
 
 def _fits(h: Tensor, kind: ActivationKind) -> bool:
-    """Return whether the arguments keep the contract, for a kind that is named."""
+    """Return whether the arguments keep the contract, for a kind with a name."""
     return type(kind) is str and kind in KINDS and checks.is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
 
 
@@ -102,9 +102,9 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
         (S, F), the dtype of ``h``. Differentiable in ``h``, any number of times.
 
     Raises:
-        TypeError: ``h`` is not a floating tensor, ``kind`` neither a string nor a ``ClampedSwiglu``, or a field of that
-            is of the wrong kind.
-        ValueError: ``kind`` is unknown, a number of it is out of range, or the shape of ``h`` does not fit it.
+        TypeError: ``h`` is not a floating tensor, ``kind`` is neither a string nor a ``ClampedSwiglu``, or a field of
+            the latter is of the wrong kind.
+        ValueError: ``kind`` is unknown, one of its numbers is out of range, or the shape of ``h`` does not fit it.
     """
     check(h, kind)
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
@@ -118,7 +118,7 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
 
 
 def _activated(x: Tensor, kind: ActivationKind) -> Tensor:
-    """Return the activation of a float32 or float64 tensor, that of the gate for gated kinds."""
+    """Return the activation of a float32 or float64 tensor; for gated kinds, the activation of the gate."""
     if kind == "swiglu":
         return silu(x)
     if kind in ("gelu", "geglu"):

@@ -1,4 +1,4 @@
-"""Functions that the references are made of, in steps that round the same on every processor.
+"""Functions from which the references are built, in steps that round the same on every processor.
 
 The results of torch's ``softmax``, ``gelu`` or ``sum`` depend on the processor's vector units: in the last bits, and
 for infinities and values near overflow entirely. A specification must not. The functions here consist of IEEE
@@ -18,7 +18,7 @@ from torch import Tensor
 from pymoe.reference.scores import exp_in_fixed_steps, scores_in_fixed_steps, sum_in_lanes
 
 # Rational approximations of W. J. Cody (Math. Comp. 23, 1969), highest power first: erf(v) / v in v^2 up to
-# 0.46875, erfc(v) e^(v^2) in v up to 4, and what its asymptotic series leaves, in 1 / v^2, beyond.
+# 0.46875, erfc(v) e^(v^2) in v up to 4, and beyond that the remainder of its asymptotic series, in 1 / v^2.
 _ERF = (
     (1.85777706184603153e-1, 3.16112374387056560, 1.13864154151050156e2, 3.77485237685302021e2, 3.20937758913846947e3),
     (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3),
@@ -64,11 +64,11 @@ def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Tensor)
 
 
 def erfc_in_fixed_steps(v: Tensor) -> Tensor:
-    """1 - erf of a float64 tensor, with its relative accuracy in the upper tail too. Not differentiable."""
-    y = v.abs().clamp(max=30.0)  # where it has underflowed to 0; keeps a NaN
+    """Return 1 - erf of a float64 tensor, with its relative accuracy in the upper tail too. Not differentiable."""
+    y = v.abs().clamp(max=30.0)  # erfc underflows to 0 there; keeps a NaN
     small = y.clamp(max=0.46875)
     erf = small * _ratio(_ERF, small * small)
-    # e^(-y^2) from a short square, which is exact, and what is missing to it
+    # e^(-y^2) = e^(-s^2) times a correction, where s is y rounded so that its square is exact
     short = (y * 16.0).trunc() / 16.0
     gauss = exp_in_fixed_steps(-(short * short)) * exp_in_fixed_steps(-(y - short) * (y + short))
     middle = gauss * _ratio(_ERFC, y.clamp(max=4.0))
@@ -81,7 +81,7 @@ def erfc_in_fixed_steps(v: Tensor) -> Tensor:
 
 
 def log_in_fixed_steps(x: Tensor) -> Tensor:
-    """The natural logarithm of float64 values of at least the least normal number, infinity or NaN.
+    """Return the natural logarithm of float64 values that are normal and positive, infinity or NaN.
 
     Not differentiable. x = 2^k (1 + f), and log(1 + f) by a polynomial in f / (2 + f).
     """
@@ -121,7 +121,7 @@ def sum_in_order(values: Tensor, dim: int) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """``value`` repeated along a new dimension. The gradient of torch's ``expand`` is a sum in torch's order."""
+    """``value`` repeated along a new dimension; the gradient of torch's ``expand`` would be a sum in torch's order."""
 
     generate_vmap_rule = True
 
@@ -148,8 +148,8 @@ class _Spread(torch.autograd.Function):
 def spread(value: Tensor, dim: int, size: int, *, in_order: bool = False) -> Tensor:
     """Repeat ``value`` ``size`` times along a new dimension ``dim``; gradients are added in a fixed order.
 
-    The order is that of :func:`sum_in_order` if ``in_order``, else that of :func:`sum_in_tree`; in float32, or float64
-    for float64.
+    The order is the same as in :func:`sum_in_order` if ``in_order``, else as in :func:`sum_in_tree`; the sum is in
+    float32, or float64 for float64.
     """
     result: Tensor = _Spread.apply(value, dim, size, in_order)
     return result
@@ -160,7 +160,7 @@ def _along_rows(value_T1: Tensor, like_TE: Tensor) -> Tensor:
 
 
 class _SymmetricFunction(torch.autograd.Function):
-    """A function whose Jacobian is symmetric: one product with it is the backward and the forward derivative.
+    """A function with a symmetric Jacobian: the product with it is both the backward and the forward derivative.
 
     ``name`` is a key of :data:`_VALUES` and :data:`_PRODUCTS`.
     """
@@ -227,27 +227,27 @@ def _apply(x: Tensor, name: str) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """The exponential function of a float32 or float64 tensor."""
+    """Return the exponential function of a float32 or float64 tensor."""
     return _apply(x, "exp")
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function, 1 / (1 + e^-x), of a float32 or float64 tensor."""
+    """Return the logistic function, 1 / (1 + e^-x), of a float32 or float64 tensor."""
     return _apply(x, "sigmoid")
 
 
 def softmax(x: Tensor) -> Tensor:
-    """The softmax of every row of a (T, E) float32 or float64 tensor."""
+    """Return the softmax of every row of a (T, E) float32 or float64 tensor."""
     return _apply(x, "softmax")
 
 
 def silu(x: Tensor) -> Tensor:
-    """Swish, x / (1 + e^-x), of a float32 or float64 tensor."""
+    """Return Swish, x / (1 + e^-x), of a float32 or float64 tensor."""
     return _apply(x, "silu")
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The exact form: x Phi(x), Phi the normal distribution function, computed in float64 for float32 too."""
+    """Return x Phi(x), the exact form; Phi is the normal distribution function, in float64 for float32 too."""
     wide = x.to(torch.float64)
     return (wide * _apply(wide, "normal_cdf")).to(x.dtype)
 
@@ -284,6 +284,6 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def logsumexp(x: Tensor) -> Tensor:
-    """The logarithm of the sum of e^x over every row of a (T, E) float32 or float64 tensor: (T,)."""
+    """Return the logarithm of the sum of e^x over every row of a (T, E) float32 or float64 tensor: (T,)."""
     result: Tensor = _LogSumExp.apply(x)
     return result

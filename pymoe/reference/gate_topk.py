@@ -31,7 +31,7 @@ def check(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    # Not for a traced size, on which it would be a guard; the native operator checks again when it runs.
+    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
     if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, ("softmax", "sigmoid"))
@@ -62,7 +62,7 @@ def check(
 
 
 def _fits(logits: Tensor, k: int, score: Score, renormalize: bool, bias: Tensor | None, scale: float) -> bool:
-    """Return whether the arguments, with no groups, keep the contract."""
+    """Return whether the arguments, without groups, keep the contract."""
     return (
         checks.is_matrix(logits)
         and type(k) is int
@@ -131,12 +131,12 @@ def gate_topk(
     Scores are ``softmax(logits)`` over all experts (Switch Transformer, arXiv 2101.03961) or ``sigmoid(logits)``
     (DeepSeek-V3, arXiv 2412.19437), computed in float32 (float64 for float64 logits).
 
-    **The choice.** Experts are chosen by ``score(logits) + bias``, best first. Without bias and groups this orders as
-    the logits do, and the choice is made on the logits themselves. With ``num_groups``, the experts form that many
+    **The choice.** Experts are chosen by ``score(logits) + bias``, best first. Without bias and groups the logits give
+    the same order, and the choice is made on the logits themselves. With ``num_groups``, the experts form that many
     groups of consecutive experts; a group's score is the sum of its two best choice scores (of its only one if it
     holds one expert); experts outside the ``topk_groups`` best groups are never chosen (DeepSeek-V3).
-    The order is total. Ties go to the lower index, of experts and of groups; -0 ties with +0; every NaN comes before
-    all numbers and ties with every other NaN. So the experts of a token are distinct whatever the logits hold.
+    The order is total. Ties between experts, and between groups, go to the lower index; -0 ties with +0; every NaN
+    comes before all numbers and ties with every other NaN. So the experts of a token are distinct for any logits.
 
     **The weights** are the scores of the chosen experts; the bias never enters them (auxiliary-loss-free balancing,
     arXiv 2408.15664). ``renormalize`` divides them by their sum, floored at 1e-20; ``scale`` multiplies last. A NaN

@@ -14,7 +14,7 @@ from pymoe.reference.autocast import cast_operands
 def check(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
 ) -> None:
-    """Raise if the arguments of :func:`grouped_linear` break its contract (all but the values of indices)."""
+    """Raise if the arguments of :func:`grouped_linear` break its contract, except for the values of indices."""
     if order is None and _fits(x, weight, offsets, bias):
         return
     name = "grouped_linear"
@@ -38,7 +38,7 @@ def check(
 
 
 def _fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the arguments, with no order, keep the contract."""
+    """Return whether the arguments, without an order, keep the contract."""
     if not (checks.is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
         return False
     dtype, device = x.dtype, x.device
@@ -73,7 +73,7 @@ def check_bias(
 
 
 def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise if ``offsets`` do not cut ``rows`` rows (the native kernels check the same, on CUDA in debug mode)."""
+    """Raise if ``offsets`` do not cut ``rows`` rows; the native kernels check the same, on CUDA in debug mode."""
     if bounds[0] != 0:
         raise ValueError(f"{operator}: offsets must start at 0, got {bounds[0]}")
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -84,12 +84,12 @@ def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear"
 
 
 def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise unless ``places`` name distinct rows (the native kernels check the same, on CUDA in debug mode).
+    """Raise unless ``places`` name distinct rows; the native kernels check the same, on CUDA in debug mode.
 
     Args:
         places: the values of ``order`` that are used.
         rows: S.
-        operator: whose error it is.
+        operator: the name that the error mentions.
     """
     seen = set()
     for at, row in enumerate(places):
@@ -109,11 +109,11 @@ def grouped_linear(
     expert: their ``y`` is zero, their ``x`` is never read, and no gradient comes from or reaches them. An expert may
     own no rows; the gradients of its weight and bias are then zero.
 
-    With ``order`` the rows need not be sorted in memory: the r-th of them is row ``order[r]``, of ``x`` and of ``y``
-    alike, so ``y[order[r]] = weight[e] @ x[order[r]] + bias[e]``. Rows that ``order[:offsets[-1]]`` does not name
-    belong to no expert. This saves a sorted copy of ``x`` and the way back, and changes no bit of outputs or gradients,
-    since sums over an expert's rows run in the given order; but on CUDA torch may make products of sorted rows in
-    bfloat16, and rounds its sums otherwise. ``Routing.token`` is an order where every token has one choice.
+    With ``order`` the rows need not be sorted in memory: the r-th sorted row is row ``order[r]`` of both ``x`` and
+    ``y``, so ``y[order[r]] = weight[e] @ x[order[r]] + bias[e]``. Rows that ``order[:offsets[-1]]`` does not name
+    belong to no expert. This saves a sorted copy of ``x`` and the copy back. It changes no bit of outputs or gradients,
+    since sums over an expert's rows run in the given order, except on CUDA in bfloat16, where torch may multiply sorted
+    rows and rounds its sums differently. ``Routing.token`` is an order if every token has one choice.
 
     Sums are kept in float32 (float64 for float64) over the whole of H and rounded once to the dtype of ``x``; the
     same holds for the gradients, whose sums run over N (``x``) or over an expert's rows (``weight``, ``bias``). A row

@@ -13,14 +13,14 @@ from pymoe.reference.quantized_weight import GROUP, check_quantized, unpack, up
 from pymoe.reference.types import QuantizedWeight
 
 BLOCK = 128
-"""Inputs that share the step to which a row's activations are rounded."""
+"""Number of inputs that share one step, to which a row's activations are rounded."""
 LARGEST_CODE = 127 * 256 + 127
-"""Of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
+"""Largest code of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None) -> None:
-    """Raise if the arguments of :func:`quantized_linear` break its contract (all but the values of ``offsets``)."""
+    """Raise if the arguments of :func:`quantized_linear` break its contract, except for the values of ``offsets``."""
     name = "quantized_linear"
     checks.dtype(name, "x", x, *FLOATING)
     checks.rank(name, "x", x, "(S, H)")
@@ -48,12 +48,12 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     :func:`dequantize_weight`. Rows past ``offsets[-1]`` belong to no expert: their ``y`` is zero and their ``x`` is
     never read.
 
-    A row of ``x`` is rounded to integers of 16 bits in blocks of 128 inputs. The step of a block is a power of two, so
-    that its largest magnitude becomes an integer of 16320 to 32639 (steps stop at 2**-114): an activation moves by at
-    most 1/32639 of its block's largest, and bfloat16 values of at least 1/64 of that are kept as they are. Products
-    with the codes of the weights are added up exactly, as integers: over a block of 128 with 8 bits, over a group of 32
-    with 4 bits. These sums become float32 and are multiplied by their scales and added in the order of the inputs, each
-    step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
+    A row of ``x`` is rounded to integers of 16 bits in blocks of 128 inputs. The step of a block is a power of two,
+    chosen so that the block's largest magnitude becomes an integer of 16320 to 32639 (steps stop at 2**-114). An
+    activation moves by at most 1/32639 of the largest in its block, and bfloat16 values of at least 1/64 of the largest
+    do not change. Products with the codes of the weights are added up exactly, as integers: over a block of 128 with 8
+    bits, over a group of 32 with 4 bits. These sums become float32 and are multiplied by their scales and added in the
+    order of the inputs, each step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
 
     The result is exact: the same bits on every processor. A row of ``y`` depends on its own row of ``x`` alone, not on
     the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
@@ -61,7 +61,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
 
     Args:
         x: (S, H), rows sorted by expert as :func:`dispatch` leaves them; float32, bfloat16 or float16.
-        weight: of (E, N, H), from :func:`quantize_weight`.
+        weight: a weight (E, N, H), from :func:`quantize_weight`.
         offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
         bias: (E, N), the dtype of ``x``, or None.
 
@@ -107,7 +107,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers (rows, inputs) float64 of rows of ``x``, filled up to blocks, and steps (rows, blocks)."""
+    """Return rows of ``x`` as integers (rows, inputs) float64, padded to whole blocks, and steps (rows, blocks)."""
     rows, inputs = x.shape
     wide = F.pad(x.float(), (0, up(inputs, BLOCK) - inputs)).view(rows, up(inputs, BLOCK) // BLOCK, BLOCK)
     largest = wide.abs().amax(dim=2)

@@ -10,8 +10,8 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in t
     4 bits   for every 32 inputs: 64 scales, 64 minima (bfloat16), then for every 8 inputs: 64 outputs x 4 bytes,
              where byte b holds the code of input b in its lower half and that of input 4 + b in its upper half
 
-The inputs are filled up to a multiple of 32, and the outputs to a multiple of 64. What is filled in stands for zero,
-but for inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
+The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
+inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pymoe.reference import checks
 from pymoe.reference.types import QuantizedWeight
 
 TILE = 64
-"""Outputs of a tile."""
+"""Number of outputs of a tile."""
 GROUP = 32
-"""Inputs that share a scale and a minimum at 4 bits; inputs are filled up to a multiple of it."""
+"""Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
 ZERO = 128
-"""The code of zero at 8 bits."""
+"""Code of zero at 8 bits."""
 LARGEST = 2.0**100
-"""The largest magnitude of a weight."""
+"""Largest magnitude of a weight."""
 SMALLEST_STEP = 2.0**-100
-"""Steps below this are none: the weights of such a row or group come back as zero, or as their minimum."""
+"""Least step of a grid: a row or group with a smaller step is constant, namely zero or its minimum."""
 CANDIDATES = 8
-"""Trials of the search for a group's scale and minimum, beside rounding between its least and greatest weight."""
+"""Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
 
 
 def up(value: int, multiple: int) -> int:
@@ -55,7 +55,7 @@ def packed_shape(bits: int, output_features: int, input_features: int, experts: 
 
 
 def check(weight: Tensor, bits: int) -> None:
-    """Raise if the arguments of :func:`quantize_weight` break its contract (all but the values of ``weight``)."""
+    """Raise if the arguments of :func:`quantize_weight` break its contract, except for the values of ``weight``."""
     checks.floating("quantize_weight", "weight", weight)
     checks.rank("quantize_weight", "weight", weight, "(E, N, H)")
     check_bits("quantize_weight", "bits", bits)
@@ -84,7 +84,7 @@ def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> No
 
 
 def check_values(weight: Tensor) -> None:
-    if weight.is_meta or isinstance(weight, FakeTensor):  # which hold no numbers
+    if weight.is_meta or isinstance(weight, FakeTensor):  # they hold no numbers
         return
     bad = ~(weight.abs() <= LARGEST)
     if bool(bad.any()):
@@ -99,13 +99,13 @@ def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
 
     The weights are rounded to float32 first. With 8 bits the scale of an output row is its largest magnitude over 127,
     and every weight is within half a scale of its value. With 4 bits a group of 32 inputs starts from a minimum just
-    below its least weight and a scale that just reaches its greatest, which leaves every weight within half a scale;
-    a search over eight narrower and wider grids, each fitted by least squares, replaces them where the sum of squared
-    errors is smaller. On normally distributed weights the error is 0.7 % (8 bits) or 7.0 % (4 bits; 7.8 % without the
-    search) of the weights' norm. The grids follow ``make_qkx2_quants`` of llama.cpp.
+    below its least weight and a scale that just reaches its greatest, which leaves every weight within half a scale.
+    A search over eight narrower and wider grids, each fitted by least squares, replaces this grid if the sum of squared
+    errors becomes smaller. On normally distributed weights the error is 0.7 % (8 bits) or 7.0 % (4 bits; 7.8 % without
+    the search) of the weights' norm. The grids follow ``make_qkx2_quants`` of llama.cpp.
 
-    Rows whose largest magnitude is below 127 * 2**-100, and groups whose range is below 15 * 2**-100, are taken for
-    constant: zero, or their minimum.
+    Rows whose largest magnitude is below 127 * 2**-100 become zero, and groups whose range is below 15 * 2**-100 become
+    constant: their minimum.
 
     The packed bytes are exact: they are the same on every processor and for any number of threads.
 
@@ -128,13 +128,13 @@ def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
 
 
 def dequantize_weight(weight: QuantizedWeight) -> Tensor:
-    """Return the weights that a packed weight stands for.
+    """Return the weights for which a packed weight stands.
 
     Args:
         weight: from :func:`quantize_weight`.
 
     Returns:
-        (E, N, H) float32, exact: what :func:`quantized_linear` multiplies with. Not differentiable.
+        (E, N, H) float32, exact: :func:`quantized_linear` multiplies with these weights. Not differentiable.
 
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
@@ -150,10 +150,10 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
 
 
 def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes (E, tiles * 64, inputs), scales and minima, each float32 with the inputs filled up.
+    """Return codes (E, tiles * 64, inputs), scales and minima, each float32 and padded in the inputs.
 
-    With 8 bits the codes are those minus 128, the scales (E, tiles * 64, 1) and the minima None; with 4 bits scales
-    and minima are (E, tiles * 64, groups).
+    With 8 bits, 128 is subtracted from the codes, the scales are (E, tiles * 64, 1) and the minima None; with 4 bits
+    scales and minima are (E, tiles * 64, groups).
     """
     packed, bits, _, input_features = weight
     experts, tiles, _ = packed.shape
@@ -212,7 +212,8 @@ def _bytes(values: Tensor) -> Tensor:
 def _quantize_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale (E, N, G), minimum (E, N, G) and codes (E, N, G, count) of groups (E, N, G, count).
 
-    Every step is one IEEE operation on elements, and sums run in the order of the inputs: a kernel gets the same bits.
+    Every step is one IEEE operation on elements, and sums run in the order of the inputs, so a kernel gets the same
+    bits.
     """
     least, greatest = values.amin(dim=3) + 0.0, values.amax(dim=3)  # no negative zero
     minimum = _round_away(least, up=False)
@@ -251,7 +252,7 @@ def _fit(above: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest codes of a grid, and the sum of their squared errors."""
+    """Return the nearest codes of a grid and the sum of their squared errors."""
     inverse = _inverse(scale)
     codes = torch.round((values - minimum[..., None]) * inverse[..., None]).clamp(0, 15)
     error = values - (scale[..., None] * codes + minimum[..., None])
@@ -259,7 +260,7 @@ def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tens
 
 
 def _inverse(step: Tensor) -> Tensor:
-    """Return 1 / step, or 0 where there is none."""
+    """Return 1 / step, or 0 if the step is 0."""
     return torch.where(step > 0, torch.where(step > 0, step, 1).reciprocal(), 0)
 
 

@@ -70,7 +70,7 @@ def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax
 
     Args:
         logits: (T, E), any floating dtype.
-        load: (E,) int32 or int64, slots an expert was chosen for: ``Gate.load``, or its sum over ranks or steps.
+        load: (E,) int32 or int64, the number of slots of each expert: ``Gate.load``, or its sum over ranks or steps.
         score: ``"softmax"`` or ``"sigmoid"``.
 
     Returns:
@@ -107,7 +107,7 @@ def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> 
     Args:
         logits: (T, E), any floating dtype.
         load: (E,) int32 or int64, as for :func:`load_balancing_loss`.
-        score: ``"softmax"`` or ``"sigmoid"``: how probabilities for the balancing loss come from the logits.
+        score: ``"softmax"`` or ``"sigmoid"``: turns logits into probabilities for the balancing loss.
 
     Returns:
         RouterLosses of ``load_balancing`` (:func:`load_balancing_loss`) and ``z`` (:func:`router_z_loss`), scalars in

@@ -1,8 +1,8 @@
 """Scores of a router's logits, and the order in which experts are chosen.
 
 A choice must not depend on the last bit of some library's ``exp``. If experts are chosen by their scores (with a bias
-or groups), the scores are therefore computed by a fixed sequence of IEEE additions, multiplications and divisions,
-the same here, in the CPU kernels for every instruction set, and in the CUDA kernels: the choice is then exact too.
+or groups), the scores are therefore computed by a fixed sequence of IEEE additions, multiplications and divisions:
+the same here, in the CPU kernels for every instruction set, and in the CUDA kernels. The choice is then exact too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from pymoe.reference.types import Score
 
 SUM_LANES = 16
-"""Sums over experts run in this many interleaved lanes, which a balanced tree then adds up."""
+"""Number of interleaved lanes in which sums over experts run; a balanced tree then adds up the lanes."""
 
 
 SUM_FLOOR = 1e-20
-"""Sums of scores are floored at this before they divide (as TransformerEngine and DeepSeek-V3 do)."""
+"""Least divisor: smaller sums of scores are replaced by it (as in TransformerEngine and DeepSeek-V3)."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,7 +28,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def exp_in_fixed_steps(x: Tensor) -> Tensor:
     """Return e^x within 2 ulp, by steps that round alike everywhere (Cody-Waite reduction and a polynomial).
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial (that of Cephes' expf for float32, the Taylor series to
+    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial (from Cephes' expf for float32, the Taylor series to
     degree 13 for float64); times 2^n in two factors, so that subnormal results round once. Not differentiable.
     """
     if x.dtype == torch.float64:
@@ -90,7 +90,7 @@ def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
 def order_key(values: Tensor) -> Tensor:
     """Return integers in the order of choice: -0 ties with +0; NaNs tie with each other, above all numbers.
 
-    The key of a float32 is an int32, of a float64 an int64. No value's key is the least integer.
+    The key of a float32 is an int32, the key of a float64 an int64. No value has the least integer as its key.
     """
     integer = torch.int64 if values.dtype == torch.float64 else torch.int32
     largest = torch.iinfo(integer).max

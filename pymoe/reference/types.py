@@ -7,24 +7,24 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 Score = Literal["softmax", "sigmoid"]
-"""How a router's logits become scores."""
+"""Function that turns a router's logits into scores."""
 
 
 class ClampedSwiglu(NamedTuple):
     """A swiglu whose gate and up are clamped: g * sigmoid(alpha * g) * (u + up_offset) for clamped g and u.
 
-    A kind of :func:`expert_activation`, which has the whole contract. GPT-OSS has ``ClampedSwiglu(7.0, alpha=1.702,
+    This is a kind of :func:`expert_activation`, where its contract is. GPT-OSS has ``ClampedSwiglu(7.0, alpha=1.702,
     up_offset=1.0, interleaved=True)``.
     """
 
     limit: float
-    """The greatest gate, and the greatest size of up; above 0, ``math.inf`` for none."""
+    """Greatest gate, and greatest magnitude of up; above 0, ``math.inf`` for no limit."""
     alpha: float = 1.0
     """Factor of the gate inside the sigmoid."""
     up_offset: float = 0.0
-    """Added to the clamped up."""
+    """Offset that is added to the clamped up."""
     interleaved: bool = False
-    """Whether columns are [gate 0, up 0, gate 1, up 1, ...] in place of [gate | up]."""
+    """Layout of the columns: [gate 0, up 0, gate 1, up 1, ...] if true, else [gate | up]."""
 
 
 ActivationKind = Literal["swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared"] | ClampedSwiglu
@@ -32,26 +32,26 @@ ActivationKind = Literal["swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_
 
 
 class Gate(NamedTuple):
-    """What :func:`gate_topk` decides for T tokens, E experts and K choices."""
+    """Decision of :func:`gate_topk` for T tokens, E experts and K choices."""
 
     weights: Tensor
     """(T, K) float32 (float64 for float64 logits): the weight of each choice, best choice first."""
     experts: Tensor
     """(T, K) int32: the chosen experts, distinct within a token."""
     load: Tensor
-    """(E,) int32: how many slots each expert was chosen for; sums to T * K."""
+    """(E,) int32: the number of slots of each expert; sums to T * K."""
 
 
 class Routing(NamedTuple):
-    """Where every choice's row lies when rows are sorted by expert; made by :func:`build_routing`.
+    """Positions of the choices' rows if rows are sorted by expert; made by :func:`build_routing`.
 
-    One made by hand may have fewer or more than T * K rows, for a buffer with another order or with room to spare.
+    A hand-made one may have fewer or more than T * K rows, for a buffer with another order or with spare rows.
     """
 
     slot: Tensor
     """(T, K) int32: the row of each choice, stable in (token, choice) order within an expert; -1 where dropped."""
     token: Tensor
-    """(S,) int32, S = T * K of :func:`build_routing`: the token of each row; -1 for the rows past ``offsets[-1]``."""
+    """(S,) int32, S = T * K from :func:`build_routing`: the token of each row; -1 for rows past ``offsets[-1]``."""
     offsets: Tensor
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
@@ -62,11 +62,11 @@ class QuantizedWeight(NamedTuple):
     packed: Tensor
     """(E, ceil(N / 64), bytes) uint8: scales, minima and codes, in the order in which the kernels read them."""
     bits: int
-    """8 or 4."""
+    """Bits of a code: 8 or 4."""
     output_features: int
-    """N."""
+    """N, the number of outputs."""
     input_features: int
-    """H."""
+    """H, the number of inputs."""
 
 
 class RouterLosses(NamedTuple):

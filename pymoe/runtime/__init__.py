@@ -1,4 +1,4 @@
-"""Requests to experts, in batches: what an expert takes, its pools, and the runtime that serves them."""
+"""Requests to experts, in batches: the requests of an expert, its pools, and the runtime that serves them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names of the packages beside and above this one, which programs also import from here, on demand."""
+    """Import on demand the names of packages beside and above this one that programs also import from here."""
     if name in __all__:
         homes = (importlib.import_module(package) for package in ("pymoe.parallel", "pymoe.mixture"))
         for home in homes:

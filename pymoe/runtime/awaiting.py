@@ -1,11 +1,12 @@
-"""How a coroutine waits for a request, from ``await future`` to the loop's next turn.
+"""The wait of a coroutine for a request, from ``await future`` to the next iteration of the loop.
 
-``await`` has the task sleep on a waiter, a future of the loop. When the batch ends, whoever completes it puts the
-waiters of its requests into the loop's mailbox without the GIL, and calls the loop once, not once a request:
-``call_soon_threadsafe`` costs more than all the rest. The loop takes the waiters out and sets them; each task goes on
-with its request's result.
+With ``await`` the task sleeps on a waiter, a future of the loop. When the batch ends, the thread that completes it puts
+the waiters of its requests into the loop's mailbox without the GIL, and calls the loop once instead of once per
+request: ``call_soon_threadsafe`` costs more than everything else. The loop takes out the waiters and completes them;
+each task continues with the result of its request.
 
-A loop that is there but raises when it is called is called once more, and otherwise with the next waiter that comes.
+If the loop is still there but raises when it is called, it is called once more, and after that with the next waiter
+that comes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weak
 
 
 def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, Any]:
-    """What ``await future`` iterates over. Cancelling the task cancels the request, as do ``seconds`` when over.
+    """Yield to the event loop until the request is done; this is the iterator of ``await future``.
 
-    ``future`` is that of a pool of this process, or one that Python completes and that has ``add_done_callback``.
+    Cancelling the task cancels the request, and so does running out of ``seconds``. ``future`` comes from a pool of
+    this process, or is completed by Python and has ``add_done_callback``.
 
     Raises:
         TimeoutError: the request is not done within ``seconds``.
@@ -49,11 +51,11 @@ def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, A
     try:
         return future.result()
     finally:
-        del future  # what it raises has this frame in its traceback: they would hold each other
+        del future  # its exception has this frame in the traceback: they would hold each other
 
 
 def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> None:
-    """Have the loop wake ``waiter`` once the future is done."""
+    """Let the loop wake ``waiter`` once the future is done."""
     if not isinstance(future, RequestFuture):
 
         def wake(_: Any) -> None:
@@ -67,7 +69,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
-    """Have the loop empty its mailbox; where there is no loop any more, nobody waits."""
+    """Let the loop empty its mailbox; if the loop is gone, nobody waits."""
     if (loop := loop_of()) is None:
         return mailbox.discard()
     try:

@@ -1,4 +1,4 @@
-"""An expert that is served: batches of requests for its outputs and its gradients, an update a batch, its state."""
+"""A served expert: batches of requests for its outputs and its gradients, one update per batch, and its state."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _POOLS = ("forward_pool", "backward_pool")
-_MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools that isolate look at it too
+_MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools with ``isolate`` read it too
 
 
 class ExpertBackend(nn.Module):
     """A module with two pools of requests: one asks for its outputs, the other for gradients of its inputs.
 
-    The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing of an earlier forward
+    The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing from an earlier forward
     pass: it runs the expert again on the inputs that come with the request, returns gradients for every input, and
-    updates the expert once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both; they can be called
-    directly as well, from any thread: passes and updates of one expert, or of experts that share parameters with each
-    other or with an optimizer, never overlap. A backend can be copied and pickled: a copy has pools of its own.
+    updates the expert once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both; they can also be called
+    directly, from any thread. Passes and updates of one expert never overlap, nor those of experts that share
+    parameters with each other or with an optimizer. A backend can be copied and pickled: a copy has its own pools.
 
     Args:
-        name: what the pools (``NAME_forward``, ``NAME_backward``), statistics and errors call it.
-        expert: the module. Its first argument's first dimension, and that of every other tensor that it takes or
+        name: name of the backend in the pools (``NAME_forward``, ``NAME_backward``), statistics and errors.
+        expert: the module. The first dimension of its first argument, and of every other tensor that it takes or
             returns, is the batch.
         opt: the optimizer of its parameters. None: the expert is never updated, and its parameters get no gradients.
         args_schema: a nested structure of :class:`BatchTensorProto` for each positional argument; a tensor stands for
-            its prototype, and any other leaf is handed to the expert as it is.
-        kwargs_schema: the same for keyword arguments. One of the two must name a tensor.
-        outputs_schema: the same for what the expert returns; None finds out with one call that leaves no trace (see
+            its prototype, and any other leaf is passed to the expert unchanged.
+        kwargs_schema: the same for keyword arguments. One of the two must contain a tensor.
+        outputs_schema: the same for the expert's results; None determines it by one call that leaves no trace (see
             :func:`pymoe.runtime.dry_run.infer_outputs_schema`).
-        gradient_reduction: ``"sum"``: an update follows the sum over all rows of all requests in the batch, as in one
-            backward pass over all of them. ``"mean"``: that divided by the number of rows, so that the length of a
-            step does not depend on how many requests happened to meet. Gradients of inputs are never scaled.
-        accumulate_steps: how many batches' gradients make one update.
+        gradient_reduction: ``"sum"``: an update uses the sum over all rows of all requests in the batch, as in one
+            backward pass over all of them. ``"mean"``: this sum is divided by the number of rows, so that the length of
+            a step does not depend on how many requests happened to meet. Gradients of inputs are never scaled.
+        accumulate_steps: the number of batches whose gradients make one update.
         clip_grad_norm: the largest 2-norm of all parameters' gradients together, after the reduction; longer ones are
             scaled down to it.
         nonfinite_gradients: NaN or infinity in a parameter's gradient would reach every row of every later request
             through the update. ``"raise"`` fails the batch with :class:`NonFiniteGradientError` (with ``isolate=True``
-            the bad request alone); ``"skip"`` leaves out the update and logs a warning, and every request still gets
+            only the bad request); ``"skip"`` omits the update and logs a warning, and every request still gets
             its gradients, as loss scaling needs; ``"step"`` does not check.
         scheduler: its ``step()`` is called after every update (a learning rate scheduler of torch).
-        device: where the expert is to be; None leaves it where it is. Inputs that are elsewhere are moved there
-            (without waiting, from page-locked memory), and what is returned goes to where the first input was.
-        buffers: which passes may change buffers of an expert in training mode. ``"backward"``: an input that is
-            trained on counts once in the statistics of batch normalisation, one that is only asked for not at all.
-            ``"both"``: every pass counts, so an input that is trained on counts twice.
+        device: the device of the expert; None leaves it on its current one. Inputs on another device are moved there
+            (without waiting, from page-locked memory), and results go to the device of the first input.
+        buffers: the passes that may change buffers of an expert in training mode. ``"backward"``: an input that is
+            used for training counts once in the statistics of batch normalisation, any other input does not count.
+            ``"both"``: every pass counts, so an input that is used for training counts twice.
         pool_options: for both pools, see :class:`~pymoe.runtime.TaskPool`: ``max_batch_size=1024, isolate=True``...
             With ``isolate=True`` a failed backward batch is run again in halves and so may make several updates. A
             backward request of more than ``max_batch_size`` rows makes several too, and may fail after some of them.
 
-    Serving a batch clears any gradients that were left in ``.grad`` of the module's parameters. A backend can be moved
+    Serving a batch clears gradients that were left in ``.grad`` of the module's parameters. A backend can be moved
     to another device, but not converted to another dtype, since clients know its schemas: convert the expert before.
 
-    An expert that draws random numbers (dropout) draws others in the backward pass than in the forward pass.
+    An expert that draws random numbers (dropout) draws different ones in the backward pass and the forward pass.
 
     Attributes:
         forward_pool: requests are the flat inputs; results are the flat outputs.
@@ -82,12 +82,12 @@ class ExpertBackend(nn.Module):
     keyword arguments by name.
 
     Raises:
-        ValueError: no tensor in the schemas, an invalid option value, or an optimizer of other parameters alone.
+        ValueError: no tensor in the schemas, an invalid option value, or an optimizer with none of the parameters.
         TypeError: ``expert`` is not a module, ``opt`` is not an optimizer, or a pool option does not exist; or
             ``step()`` of optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
     """
 
-    _clears_itself = False  # while a backward pass of this class updates: it clears gradients when all is done
+    _clears_itself = False  # while a backward pass of this class updates: it clears gradients at the end
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ExpertBackend(nn.Module):
                 f"an outputs_schema there is no such call"
             )
             raise
-        self._placement = Placement(self.expert)  # a lazy expert has its parameters only now
+        self._placement = Placement(self.expert)  # a lazy expert gets its parameters only by now
         return schema
 
     def _make_pools(self) -> None:
@@ -175,10 +175,10 @@ class ExpertBackend(nn.Module):
             **options,
         )
 
-    # --- what clients need to know ---
+    # --- information for clients ---
 
     def get_info(self) -> dict[str, Any]:
-        """Return what a client must know, in a picklable dictionary: name, schemas, names of keyword arguments."""
+        """Return the information for clients, a picklable dictionary: name, schemas, names of keyword arguments."""
         return {
             "name": self.name,
             "forward_schema": self.forward_schema,
@@ -187,22 +187,22 @@ class ExpertBackend(nn.Module):
         }
 
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
-        """Return the pool of the forward pass and that of the backward pass."""
+        """Return the pool of the forward pass and the pool of the backward pass."""
         return self.forward_pool, self.backward_pool
 
     @property
     def backward_schema(self) -> tuple[Any, ...]:
-        """What a request of the backward pass consists of: ``forward_schema``, then ``outputs_schema``."""
+        """Schema of a request of the backward pass: ``forward_schema``, then ``outputs_schema``."""
         return self.forward_schema, self.outputs_schema
 
     @property
     def trains(self) -> bool:
-        """Whether backward passes update the expert."""
+        """True if backward passes update the expert."""
         return self.opt is not None or self._updates_itself()
 
     @property
     def updates(self) -> int:
-        """How many times the expert was updated, in earlier lives (:meth:`load_state_dict`) too."""
+        """Number of updates of the expert, including those before a :meth:`load_state_dict`."""
         return self._rule.updates
 
     # --- the passes ---
@@ -210,13 +210,14 @@ class ExpertBackend(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
         """Return the flat outputs of the expert for the flat ``inputs``, computed without gradients.
 
-        For no rows the outputs have none either, and the expert is not called. The expert works on copies of the
-        inputs, which stay as they are. What it returns of its parameters and buffers is copied; other memory that it
-        keeps (a cache) is returned as it is when this is called directly, and copied on the way through a pool.
+        Without rows, the outputs have no rows either, and the expert is not called. The expert works on copies of the
+        inputs, so the inputs do not change. Results that share memory with its parameters and buffers are copied.
+        Results in other memory that it keeps (a cache) are copied on the way through a pool, and returned uncopied by a
+        direct call.
 
         Raises:
-            ValueError: a wrong number of inputs, or outputs that are not what the schema says.
-            Exception: whatever the expert raises.
+            ValueError: a wrong number of inputs, or outputs that do not match the schema.
+            Exception: any exception of the expert.
         """
         self._schema.check_count("forward", inputs, len(self._schema.inputs))
         if not inputs[0].shape[0]:
@@ -226,22 +227,22 @@ class ExpertBackend(nn.Module):
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return gradients for the flat inputs, and update the expert.
 
-        The expert is called again on the inputs, and what it returns is differentiated. Parameters' gradients of this
-        batch, and of no other unless they are to accumulate, make the update; whatever happens, none is left behind.
+        The expert runs again on the inputs, and its results are differentiated. The update uses only the parameters'
+        gradients of this batch, unless they are to accumulate; none is left behind in any case.
 
         Args:
-            inputs: the flat inputs, then a gradient for each tensor among the flat outputs, of its shape. Those for
-                integer outputs are not looked at.
+            inputs: the flat inputs, then a gradient for each tensor among the flat outputs, of its shape. Gradients for
+                integer outputs are ignored.
 
         Returns:
-            for each input a tensor of its shape and dtype on its device: the gradient, or zeros for an input that has
-            no influence, or none that can be differentiated (integers). Zeros and not None, because the rows of a
-            batch's result go to many requests, and None has no rows.
+            For each input a tensor of its shape and dtype on its device: the gradient, or zeros for an input that has
+            no influence or cannot be differentiated (integers). Zeros and not None, because the rows of a batch's
+            result go to many requests, and None has no rows.
 
         Raises:
-            ValueError: a wrong number of tensors, or outputs that are not what the schema says.
+            ValueError: a wrong number of tensors, or outputs that do not match the schema.
             NonFiniteGradientError: see ``nonfinite_gradients``.
-            Exception: whatever the expert, the optimizer or the scheduler raises.
+            Exception: any exception of the expert, the optimizer or the scheduler.
         """
         num_inputs = len(self._schema.inputs)
         self._schema.check_count("backward", inputs, num_inputs + len(self._schema.outputs))
@@ -253,14 +254,14 @@ class ExpertBackend(nn.Module):
     def apply_gradients(self) -> None:
         """Update the expert: one step of the optimizer, then one of the scheduler. Meant to be overridden.
 
-        Called once a batch (every ``accumulate_steps`` batches) by the backward pass, alone: no other pass runs. The
-        gradients are in ``.grad`` of the parameters, reduced, checked and clipped as asked, and are cleared afterwards,
-        by ``opt.zero_grad()`` and then to None: by the backward pass, or here when an overriding :meth:`backward` calls
-        this.
+        The backward pass calls this once per batch (or every ``accumulate_steps`` batches), while no other pass runs.
+        The gradients are in ``.grad`` of the parameters: reduced, checked and clipped according to the options.
+        Afterwards they are cleared by ``opt.zero_grad()`` and then set to None, either by the backward pass or, if an
+        overriding :meth:`backward` calls this method, here.
         """
         if self.opt is not None:
             self.opt.step()
-            self._rule.updates += 1  # made, whatever the scheduler says
+            self._rule.updates += 1  # made, even if the scheduler raises
             if not self._clears_itself:
                 zero_grad(self.opt)
                 clear_gradients([*self._placement.parameters, *optimized(self.opt)])
@@ -281,7 +282,7 @@ class ExpertBackend(nn.Module):
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         args, kwargs = self._schema.pack_arguments(lend(inputs))
-        expert = self._modules["expert"]  # an attribute of a module that is a module takes 1 us to find
+        expert = self._modules["expert"]  # attribute access to a submodule takes 1 us
         assert expert is not None
         if self._buffers_change_in_forward or not self._placement.has_buffers or not expert.training:
             outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
@@ -296,7 +297,7 @@ class ExpertBackend(nn.Module):
         num_inputs = len(self._schema.inputs)
         changing = False
         try:
-            clear_gradients(parameters)  # of whatever else the module is used for
+            clear_gradients(parameters)  # left by other uses of the module
             with self._undo_buffers_after_errors():
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
                 args, kwargs = self._schema.pack_arguments(lend(leaves))
@@ -327,7 +328,7 @@ class ExpertBackend(nn.Module):
         return type(self).apply_gradients is not ExpertBackend.apply_gradients
 
     def _parameters_with_gradients(self) -> list[nn.Parameter]:
-        """Return what may hold a gradient: parameters of the expert and those that the optimizer knows."""
+        """Return the tensors that may hold a gradient: parameters of the expert and those in the optimizer."""
         if not self._placement.is_current(self.expert):
             self._look_again()
         found = dict.fromkeys(self._placement.parameters)
@@ -337,10 +338,10 @@ class ExpertBackend(nn.Module):
     # --- its state, between two updates: no pass runs meanwhile ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of expert, optimizer and scheduler, as it is between two updates.
+        """Return the state of expert, optimizer and scheduler between two updates.
 
         Unless ``keep_vars`` is set, tensors are copies: later updates do not change them. Gradients that wait for
-        further batches (``accumulate_steps``) are not part of it.
+        further batches (``accumulate_steps``) are not included.
         """
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -353,16 +354,16 @@ class ExpertBackend(nn.Module):
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what :meth:`state_dict` gave, between two updates. Accumulated gradients are dropped.
+        """Load the result of :meth:`state_dict`, between two updates. Accumulated gradients are dropped.
 
-        The states of optimizer and scheduler are loaded where both sides have one: a backend without an optimizer
-        loads the state of one that trains, and the other way round.
+        The states of optimizer and scheduler are loaded if both sides have one: a backend without an optimizer
+        can load the state of one that trains, and the other way round.
         """
         with self._lock:
             return super().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        """Load the part of this module; called by its ``load_state_dict``, or by that of a module around it."""
+        """Load the part of this module; called by ``load_state_dict`` of this module or of a module around it."""
         if self.opt is not None and local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"ExpertBackend {self.name!r}: load_state_dict(assign=True) would replace the parameters that opt "
@@ -372,7 +373,7 @@ class ExpertBackend(nn.Module):
             self._rule.forget()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         missing_keys = args[1]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of the bare module: all that it says is taken
+        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of the bare module: all of it is loaded
             missing_keys.remove(key)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -382,7 +383,7 @@ class ExpertBackend(nn.Module):
             return {"updates": self._rule.updates, **copy.deepcopy(states)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`get_extra_state` gave."""
+        """Load the result of :meth:`get_extra_state`."""
         with self._lock:
             self._rule.forget()
             for name, one in self._stateful():
@@ -405,11 +406,11 @@ class ExpertBackend(nn.Module):
             super()._apply(fn, recurse)
             self._placement = Placement(self.expert)
             if isinstance(self.opt, Optimizer) and self.opt.state:
-                self.opt.load_state_dict(self.opt.state_dict())  # which moves its tensors to where parameters are now
+                self.opt.load_state_dict(self.opt.state_dict())  # moves its tensors to the device of the parameters
         return self
 
     def _refuse_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raise TypeError if ``fn`` changes a dtype: clients and pools know the schema, which says the old one."""
+        """Raise TypeError if ``fn`` changes a dtype: clients and pools know the schema, which has the old one."""
         own = [*self.expert.parameters(), *self.expert.buffers()]
         for dtype, device in {(tensor.dtype, tensor.device): None for tensor in own if not is_lazy(tensor)}:
             made = fn(torch.empty(0, dtype=dtype, device=device)).dtype
@@ -421,7 +422,7 @@ class ExpertBackend(nn.Module):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but locks and pools: a copy gets its own pools, empty and served by no runtime."""
+        """Return everything except locks and pools: a copy gets its own pools, empty and served by no runtime."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", *_POOLS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -447,11 +448,11 @@ class ExpertBackend(nn.Module):
 
 
 def look_again(backend: ExpertBackend, incompatible_keys: Any) -> None:
-    """Called when a state was loaded into ``backend``, alone or as a part of another module."""
+    """Find the parameters again after a state was loaded into ``backend``, alone or as a part of another module."""
     backend._look_again()
 
 
 def mark(error: BaseException, *, may_retry: bool) -> None:
-    """Have ``error`` say whether the batch that raised it may run again."""
-    with suppress(AttributeError):  # an exception that takes no attributes
+    """Mark ``error`` with whether the batch that raised it may run again."""
+    with suppress(AttributeError):  # the exception does not accept attributes
         setattr(error, _MAY_RETRY, may_retry)

@@ -1,4 +1,4 @@
-"""What a tensor of a request must look like: everything but its number of rows."""
+"""Type of a tensor in a request: all its properties except its number of rows."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 DUMMY_BATCH_SIZE = 3
-"""Rows of the batch that an expert is tried with, to see what it returns. Neither 0 nor 1, which hide mistakes: any
+"""Number of rows of the batch in a trial run of an expert. It is neither 0 nor 1, because these hide mistakes: any
 reduction of no rows is empty, and one row broadcasts against everything."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class BatchTensorProto:
-    """The type of a tensor whose first dimension counts rows: dtype and all dimensions but the first.
+    """The type of a tensor whose first dimension counts rows: its dtype and all dimensions except the first.
 
     Args:
-        size: the dimensions after the first, or one sequence of them; none for a tensor with one number a row.
-        dtype: of the elements; None is torch's default dtype at this moment.
-        device: where :meth:`make_empty` puts tensors, and where a tensor must be to match; None: on any device.
+        size: the dimensions after the first, or one sequence of them; none for a tensor with one number per row.
+        dtype: dtype of the elements; None is torch's default dtype at this moment.
+        device: the device where :meth:`make_empty` puts tensors and where a tensor must be to match; None: any device.
         layout: the memory layout of the tensor.
         requires_grad: whether tensors of :meth:`make_empty` are leaves that collect a gradient. A tensor matches
-            whether or not it requires one.
+            whether or not it requires a gradient.
         pin_memory: whether :meth:`make_empty` allocates page-locked memory. A tensor matches with or without it.
 
     Raises:
         ValueError: a negative size, or ``requires_grad`` for a dtype that has no gradients.
         TypeError: a size that is not an integer, or an argument that is not a dtype, device or layout.
 
-    Two prototypes are equal if all of these are; they are hashable, can be pickled, and never change.
+    Two prototypes are equal if all of these are equal; they are hashable, can be pickled, and never change.
     """
 
     size: torch.Size
@@ -95,12 +95,12 @@ class BatchTensorProto:
 
     @property
     def shape(self) -> torch.Size:
-        """The same as ``size``: the shape of a row."""
+        """Shape of a row; the same as ``size``."""
         return self.size
 
     @property
     def differentiable(self) -> bool:
-        """Whether tensors of this dtype can have gradients: floating point and complex ones can."""
+        """True if tensors of this dtype can have gradients: floating point and complex tensors can."""
         return has_gradient(self.dtype)
 
     def replace(self, **changes: Any) -> BatchTensorProto:
@@ -129,7 +129,7 @@ class BatchTensorProto:
         return self._mismatch(tensor, "") is None
 
     def check(self, tensor: Any, what: str = "tensor") -> None:
-        """Raise unless ``tensor`` is what this prototype describes; ``what`` names it in the message.
+        """Raise unless ``tensor`` matches this prototype; ``what`` names it in the message.
 
         Raises:
             TypeError: not a tensor, or another dtype or layout.

@@ -1,4 +1,4 @@
-"""A served expert inside somebody's model: its forward and backward passes are requests."""
+"""A served expert inside a model: its forward and backward passes are requests."""
 
 from __future__ import annotations
 
@@ -18,47 +18,46 @@ from pymoe.runtime.protocols import Backend, RequestPool, check_backend
 from pymoe.runtime.schema import RequestSchema
 
 UNSERVED_WARNING_DELAY_S = 2.0
-"""How long a client without a timeout waits for a pool that no runtime serves until it warns."""
+"""Seconds after which a client without a timeout warns that no runtime serves its pool."""
 
-# What copies of a client have in common: the server, and what it said of itself.
+# Shared by copies of a client: the server, and the information that it gave about itself.
 SHARED = {"_backend", "_forward_pool", "_backward_pool", "_schema"}
 
 
 class ExpertClient(nn.Module):
-    """Calls the expert of ``backend`` through its pools, as if it were a module of one's own.
+    """Calls the expert of ``backend`` through its pools, as if it were a local module.
 
-    ``client(*args, **kwargs)`` takes and returns what the expert does. The call is a request to the backend's forward
-    pool; in the backward pass of what it is a part of, a request to its backward pool gets the gradients of the inputs
-    and has the expert updated. So the expert trains with every model that it is a part of, and its parameters are
-    none of the client's: the client has none, and a model's optimizer does not see them. A call needs no input that
-    requires a gradient for that, and under ``torch.no_grad()`` nothing of the kind happens. ``torch.autograd.grad``
+    ``client(*args, **kwargs)`` takes and returns the same as the expert. The call is a request to the backend's forward
+    pool. In the backward pass, a request to its backward pool returns the gradients of the inputs and updates the
+    expert. The expert therefore trains with every model that contains it. Its parameters do not belong to the client:
+    the client has none, and a model's optimizer does not see them. The update happens even if no input requires a
+    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad``
     through a client is such a backward pass and updates the expert too. There are no second derivatives through it.
 
     Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
-    (``copy.deepcopy`` of the model around it) asks the same backend. Outputs are views of their batch: whoever keeps or
-    saves one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
+    (``copy.deepcopy`` of the model around it) asks the same backend. Outputs are views of their batch: keeping or
+    saving one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
 
-    Under autocast, floating-point inputs are cast to the dtypes that the schema asks for.
+    Under autocast, floating-point inputs are cast to the dtypes in the schema.
 
-    On a GPU batches are assembled in the device's default stream, and results become ready there: call a client under
+    On a GPU, batches are assembled in the device's default stream, and results become ready there: call a client under
     that stream (``torch.cuda.stream(torch.cuda.default_stream())``). Autograd then runs its backward pass there, too,
-    and orders it with what ran on other streams. A client that is called on a stream of one's own orders neither pass
-    with the server's work: both streams have to wait for each other around the call, and again around its node in the
-    backward pass, where the request of gradients is made.
+    and orders it with the work of other streams. If a client is called on another stream, neither pass is ordered with
+    the server's work: the two streams must wait for each other around the call, and again around its node in the
+    backward pass, where gradients are requested.
 
     Args:
-        backend: whose pools to ask.
-        timeout: seconds that a request, of either pass and however it is waited for, may take; None: as long as it
-            takes.
+        backend: the backend whose pools are asked.
+        timeout: the most seconds that a request may take, in either pass and however it is waited for; None: no limit.
 
-    A call and its backward pass raise what follows.
+        A call and its backward pass raise the following.
 
     Raises:
-        TypeError: arguments that the expert does not take, no tensor where one must be, or another dtype.
-        ValueError: a tensor of another shape, tensors of different numbers of rows, or another value than the schema's
-            constant.
-        TimeoutError: not answered in time. The request is cancelled; one that has begun ends without its client.
-        Exception: whatever the expert raised.
+        TypeError: arguments that the expert does not take, a missing tensor, or another dtype.
+        ValueError: a tensor of another shape, tensors of different numbers of rows, or a value that differs from the
+            schema's constant.
+        TimeoutError: not answered in time. The request is cancelled; if it has begun, it ends without its client.
+        Exception: any exception of the expert.
     """
 
     def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:
@@ -69,13 +68,13 @@ class ExpertClient(nn.Module):
         self.timeout = timeout
         self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        # No submodule: its parameters are the server's. A tuple is not looked into.
+        # not a submodule, since its parameters belong to the server; modules do not look into a tuple
         self._backend = (backend,)
         self._warned = False
 
     @property
     def backend(self) -> Backend:
-        """Whose pools are asked."""
+        """The backend whose pools are asked."""
         return self._backend[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +83,7 @@ class ExpertClient(nn.Module):
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Send the request without waiting for the answer: ``result()`` or ``await`` of the returned call gets it.
+        """Send the request without waiting for the answer; ``result()`` or ``await`` of the returned call gets it.
 
         The tensors must not be changed until then.
         """
@@ -102,9 +101,9 @@ class ExpertClient(nn.Module):
         return await call
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
-        """Return what the caller gets for the flat ``outputs``, as part of its graph where it records one.
+        """Return the caller's result for the flat ``outputs``, as part of its graph if it records one.
 
-        ``versions`` are those of the inputs when they were sent, if that was not just now.
+        ``versions`` are those of the inputs when they were sent; None means now.
         """
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
@@ -116,7 +115,7 @@ class ExpertClient(nn.Module):
     def _backward(
         self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of those flat inputs that are ``needed``, from the backward pool."""
+        """Return the gradients of the flat inputs that are ``needed``, from the backward pool."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
@@ -135,13 +134,13 @@ class ExpertClient(nn.Module):
                 self._wait_for_a_runtime(pool, future)
             return future.result(seconds_left(deadline))
         except BaseException as error:
-            future.cancel()  # nobody waits for it any more; does nothing to one that has ended
+            future.cancel()  # nobody waits for it any more; has no effect if it has ended
             if isinstance(error, TimeoutError):
                 self._explain(error, pool, future)
             raise
 
     def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
-        """Wait for a while, then warn of what may be wrong. A thread that waits with a limit runs no batch itself."""
+        """Wait for a while, then warn of a likely cause. A thread that waits with a limit runs no batch itself."""
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
             self._warned = True
@@ -151,7 +150,7 @@ class ExpertClient(nn.Module):
             )
 
     def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
-        """Raise another TimeoutError that says more, unless ``error`` is what the expert raised."""
+        """Raise another TimeoutError that says more, unless the expert raised ``error``."""
         if not future.done() or future.cancelled():
             why = "" if pool.served else f"; {pool.why_unserved}"
             raise TimeoutError(f"{pool.name}: the request is not done within {self.timeout} s{why}") from error
@@ -189,9 +188,9 @@ class PendingCall:
         self._deadline = deadline_after(client.timeout)
 
     def result(self) -> Any:
-        """Wait for the expert's outputs. Whether they are part of a graph is decided here, and by ``no_grad`` here.
+        """Wait for the expert's outputs. They are part of a graph if grad mode is on in this call.
 
-        Whatever ends the wait early (the client's timeout, Ctrl-C) cancels the request.
+        Everything that ends the wait early (the client's timeout, Ctrl-C) cancels the request.
         """
         outputs = self._client._wait(self._client._forward_pool, self._future, self._deadline)
         return self._client._attach(self._inputs, outputs, self._versions)
@@ -214,13 +213,13 @@ class PendingCall:
 
 
 Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]], Sequence[Tensor | None]]
-"""From inputs, gradients of the outputs that are tensors, and which inputs need one: the gradients of the inputs."""
+"""Function from inputs, gradients of the output tensors, and a mask of needed gradients to the inputs' gradients."""
 
 
 class ServedCall(torch.autograd.Function):
-    """The graph's node for a call: its outputs are there already, its backward pass is a request for ``gradients``.
+    """The graph's node for a call: its outputs exist already, its backward pass is a request for ``gradients``.
 
-    ``dummy`` requires a gradient where no input does, so that experts are trained by a model's first layer too.
+    ``dummy`` requires a gradient if no input does, so that experts in a model's first layer are trained too.
     """
 
     @staticmethod
@@ -243,9 +242,9 @@ class ServedCall(torch.autograd.Function):
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return aliases of ``outputs`` for a node's forward: the request's result must not become part of the graph.
 
-    An output that overlaps with an earlier one becomes a view of that: where either is changed in place and the other
-    used afterwards, autograd raises an error instead of computing with old values. Where it is no plain view (of
-    another dtype, conjugated or negated) it is cloned.
+    An output that overlaps with an earlier one becomes a view of it. If one of them is changed in place and the other
+    used afterwards, autograd raises an error instead of computing with old values. If it cannot be a plain view
+    (because of another dtype, or conjugated or negated), it is cloned.
     """
     made: list[Any] = []
     for place, output in enumerate(outputs):
@@ -263,14 +262,14 @@ def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Return whether the two share an element in memory, or True where that is hard to tell."""
+    """Return whether the two share an element in memory, or True if that is hard to tell."""
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
         return False
     if not (first.numel() and second.numel()):
         return False
     one, other = _extent(first), _extent(second)
     if first.dtype == second.dtype and first.stride() == second.stride() and first.dim() >= 2:
-        # Columns of one matrix, as chunk() gives them: apart if what each takes of a row is.
+        # Columns of one matrix, as from chunk(): apart if their ranges within a row are.
         row = max(first.stride(0) * first.itemsize, 1)
         rows = _extent(first[:1]), _extent(second[:1])
         one, other = (range(part.start % row, part.start % row + len(part)) for part in rows)
@@ -284,17 +283,17 @@ def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
 
 
 def _extent(tensor: Tensor) -> range:
-    """Return the bytes of its storage between its first and its last element."""
+    """Return the range of bytes in its storage from its first to its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + (last + 1) * tensor.itemsize)
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:
-    """Return the tensors without their graphs, of which a pool knows nothing."""
+    """Return the tensors without their graphs, which a pool does not use."""
     return [tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor for tensor in tensors]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each was changed in place; 0 for tensors of inference mode, which keep no count."""
+    """Return how often each was changed in place; 0 for tensors of inference mode, which do not count changes."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Running an expert on clients' tensors and differentiating it: inputs that are lent, gradients that go back."""
+"""Running an expert on clients' tensors and differentiating it: lent inputs, returned gradients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pymoe.runtime.batch_tensor_proto import has_gradient
 
 
 def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies to call an expert with: whatever it does to its inputs, those of the caller stay as they are.
+    """Return copies for a call of an expert, so that the caller's inputs stay unchanged whatever the expert does.
 
     An expert may work in place in some calls and not in others (a mode, a counter, the values), through ``.data`` or
-    numpy, where no version tells: so all get copies, always. They are no leaves of autograd, which refuses changes of
-    leaves in place.
+    numpy, which do not change the version counter. So all inputs are always copied. The copies are not leaves of
+    autograd, because it refuses in-place changes of leaves.
     """
     return [tensor.clone() for tensor in tensors]
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """Return the same values outside of any graph, collecting a gradient if their dtype has any."""
-    if tensor.is_inference():  # made by a client in inference mode: autograd cannot keep it
+    """Return the same values outside of any graph; the result collects a gradient if its dtype has any."""
+    if tensor.is_inference():  # made by a client in inference mode: autograd cannot save it
         tensor = tensor.clone()
     leaf = tensor.detach()
     return leaf.requires_grad_() if has_gradient(leaf.dtype) else leaf
@@ -55,7 +55,7 @@ def differentiate(
 
 
 def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return each in memory of its own: autograd may keep one as ``.grad``, and add to it in place."""
+    """Return each gradient in separate memory: autograd may keep one as ``.grad``, and add to it in place."""
     seen: set[int] = set()
     apart: list[Tensor | None] = []
     for gradient in found:
@@ -73,7 +73,7 @@ def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def zero_grad(opt: Any) -> None:
-    """Call the optimizer's own method, which may do more than to clear gradients; one without it, or None, has none."""
+    """Call the optimizer's own ``zero_grad``, which may do more than clear gradients, if ``opt`` has one."""
     if callable(own := getattr(opt, "zero_grad", None)):
         own()
 
@@ -82,7 +82,7 @@ _autograd_is_warm = False
 
 
 def warm_up_autograd() -> None:
-    """Run a backward pass with given gradients: the first one of a process imports for 0.3 s."""
+    """Run a backward pass with given gradients: the first one in a process spends 0.3 s on imports."""
     global _autograd_is_warm
     if not _autograd_is_warm:
         with torch.inference_mode(False), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""One dry run of an expert, which finds out what it returns and leaves no trace."""
+"""A dry run of an expert, which determines what it returns and leaves no trace."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def infer_outputs_schema(
     *,
     device: torch.device | None = None,
 ) -> Any:
-    """Return the schema of what ``expert`` returns, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
+    """Return the schema of the results of ``expert``, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
 
     The call leaves no trace: it runs in evaluation mode without gradients, and afterwards training flags, buffers and
-    the states of random generators (torch's, and those that a module of the expert holds as an attribute) are what
-    they were. Other threads that draw numbers from torch's own generators meanwhile may draw some of them again.
+    the states of random generators (torch's, and those that a module of the expert holds as an attribute) are restored.
+    Other threads that draw numbers from torch's own generators meanwhile may draw some of them again.
 
     Args:
         expert: the module.
-        args_schema: nested structures of prototypes, one a positional argument.
+        args_schema: nested structures of prototypes, one per positional argument.
         kwargs_schema: the same by keyword.
-        device: where the zeros are made, unless a prototype names a device.
+        device: the device of the zeros, unless a prototype names a device.
 
     Raises:
         ValueError: the expert returned no tensor, or one whose first dimension is not the batch's.
-        Exception: whatever the expert raises.
+        Exception: any exception of the expert.
     """
 
     def zeros(leaf: Any) -> Any:
@@ -66,7 +66,7 @@ def _proto_of_output(leaf: Any) -> Any:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Run the block with ``module`` in evaluation mode, then undo what running it did to everything but parameters.
+    """Run the block with ``module`` in evaluation mode, then undo all its effects except those on parameters.
 
     Training flags are set one by one and not by ``eval()``, which some modules override to do more.
     """
@@ -88,11 +88,11 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Iterator[None]:
-    """Give every buffer of ``module`` and its submodules back its tensor and its values after the block.
+    """Restore the tensor and the values of every buffer of ``module`` and its submodules after the block.
 
     With ``only_after_errors``, only if the block ends with an exception.
     """
-    # Versions say nothing here: batch normalisation changes its buffers without counting them up.
+    # Versions do not help: batch normalisation changes its buffers without increasing them.
     kept = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner in module.modules()
@@ -113,6 +113,6 @@ def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Itera
 
 
 def _gpus_of(module: nn.Module) -> list[int]:
-    """Return the indices of the CUDA devices that hold a part of ``module``, whose generators it may draw from."""
+    """Return the indices of CUDA devices that hold a part of ``module``; it may draw from their generators."""
     tensors = [*module.parameters(), *module.buffers()]
     return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})

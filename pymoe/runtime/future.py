@@ -1,10 +1,10 @@
 """Futures of requests, and waiting for many of them: the first, all, or each as it ends.
 
-A request has one future: when one of several tasks that await it is cancelled, it is cancelled for all of them (await
-``asyncio.shield(asyncio.ensure_future(...))`` of it where that must not be). awaiting.py says how.
+A request has one future: if one of several tasks that await it is cancelled, it is cancelled for all of them (to
+prevent that, await ``asyncio.shield(asyncio.ensure_future(...))`` of it). See awaiting.py.
 
-``concurrent.futures.wait`` and ``as_completed`` take these futures as well, under a lock for each; :func:`wait` and
-:func:`as_completed` take the futures of any executor, for less.
+``concurrent.futures.wait`` and ``as_completed`` accept these futures as well, with a lock for each; :func:`wait` and
+:func:`as_completed` accept the futures of any executor, at a lower cost.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 class Standard:
-    """What ``wait`` and ``as_completed`` of ``concurrent.futures`` look at in a future, made when they first do.
+    """The part of a future that ``concurrent.futures.wait`` and ``as_completed`` use, created on first use.
 
-    They ask for the state and leave their waiters under the condition, so the state is that which waiters were told.
-    The native future makes one when it is first asked for ``_condition``, ``_waiters`` or ``_state``.
+    They ask for the state and leave their waiters under the condition, so the state is the one that waiters were told.
+    The native future creates this object at the first access to ``_condition``, ``_waiters`` or ``_state``.
     """
 
     def __init__(self, future: Future) -> None:
@@ -68,7 +68,7 @@ class Standard:
 
 
 class DoneAndNotDone(NamedTuple):
-    """What :func:`wait` returns."""
+    """The result of :func:`wait`."""
 
     done: set[Any]
     not_done: set[Any]
@@ -77,12 +77,12 @@ class DoneAndNotDone(NamedTuple):
 def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str = ALL_COMPLETED) -> DoneAndNotDone:
     """Wait as ``concurrent.futures.wait`` does.
 
-    A thread that waits here runs no batch itself, as one in ``result()`` may: a function of a pool that waits for
+    A thread that waits here runs no batch itself, while one in ``result()`` may: a function of a pool that waits for
     requests should call ``result()``.
 
     Args:
-        futures: of requests; duplicates count once.
-        timeout: seconds to wait at most; None: as long as it takes. Running out of it is not an error.
+        futures: futures of requests; duplicates count once.
+        timeout: the most seconds to wait; None: no limit. Running out of time is not an error.
         return_when: ``FIRST_COMPLETED``, ``FIRST_EXCEPTION`` or ``ALL_COMPLETED`` of ``concurrent.futures``.
 
     Returns:
@@ -108,11 +108,11 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
 def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
     """Yield the futures in the order in which they end, each once, as ``concurrent.futures.as_completed`` does.
 
-    What has been handed out is not kept: results that nobody else needs are gone before the next one comes.
+    Futures that were yielded are not kept: results that nobody else needs are freed before the next one comes.
 
     Args:
-        futures: of requests.
-        timeout: seconds from this call within which all must have ended; None: as long as it takes.
+        futures: futures of requests.
+        timeout: seconds from this call within which all must have ended; None: no limit.
 
     Raises:
         TimeoutError: from the iterator, when the time is over.
@@ -121,13 +121,13 @@ def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterat
 
 
 def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = TimeoutError) -> Iterator[Any]:
-    """Yield each future once it is done; raise ``late`` when the deadline has passed and none is.
+    """Yield each future once it is done; raise ``late`` if the deadline has passed and none is.
 
-    What has not been yielded forgets this wait when it ends, however it ends.
+    Futures that have not been yielded forget this wait when it ends, however it ends.
     """
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     count = len(futures)
-    put = ended.put  # one object, which is found again
+    put = ended.put  # one object, which can be found again
     pending = set(futures)
     del futures
 
@@ -142,7 +142,7 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
         future = None
         for missing in range(count, 0, -1):
             try:
-                yield take()  # in no variable, which would keep it here
+                yield take()  # not in a variable, which would keep it here
             except queue.Empty:
                 raise late(f"{missing} of {count} requests are not done in time") from None
     finally:
@@ -151,10 +151,10 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
 
 
 def _forget(future: Any, callback: Any) -> None:
-    """Take back what ``add_done_callback`` was given, unless the future is done and so has dropped it."""
+    """Remove a callback of ``add_done_callback``, unless the future is done and has dropped it already."""
     if isinstance(future, concurrent.futures.Future) and not isinstance(future, Future):
         own = vars(future)
-        with own["_condition"]:  # under which it becomes done: its list of callbacks is in nobody's hands
+        with own["_condition"]:  # the future completes under it, so nobody else uses its list of callbacks now
             if not future.done():
                 with suppress(ValueError):
                     own["_done_callbacks"].remove(callback)

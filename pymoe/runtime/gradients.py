@@ -1,4 +1,4 @@
-"""From the gradients of a batch to those of an update: finite, accumulated, reduced, clipped."""
+"""The way from the gradients of a batch to the gradients of an update: finite, accumulated, reduced, clipped."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class GradientRule:
-    """Turns the gradients that a batch left in ``.grad`` into those of an update, before an optimizer sees them.
+    """Turns the gradients that a batch left in ``.grad`` into the gradients of an update, before the optimizer runs.
 
-    The options are those of :class:`~pymoe.runtime.ExpertBackend`. Who makes an update counts it in ``updates``.
+    The options are those of :class:`~pymoe.runtime.ExpertBackend`. The caller that makes an update counts it in
+    ``updates``.
     """
 
     def __init__(self, reduction: str, accumulate_steps: int, clip_grad_norm: float | None, nonfinite: str) -> None:
@@ -42,20 +43,20 @@ class GradientRule:
 
     @property
     def last_update(self) -> int:
-        """The number of the update that holds the last batch: the next one while gradients accumulate for it."""
+        """Number of the update that contains the last batch; the next update while gradients accumulate for it."""
         return self.updates + (1 if self._batches else 0)
 
     def forget(self) -> None:
-        """Drop what was accumulated."""
+        """Drop the accumulated gradients."""
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._rows = 0
         self._batches = 0
 
     def prepare(self, parameters: Sequence[nn.Parameter], rows: int) -> bool:
-        """Return whether an update is due; then ``.grad`` of the parameters is what to make it with.
+        """Return whether an update is due; in this case ``.grad`` of the parameters holds its gradients.
 
-        Gradients are replaced and never changed in place, since autograd may have made them views of what clients
-        sent. Raises without having accumulated anything.
+        Gradients are replaced and never changed in place, since autograd may have made them views of tensors that
+        clients sent. If this raises, nothing has been accumulated.
         """
         graded = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [parameter.grad for parameter in graded if parameter.grad is not None]
@@ -97,11 +98,11 @@ class GradientRule:
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether no element of any of the tensors is NaN or infinite.
 
-    Sums tell in a tenth of the time: a sum with NaN or infinity in it is never finite. One without may overflow too,
-    so only then every element is looked at.
+    Sums decide it in a tenth of the time: a sum with NaN or infinity in it is never finite. A sum of finite values may
+    overflow too, so only in this case every element is checked.
     """
     sums = [tensor.detach().sum() for tensor in tensors]
-    if any(total.device.type != "cpu" for total in sums):  # one wait for the device instead of one a tensor
+    if any(total.device.type != "cpu" for total in sums):  # one wait for the device instead of one per tensor
         device = next(total.device for total in sums if total.device.type != "cpu")
         sums = [torch.stack([total.abs().to(device, torch.float64) for total in sums]).sum()]
     if all(cmath.isfinite(total.item()) for total in sums):

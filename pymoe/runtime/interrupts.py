@@ -1,4 +1,4 @@
-"""Ctrl-C on the main thread while it runs a batch that must not be left in the middle, nor run twice."""
+"""Ctrl-C on the main thread while it runs a batch that must be neither interrupted nor run twice."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from types import FrameType
 from typing import Any
 
-DELAY_S = 0.01  # from the end of a block to the Ctrl-C that it put off: its batch hands out its results in that time
+DELAY_S = 0.01  # delay of a deferred Ctrl-C after the end of a block: meanwhile its batch returns its results
 
 
 class uninterrupted:
-    """A block that puts Ctrl-C off until shortly after it. On other threads than the main one it does nothing.
+    """A block that defers Ctrl-C until shortly after its end. It has no effect on threads other than the main one.
 
-    A client that waits on the main thread may be running everybody's batch. An interrupt belongs to that client and not
-    to the batch, which is put back into its queue then and runs once more; an update that is under way must be neither
-    left half done nor made twice. A second Ctrl-C does not wait: the block may hang.
+    A client that waits on the main thread may be running a batch for other clients too. An interrupt belongs to that
+    client and not to the batch: the batch returns to its queue and runs once more. So an update that is under way must
+    be neither left half done nor made twice. A second Ctrl-C is not deferred: the block may hang.
     """
 
-    # A class, since every batch enters one: a generator would cost a microsecond more.
+    # A class, since every batch enters one: a generator would cost one microsecond more.
     _handler: Any = None
     _pending = False
 
@@ -40,9 +40,9 @@ class uninterrupted:
 
 
 def interrupt_soon() -> None:
-    """Have Ctrl-C come to this thread again, when the batch that it runs has handed out its results.
+    """Raise Ctrl-C in this thread again, after the batch that it runs has returned its results.
 
-    Not at once, where it would end the batch like an error of its own.
+    If it were raised at once, it would end the batch like an error of the batch itself.
     """
     later = threading.Timer(DELAY_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     later.daemon = True

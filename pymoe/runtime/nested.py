@@ -1,7 +1,7 @@
 """Nested structures: tuples, lists, named tuples and dicts of anything, and the order of their leaves.
 
-A leaf is whatever is none of these containers: a tensor, a prototype, a number, None. Leaves come in this order: items
-of a sequence as they stand, and values of a dict by **sorted key**, so that two equal dicts have their leaves in the
+A leaf is anything else: a tensor, a prototype, a number, None. Leaves come in this order: items of a sequence in their
+order, and values of a dict by **sorted key**, so that two equal dicts have their leaves in the
 same order however they were built. Keys that cannot be compared are sorted by the name of their type and their repr.
 """
 
@@ -23,7 +23,7 @@ def nested_flatten(structure: Any) -> list[Any]:
 def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
     """Return the leaves ``flat``, in order, in the structure of ``structure``. Undoes :func:`nested_flatten`.
 
-    A packed dict has its keys in the order of the one in ``structure``, and its type if that can be made from a dict.
+    A packed dict has its keys in the order of the dict in ``structure``, and its type if that can be made from a dict.
 
     Raises:
         ValueError: fewer or more leaves than ``structure`` has.
@@ -37,7 +37,7 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
 
 
 def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others: Any) -> Any:
-    """Return ``structure`` with every leaf replaced by ``function`` of it and of the leaves of ``others`` at its place.
+    """Return ``structure`` with each leaf replaced by ``function`` of it and of the corresponding leaves of ``others``.
 
     Raises:
         TypeError: no structure was given. ``functools.partial(nested_map, function)`` makes a function of structures.
@@ -57,7 +57,7 @@ def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others:
 def nested_compare(first: Any, second: Any) -> bool:
     """Return whether both have the same structure: equal containers, lengths and keys, and leaves at the same places.
 
-    Leaves may differ. Lists, tuples and named tuples differ from each other; a subclass of dict does not from a dict.
+    Leaves may differ. Lists, tuples and named tuples differ from each other; a subclass of dict equals a dict.
     """
     if _kind(first) is not _kind(second):
         return False
@@ -69,7 +69,7 @@ def nested_compare(first: Any, second: Any) -> bool:
 
 
 def _kind(structure: Any) -> Any:
-    """Return what two containers must have in common to be alike; None for every leaf."""
+    """Return the properties that two equal containers must share; None for every leaf."""
     if isinstance(structure, dict):
         return dict
     if isinstance(structure, list):
@@ -80,7 +80,7 @@ def _kind(structure: Any) -> Any:
 
 
 def sorted_keys(mapping: dict[Any, Any]) -> list[Any]:
-    """Return the keys of ``mapping`` in the order in which its leaves come."""
+    """Return the keys of ``mapping`` in the order of its leaves."""
     try:
         return sorted(mapping)
     except TypeError:
@@ -106,12 +106,12 @@ def _rebuild(structure: Any, make_leaf: Callable[[Any], Any]) -> Any:
             return in_order
         try:
             return type(structure)(in_order)
-        except TypeError:  # a defaultdict and its like, which take something else first
+        except TypeError:  # a defaultdict or similar type, whose first argument is something else
             return in_order
     if isinstance(structure, (list, tuple)):
         items = [_rebuild(item, make_leaf) for item in structure]
         if isinstance(structure, list):
             return items
-        make: Callable[[Iterable[Any]], Any] = getattr(type(structure), "_make", tuple)  # of a named tuple
+        make: Callable[[Iterable[Any]], Any] = getattr(type(structure), "_make", tuple)  # for a named tuple
         return make(items)
     return make_leaf(structure)

@@ -1,8 +1,8 @@
-"""A pool of backward passes that says in which update each row's gradient is, and of which requests it applied rows.
+"""A pool of backward passes that numbers the update of each row's gradient, and records applied requests.
 
-Whoever saves an expert, and must know which requests the saved state holds, compares the number of a request's update
-with that of the state. A request of several batches that failed has no such number, and some of its rows may have been
-applied.
+A program that saves an expert, and must know which requests the saved state contains, compares the number of a
+request's update with the number of the state. A request of several batches that failed has no such number, and some of
+its rows may have been applied.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pymoe.runtime.task_pool import TaskPool
 
 
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
-    """Return another pool of the backend's backward pass, of the same options, that excludes its forward pool; and the
-    set of requests of which it has applied rows.
+    """Return another pool of the backend's backward pass, and the set of requests of which it has applied rows.
 
-    A request has one tensor more, int64 of shape (rows,): its name, in every row the same number, which the set gets
-    and whoever reads it takes out; or zeros for a request without a name.
+    The pool has the same options and excludes the backend's forward pool. A request has an additional tensor, int64 of
+    shape (rows,): its name, with the same number in every row, or zeros for a request without a name. The set gets this
+    number; its reader removes it.
 
-    A result is that of ``backend.backward_pool`` and behind it an int64 tensor (rows,): the number of the update that
-    holds, or with ``accumulate_steps`` will hold, the gradient of the row. A state with ``updates`` of that number or
-    more has seen it. A batch that made no update, since its gradients were not finite and are skipped, has the number
-    of the update before it. Of a subclass whose own ``backward`` counts no updates every batch is one. Where that
-    raises, an update may have been made: the exception says that nothing may run again, unless ``may_retry`` knows
-    better.
+    A result is the result of ``backend.backward_pool`` followed by an int64 tensor (rows,): the number of the update
+    that contains, or with ``accumulate_steps`` will contain, the gradient of the row. A state whose ``updates`` is at
+    least this number contains the gradient. A batch that made no update, because its gradients were not finite and are
+    skipped, has the number of the update before it. If a subclass has its own ``backward``, which counts no updates,
+    every batch counts as one. If that raises, an update may have been made: the exception says that nothing may run
+    again, unless ``may_retry`` decides otherwise.
     """
     overridden = type(backend).backward is not ExpertBackend.backward
     counts_itself = not overridden or not backend.trains

@@ -20,9 +20,10 @@ from pymoe import _runtime
 def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return the lock to hold while these parameters are read or changed: backends that share any exclude each other.
 
-    Every parameter belongs to one re-entrant lock, that of the first backend that came with it. A backend whose
-    parameters belong to several holds them all, taken in one order everywhere, so that two never wait for each other. A
-    pass that asks another expert and waits lends its locks to whoever it waits for, as if that one ran on its thread.
+    Every parameter belongs to one re-entrant lock: the lock of the first backend that came with it. A backend whose
+    parameters belong to several locks holds them all, taken in the same order everywhere, so that two backends never
+    wait for each other. A pass that waits for another expert lends its locks to that expert, as if that one ran on its
+    thread.
     """
     parameters = list(parameters)
     with _registry:
@@ -59,7 +60,7 @@ def optimized(opt: Any) -> list[nn.Parameter]:
 
 
 def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
-    """Raise TypeError unless both are objects with a ``step()``, with ``alone`` one without arguments, or None."""
+    """Raise TypeError unless both are None or objects with a ``step()``, which takes no arguments if ``alone``."""
     for what, kind, one in (("opt", "an optimizer", opt), ("scheduler", "a scheduler", scheduler)):
         if one is None:
             continue
@@ -67,7 +68,7 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-        # What schedulers put on an optimizer in place of its own step() has a signature with one argument too many.
+        # The function that schedulers put in place of an optimizer's step() has one argument too many in its signature.
         step = getattr(type(one), "step", None)
         if step is None or not alone:
             continue
@@ -78,7 +79,7 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
                 f"ExpertBackend: {what}.step() of {type(one).__name__} cannot be called without arguments ({error}); "
                 f"override ExpertBackend.apply_gradients to call it with what it needs"
             ) from None
-        except ValueError:  # no signature to look at
+        except ValueError:  # it has no signature
             continue
 
 
@@ -88,7 +89,7 @@ def check_updates(name: str, opt: Any, parameters: Sequence[nn.Parameter], befor
     Raises:
         ValueError: it updates none of them.
 
-    Warns of new parameters that require gradients and are not updated. Optimizers that are not torch's are not checked.
+    Warn of new parameters that require gradients and are not updated. Optimizers that are not torch's are not checked.
     """
     if not isinstance(opt, Optimizer):
         return

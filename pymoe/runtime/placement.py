@@ -1,4 +1,4 @@
-"""Where an expert's parameters and buffers are, and how tensors of requests get there and back."""
+"""The location of an expert's parameters and buffers, and the way of requests' tensors there and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class Placement:
     """The device of an expert's first parameter, or buffer if it has none; any device for an expert without either.
 
-    Parameters keep their identity when their module is moved, so this follows the expert; it must be made anew when
+    Parameters keep their identity when their module is moved, so this follows the expert. It must be recreated after
     parameters are replaced.
     """
 
@@ -28,15 +28,15 @@ class Placement:
         self._begins = [begin for begin, _ in self._memory]
 
     def is_current(self, expert: nn.Module) -> bool:
-        """Return whether ``expert`` still has the parameters that it had."""
+        """Return whether ``expert`` still has the same parameters."""
         known = self.parameters
         now = list(expert.parameters())
         return len(now) == len(known) and all(map(operator.is_, now, known))
 
     def copy_own(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``leaves`` with copies of tensors that lie in the expert's memory: clients may change what they get.
+        """Return ``leaves`` with copies of tensors that lie in the expert's memory: clients may change their results.
 
-        Memory that parameters or buffers got after this was made is not known.
+        Memory that parameters or buffers got after this object was made is not known.
         """
         return tuple([leaf.clone() if self._owns(leaf) else leaf for leaf in leaves])
 
@@ -58,28 +58,29 @@ class Placement:
     def run(
         self, function: Callable[[Sequence[Tensor]], tuple[Any, ...]], tensors: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        """Run ``function`` on the tensors where the expert is, with its GPU as the current one.
+        """Run ``function`` on the tensors, moved to the expert's device, with its GPU as the current one.
 
-        Return its result, whose tensors are brought to where the first of the given ones is.
+        Return its result, with tensors moved to the device of the first of the given ones.
         """
         home = tensors[0].device
         device = self.device or home
         crossed = {device, home} if device != home else set()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                # From page-locked memory the copy runs while the host goes on; from other memory torch waits by itself.
+                # From page-locked memory the copy runs while the host continues; from other memory torch waits by
+                # itself.
                 if self._landmark is not None:
                     tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
                 leaves = function(tensors)
                 crossed |= {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device != home}
                 return tuple(leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            finally:  # a client may read what it gets, and reuse what it gave
+            finally:  # a client may read the result and reuse its own tensors
                 for place in crossed:
                     if place.type == "cuda":
                         torch.cuda.current_stream(place).synchronize()
 
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the expert can take these as they are, and nothing else has to be set up."""
+        """Return whether the expert can use these tensors directly, and nothing else has to be set up."""
         landmark = self._landmark
         device = tensors[0].device if landmark is None else landmark.device
         for tensor in tensors:
@@ -89,7 +90,7 @@ class Placement:
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return where the memory of each begins and ends, as far as it has any of its own."""
+    """Return the begin and end of the memory of each tensor that has memory."""
     found = set()
     for tensor in tensors:
         with suppress(RuntimeError, NotImplementedError):  # uninitialised, or a subclass without memory

@@ -1,4 +1,4 @@
-"""What clients and mixtures ask of a backend and of its pools, whichever process its expert is in."""
+"""Interfaces of a backend and its pools for clients and mixtures, whichever process the expert is in."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from typing import Any, Protocol, runtime_checkable
 class RequestPool(Protocol):
     """Takes requests of one pass of an expert. :class:`~pymoe.runtime.TaskPool` is one.
 
-    For this package alone: clients and mixtures use what pools do not offer to others.
+    Only for this package: clients and mixtures use methods of pools that are not public.
     """
 
     @property
     def name(self) -> str:
-        """What errors, logs and statistics call it."""
+        """Name of the pool in errors, logs and statistics."""
 
     @property
     def served(self) -> bool:
-        """Whether somebody answers, as far as is known."""
+        """True if requests are answered, as far as is known."""
 
     @property
     def why_unserved(self) -> str:
-        """What to say where it is not: a clause."""
+        """Clause for messages that says why the pool is not served."""
 
     def submit_task(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""
 
     def _try_submit(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Queue a request, or return None where that would have to wait for room."""
+        """Queue a request, or return None if that would have to wait for room."""
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
         """Queue a request once there is room, without blocking the event loop."""
 
     def _idle_is_known(self) -> None:
-        """Note that who waits has been told that nobody answers."""
+        """Record that waiting clients have been told that no runtime serves this pool."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """An expert that is served: what :class:`~pymoe.runtime.ExpertClient` and a mixture need of it.
+    """A served expert, as :class:`~pymoe.runtime.ExpertClient` and mixtures use it.
 
-    :class:`~pymoe.runtime.ExpertBackend` is one, for an expert of this process, and those of
+    :class:`~pymoe.runtime.ExpertBackend` is one, for an expert of this process; the backends of
     :func:`pymoe.remote.connect` are others.
     """
 
     @property
     def name(self) -> str:
-        """What pools, statistics and errors call it."""
+        """Name of the backend in pools, statistics and errors."""
 
     @property
     def trains(self) -> bool:
-        """Whether backward passes update the expert."""
+        """True if backward passes update the expert."""
 
     def get_info(self) -> dict[str, Any]:
         """Return ``name``, ``forward_schema``, ``outputs_schema`` and ``keyword_names``."""
 
     def get_pools(self) -> Sequence[Any]:
-        """Return the pool of the forward pass and that of the backward pass."""
+        """Return the pool of the forward pass and the pool of the backward pass."""
 
 
 def check_backend(owner: str, backend: Any) -> None:
-    """Raise TypeError unless ``backend`` is a :class:`Backend`; ``owner`` says who asks."""
+    """Raise TypeError unless ``backend`` is a :class:`Backend`; ``owner`` names the caller."""
     if isinstance(backend, type) or not isinstance(backend, Backend):
         wanted = ("name", "trains", "get_info", "get_pools")
         missing = [one for one in wanted if isinstance(backend, type) or not hasattr(backend, one)]

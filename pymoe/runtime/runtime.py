@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """Threads that run the batches of pools, oldest request first over all of them.
+    """Threads that run the batches of pools, oldest request of all pools first.
 
     ::
 
         with Runtime([pool]):
             pool.submit_task(x).result()
 
-    Pools take requests in before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts
-    with them. Backends and pools may come and go meanwhile (:meth:`add`, :meth:`remove`). Dropped without a shutdown,
-    a runtime cancels what is queued and lets running batches end, as it does at interpreter exit.
+    Pools accept requests before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts
+    with them. Backends and pools may be added and removed meanwhile (:meth:`add`, :meth:`remove`). A runtime that is
+    dropped without a shutdown cancels queued requests and lets running batches end, as it does at interpreter exit.
 
     Args:
         backends_or_pools: a pool, or anything with ``get_pools()``; several of these, or a dictionary of them by name.
         num_workers: threads that run batches; None takes one for each pool or backend, up to the number of CPUs.
         stats_interval: seconds between lines of statistics in the log ``pymoe.runtime``, one for each pool that had
             anything to do; None writes none.
-        monitor: whether ``python -m pymoe.runtime.top`` in another terminal may look at the pools: True, or a folder
-            for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`); None does what the environment variable
-            ``PYMOE_MONITOR`` says, and without it nothing.
+        monitor: whether ``python -m pymoe.runtime.top`` in another terminal may read the pools: True, or a folder
+            for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`); None follows the environment variable
+            ``PYMOE_MONITOR``, and without it means no.
         expert_backends: hivemind's name for ``backends_or_pools``.
         prefetch_batches: hivemind's option, ignored: there is no queue of batches between pools and workers.
-        sender_threads: hivemind's option, ignored: a result is handed out by the thread that made it.
-        device: hivemind's option, must be None: an expert is where ``ExpertBackend(device=...)`` puts it.
+        sender_threads: hivemind's option, ignored: the thread that computes a result also returns it.
+        device: hivemind's option, must be None: ``ExpertBackend(device=...)`` decides where an expert is.
 
     Attributes:
-        expert_backends: the backends or pools that it was made with.
+        expert_backends: the backends or pools of the constructor.
         ready: an event that is set while it runs.
 
     Raises:
@@ -87,20 +87,20 @@ class Runtime:
         self.ready = threading.Event()
         self._idle = threading.Event()
         self.num_workers = num_workers
-        self._changes = threading.RLock()  # whoever starts, adds or removes
-        self._leaving: list[TaskPool] = []  # what is being removed, once for each who waits for it
+        self._changes = threading.RLock()  # held while the runtime starts, adds or removes
+        self._leaving: list[TaskPool] = []  # pools that are being removed, once per waiting caller
         self._reader = StatsReader(self._served)
         self._observers = observers
         weakref.finalize(self, observers.stop)
 
     @property
     def pools(self) -> tuple[TaskPool, ...]:
-        """The pools that it serves, or will serve once it runs."""
+        """Pools that it serves, or will serve once it runs."""
         return cast("tuple[TaskPool, ...]", self._served.now)
 
     @property
     def running(self) -> bool:
-        """Whether it serves: True from :meth:`start` to the end of :meth:`shutdown`."""
+        """True from :meth:`start` to the end of :meth:`shutdown`."""
         return self._executor.running()
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Runtime:
             self.ready.clear()
 
     def run(self) -> None:
-        """Start, and return when another thread has shut the runtime down; an interrupt (Ctrl-C) shuts it down at once.
+        """Start, and return after another thread has shut the runtime down; Ctrl-C shuts it down at once.
 
         Raises:
             RuntimeError, OSError: see :meth:`start`.
@@ -139,11 +139,11 @@ class Runtime:
             raise
 
     def shutdown(self, drain: bool = True) -> None:
-        """Refuse further requests, and wait until every one is done and the workers have ended. May be called again.
+        """Refuse further requests, and wait until all are done and the workers have ended. May be called again.
 
         Args:
-            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
-                several batches no further one is run.
+            drain: run queued requests; otherwise requests that have not started are cancelled, and requests of
+                several batches end after the current batch.
 
         Raises:
             RuntimeError: called from a batch of this runtime, or in a fork.
@@ -154,11 +154,11 @@ class Runtime:
         self._idle.set()
 
     def add(self, backend_or_pool: Any) -> None:
-        """Serve another backend or pool as well, from now on if the runtime runs. One that it serves already stays.
+        """Serve another backend or pool as well, from now on if the runtime runs; one that is already served stays.
 
         A pool that :meth:`remove` has closed, before it timed out or was interrupted, is opened again.
 
-        The number of workers stays what it is. May be called from any thread, and from a batch.
+        The number of workers does not change. May be called from any thread, and from a batch.
 
         Raises:
             RuntimeError: a pool is served by another Runtime (then nothing is added), or this one is shutting down, or
@@ -172,7 +172,7 @@ class Runtime:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
             self._executor.take_back([pool for pool in coming if pool in self.pools])
             new = [pool for pool in coming if pool not in self.pools]
-            # A pool that is mutually exclusive with one that is served here is served with it.
+            # A pool that excludes a pool which is served here is already served together with it.
             here = self.pools
             self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])
             self._served.add(new)
@@ -180,20 +180,20 @@ class Runtime:
                 pool._server = weakref.ref(self._executor) if self.running else None
 
     def remove(self, backend_or_pool: Any, drain: bool = True, timeout: float | None = None) -> None:
-        """Refuse further requests of a backend or pool, wait until every one is done, and serve it no longer.
+        """Refuse further requests of a backend or pool, wait until every one is done, and stop serving it.
 
-        The others are served meanwhile, and a running batch is waited for. What was removed may be added again, here or
-        to another runtime, which opens it. After a timeout or an interrupt (Ctrl-C) it is closed and still served: call
-        this again to wait on, or :meth:`add` to open it.
+        The others are served meanwhile, and a running batch is waited for. Removed pools may be added again, here or to
+        another runtime, which opens them. After a timeout or an interrupt (Ctrl-C) the pool is closed and still served:
+        call this again to continue waiting, or :meth:`add` to open it.
 
         Args:
-            backend_or_pool: one that was given at construction, or added.
-            drain: run what is queued; otherwise requests that have not started are cancelled, and of those that take
-                several batches no further one is run.
-            timeout: seconds to wait at most; None: as long as it takes.
+            backend_or_pool: a backend or pool of the constructor, or one that was added.
+            drain: run queued requests; otherwise requests that have not started are cancelled, and requests of
+                several batches end after the current batch.
+            timeout: the most seconds to wait; None: no limit.
 
         Raises:
-            TimeoutError: there are still requests that are not done.
+            TimeoutError: some requests are still not done.
             ValueError: it is not served here, or is mutually exclusive with a pool that would stay.
             RuntimeError: called from a batch of this runtime, or in a fork.
             TypeError: neither a pool nor a backend with pools.
@@ -253,7 +253,7 @@ TesseractRuntime = Runtime
 
 
 def members_of(backends_or_pools: Any) -> list[Any]:
-    """Return the list of what is served; a lone backend or pool is a list of one."""
+    """Return the list of backends and pools to serve; a single one becomes a list of one."""
     if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
         return [backends_or_pools]
     if isinstance(backends_or_pools, Mapping):
@@ -264,7 +264,7 @@ def members_of(backends_or_pools: Any) -> list[Any]:
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """Return a backend's pools, or a pool alone."""
+    """Return the pools of a backend, or a pool as the only one."""
     if isinstance(backend, TaskPool):
         return [backend]
     get_pools = getattr(backend, "get_pools", None)

@@ -1,4 +1,4 @@
-"""What a served expert takes and returns: the one place that knows a request's arguments, outputs and their names.
+"""Arguments and results of a served expert: the one place that knows a request's arguments, outputs and their names.
 
 Pools carry flat tuples of tensors. *Flat* is the order of :func:`~pymoe.runtime.nested_flatten`: positional arguments,
 then keyword arguments by name. A request is checked in two steps: :meth:`RequestSchema.flatten_arguments` checks the
@@ -21,13 +21,13 @@ from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nes
 def to_schema(structure: Any) -> Any:
     """Return ``structure`` with every tensor replaced by its prototype.
 
-    Leaves that are neither tensors nor prototypes stay: they are the same in every request.
+    Leaves that are neither tensors nor prototypes remain: they are the same in every request.
     """
     return nested_map(lambda leaf: BatchTensorProto.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, structure)
 
 
 def as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Return the arguments as a tuple; a lone prototype stands for one argument."""
+    """Return the arguments as a tuple; a single prototype stands for one argument."""
     return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
 
 
@@ -39,12 +39,12 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 class RequestSchema:
     """The arguments and outputs of the expert called ``name``, between their structures and flat tensors.
 
-    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general one costs
+    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general way costs
     more than many an expert of one row. Leaves of the schemas are prototypes or constants.
 
     Attributes:
-        inputs: the prototypes of the flat inputs, without a device: where a tensor is, is up to the client.
-        outputs: those of the tensors among the flat outputs.
+        inputs: the prototypes of the flat inputs, without a device: the client chooses the device of a tensor.
+        outputs: the prototypes of the tensors among the flat outputs.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class RequestSchema:
     # --- arguments ---
 
     def flatten_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the flat inputs, under autocast in the dtypes of the schema. What is wrong with a tensor, a pool says.
+        """Return the flat inputs, under autocast in the dtypes of the schema. Their pool checks the tensors.
 
         Raises:
             TypeError: arguments that the schema does not have, or a tensor for a constant.
-            ValueError: another value than the schema's constant.
+            ValueError: a value that differs from the schema's constant.
         """
         if self._one_argument and len(args) == 1 and not kwargs:
             flat = [args[0]]
@@ -89,12 +89,12 @@ class RequestSchema:
                 self._check_constants(flat)
                 leaves = zip(flat, self._argument_leaves, strict=True)
                 flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
-        if is_any_autocast_enabled():  # in all of torch's public ways one names a device
+        if is_any_autocast_enabled():  # torch's public functions all ask about one device
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
         return flat
 
     def pack_arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the positional and keyword arguments that the flat inputs stand for."""
+        """Return the positional and keyword arguments that correspond to the flat inputs."""
         if self._flat_arguments:
             if not self._keywords:
                 return tensors, {}
@@ -169,7 +169,7 @@ class RequestSchema:
     # --- outputs ---
 
     def flatten_outputs(self, outputs: Any) -> tuple[Any, ...]:
-        """Return the leaves of what the expert returned. Raises ValueError if the schema says something else."""
+        """Return the leaves of the expert's result. Raise ValueError if it does not match the schema."""
         if self._one_output and isinstance(outputs, Tensor):
             leaves: tuple[Any, ...] = (outputs,)
         else:
@@ -207,7 +207,7 @@ class RequestSchema:
 
 
 def under_autocast(tensor: Any, proto: BatchTensorProto) -> Any:
-    """Return ``tensor`` in the dtype of ``proto`` where autocast is on, as for an operation with a dtype of its own."""
+    """Return ``tensor`` in the dtype of ``proto`` if autocast is on, as for an operation with a fixed dtype."""
     if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and proto.dtype.is_floating_point):
         return tensor
     return tensor.to(proto.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor
@@ -220,7 +220,7 @@ def _anywhere(schema: Any) -> tuple[BatchTensorProto, ...]:
 def _equal(first: Any, second: Any) -> bool:
     try:
         return bool(first == second)
-    except Exception:  # arrays, and whatever else does not say yes or no
+    except Exception:  # arrays, and other objects whose truth value is not defined
         return False
 
 

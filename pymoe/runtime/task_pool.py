@@ -1,4 +1,4 @@
-"""TaskPool: many clients' requests, a few rows each, through one function in batches."""
+"""TaskPool: requests of many clients, a few rows each, run through one function in batches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ REPLACED = {
     "start": "a pool has no process or thread of its own; Runtime([pool]).start() serves it",
     "uid": "name= is what a pool is called",
 }
-"""Options of hivemind's pools, and what takes their place here."""
+"""Options of hivemind's pools, each with its replacement here."""
 LARGEST_COUNT = 2**31 - 1
 
 
 def check_count(owner: str, option: str, value: Any) -> int:
-    """Return an option that counts as an int, whatever integer type it has.
+    """Return an option that counts something as an int, whatever integer type it has.
 
     Raises:
         TypeError: it is not an integer (a fraction would be cut off unnoticed).
@@ -54,40 +54,41 @@ def _check_number(option: str, value: Any) -> float:
 class TaskPool(_runtime.TaskPool):
     """A bounded queue of requests in front of a function that works on batches.
 
-    Any number of threads and coroutines call :meth:`submit_task`; a :class:`Runtime` takes what is queued, oldest
-    first, puts the rows of as many requests together as fit, calls ``process_func`` once, and gives every request its
-    own rows of the result. A future can be awaited by several tasks; cancelling one of them cancels the request for
+    Any number of threads and coroutines call :meth:`submit_task`. A :class:`Runtime` takes queued requests, oldest
+    first, concatenates the rows of as many requests as fit, calls ``process_func`` once, and gives every request its
+    own rows of the result. Several tasks can await a future; cancelling one of them cancels the request for
     all. It can stand in for a ``concurrent.futures.Future``. Requests of different dtypes, devices or row shapes never
     share a batch. Tensors on a GPU must be ready in its default stream: batches are assembled there, and results become
-    ready there. A client with a stream of its own has the default stream wait for it before it submits, and has it wait
-    for the default stream before it reads a result, whose ``record_stream`` it calls; what it submitted it may drop
+    ready there. A client with another stream makes the default stream wait for it before it submits, and makes it wait
+    for the default stream before it reads a result, whose ``record_stream`` it calls. It may drop submitted tensors
     once the request is done.
 
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension
             0; the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with
-            as many rows; a request's result has the same structure, with views of its own rows of a copy of each
-            tensor, so that clients may change what they get, whatever the function keeps
-            (tensors that share memory with each other are not copied). Leaves that are not tensors
-            are handed to every request as they are. Whoever keeps or saves such a view keeps or saves the rows of the
-            whole batch: ``clone()`` what is to last. It runs with gradients enabled, on a worker of the runtime
-            or on a thread that waits for a result; what it raises, every request of the batch raises.
+            as many rows. A request's result has the same structure, with views of its own rows of a copy of each
+            tensor, so that clients may change their results even if the function keeps its own
+            (tensors that share memory with each other are not copied). Leaves that are not tensors go to every request
+            unchanged. Keeping or saving such a view keeps or saves the rows of the whole batch: use ``clone()`` for
+            what must last. It runs with gradients enabled, on a worker of the runtime
+            or on a thread that waits for a result. Its exception is raised by every request of the batch.
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
-        min_batch_size: rows to wait for, as long as ``timeout`` allows.
-        max_batch_size: most rows of a batch. A larger request is run in several, and its result put together.
-        timeout: the most seconds that a request waits for ``min_batch_size`` rows; None waits as long as it takes.
-        capacity: most requests in the queue; None means 65536.
-        linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a lonely one never
-            waits. 0 turns it off.
+        min_batch_size: number of rows to wait for, as long as ``timeout`` allows.
+        max_batch_size: largest number of rows of a batch. A larger request is split over several, and its result
+            joined.
+        timeout: the most seconds that a request waits for ``min_batch_size`` rows; None: no limit.
+        capacity: largest number of requests in the queue; None means 65536.
+        linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a single client
+            never waits. 0 turns it off.
         priority: head start in seconds over the requests of other pools.
         isolate: run a batch that raised again in halves, so that a bad request fails alone. Only for functions that
-            leave everything as it was when they raise; an exception after which nothing may run again says so with an
+            change nothing if they raise; an exception after which nothing may run again says so with an
             attribute ``pymoe_may_retry = False``.
         on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
-        schema: what the tensors of every request must look like, one prototype per position.
+        schema: the prototypes of the tensors of every request, one per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
         exclusive_with: a pool whose batches must never overlap with this one's.
-        request_timeout: the timeout of requests that are submitted without one; None: as long as it takes.
+        request_timeout: the timeout of requests that are submitted without one; None: no limit.
 
     Raises:
         ValueError: sizes, times or ``on_full`` are invalid.
@@ -149,13 +150,13 @@ class TaskPool(_runtime.TaskPool):
 
     @property
     def served(self) -> bool:
-        """True while a runtime takes what is queued."""
+        """True while a runtime serves the pool."""
         executor = None if self._server is None else self._server()
         return executor is not None and executor.running()
 
     @property
     def why_unserved(self) -> str:
-        """What clients say while it is not."""
+        """Clause for messages that says why the pool is not served."""
         return "no Runtime serves the pool"
 
     @property
@@ -164,31 +165,31 @@ class TaskPool(_runtime.TaskPool):
         return self._statistics()["queued"] == 0
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Submit and wait for the result; takes and raises what :meth:`submit_task` and :meth:`Future.result` do.
+        """Submit and wait for the result; takes and raises the same as :meth:`submit_task` and :meth:`Future.result`.
 
         Args:
-            tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
+            tensors: one for each argument of ``process_func``; the same number of rows in each, in the first dimension.
             timeout: seconds within which the request must have started.
-            priority: head start in seconds, beside the pool's own.
+            priority: head start in seconds, in addition to the pool's.
         """
         return self.submit_task(*tensors, timeout=timeout, priority=priority).result()
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Submit and await the result, without blocking the event loop while the queue is full.
 
-        Raises what :meth:`submit_task` and :meth:`Future.result` do. Cancelling the task that awaits cancels the
+        Raises the same as :meth:`submit_task` and :meth:`Future.result`. Cancelling the task that awaits cancels the
         request.
 
         Args:
-            tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
-            timeout: seconds within which there must be room in the queue and the request must have started; None: as
-                long as it takes.
-            priority: head start in seconds, beside the pool's own.
+            tensors: one for each argument of ``process_func``; the same number of rows in each, in the first dimension.
+            timeout: seconds within which there must be room in the queue and the request must have started; None: no
+                limit.
+            priority: head start in seconds, in addition to the pool's.
         """
         return await (await self._queue(tensors, timeout, priority))
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Future:
-        """Submit once there is room; another thread waits for that."""
+        """Submit once there is room; another thread waits for the room."""
         future = self._try_submit(*tensors, timeout=timeout, priority=priority)
         if future is not None:
             return future
@@ -213,6 +214,6 @@ class TaskPool(_runtime.TaskPool):
 
 
 def cancel_request(waiting: asyncio.Future[Future]) -> None:
-    """Cancel the request that was submitted after nobody waited for it any more."""
+    """Cancel the request that was submitted although nobody waits for it any more."""
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()

@@ -32,7 +32,7 @@ from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOU
 from pymoe.runtime.monitoring.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed
 
 MOST_BYTES = 1 << 24
-"""Of one report; a longer one is refused."""
+"""Limit of one report in bytes; a longer one is refused."""
 REPORT_TIMEOUT_S = 5 * VIEWER_TIMEOUT_S
 LEAST_NEEDED = ("rows/s", "running", "batch p50", "wait p50 / p99", "queued", "rows/batch", "latency p50 / p99", "lost")
 Draw = Callable[[Sequence["Report"]], None]
@@ -40,24 +40,24 @@ Draw = Callable[[Sequence["Report"]], None]
 
 @dataclass(frozen=True)
 class Report:
-    """One process's pools."""
+    """The pools of one process."""
 
     title: str
     pools: tuple[PoolStats, ...]
 
 
 class NotARuntime(Exception):
-    """Raised where something else than a monitor answers."""
+    """Raised if something other than a monitor answers."""
 
 
 class Viewer:
     """A connection to a monitor."""
 
     def __init__(self, path: Path) -> None:
-        """Connect; raises OSError if nobody listens."""
+        """Connect; raise OSError if nobody listens."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Without Python's timeout, connect() waits where many connect at once; the system's own ends that.
+        # Without Python's timeout, connect() waits if many connect at once; the system's own timeout ends that.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(REPORT_TIMEOUT_S), 0))
         try:
             self.socket.connect(str(path))
@@ -68,7 +68,7 @@ class Viewer:
         self.lines = self.socket.makefile("rb")
 
     def read(self) -> Report:
-        """Return the numbers since the last call; raises OSError if the process has ended, or :class:`NotARuntime`."""
+        """Return the numbers since the last call; raise OSError if the process has ended, or :class:`NotARuntime`."""
         self.socket.sendall(b"\n")
         line = self.lines.readline(MOST_BYTES + 1)
         if len(line) > MOST_BYTES:
@@ -78,13 +78,13 @@ class Viewer:
         return parse(line, self.path)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.lines.close()
         self.socket.close()
 
 
 def parse(line: bytes, path: Path) -> Report:
-    """Parse a monitor's line; raises :class:`NotARuntime`."""
+    """Parse a line of a monitor; raise :class:`NotARuntime` if it is not one."""
     try:
         found = json.loads(line)
         if found["format"] != FORMAT:
@@ -101,7 +101,7 @@ def from_dict(kind: Any, found: dict[str, Any]) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with ``?`` for characters that a terminal would obey."""
+    """Return ``text`` with ``?`` for control characters, which a terminal would interpret."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -112,7 +112,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "Distribution": lambda one: from_dict(Distribution, one),
     "tuple[Bucket, ...]": lambda several: tuple(from_dict(Bucket, one) for one in several),
 }
-"""How to read a field of these classes, by its type."""
+"""Functions that read a field of these classes, by its type."""
 
 
 class Watched:
@@ -123,7 +123,7 @@ class Watched:
         self.viewers: dict[Path, Viewer] = {}
 
     def read(self) -> list[Report]:
-        """Return a report of every process that answers."""
+        """Return a report for every process that answers."""
         paths = sorted(self.where.glob(f"*{SUFFIX}")) if self.where.is_dir() else [self.where]
         for path in paths:
             if path not in self.viewers:
@@ -141,7 +141,7 @@ class Watched:
         return reports
 
     def close(self) -> None:
-        """Hang up on all."""
+        """Close all connections."""
         for viewer in self.viewers.values():
             viewer.close()
 
@@ -248,7 +248,7 @@ def text(reports: Sequence[Report]) -> str:
 
 @contextmanager
 def drawing(file: IO[str]) -> Iterator[Draw]:
-    """Give a function that draws reports: into rich's live display, or as plain tables one under the other."""
+    """Yield a function that draws reports: into rich's live display, or as plain tables one after the other."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -264,7 +264,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """Return a function that prints reports one under the other, and says once that there is none."""
+    """Return a function that prints reports one after the other, and says once if there are none."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:
@@ -298,7 +298,7 @@ def coloured(reports: Sequence[Report], width: int) -> Any:
 
 
 def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
-    """Return the columns that are left when the least needed ones have made way, one by one, until the rest fits."""
+    """Return the columns that fit: the least needed ones are removed, one by one, until the rest fits."""
     widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
     for name in LEAST_NEEDED:
         if sum(widths.values()) <= width + 2:

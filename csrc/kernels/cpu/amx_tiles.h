@@ -1,17 +1,17 @@
 // The tile registers of AMX, as gemm_amx.h and quantized_linear_amx.h use them: sums in tiles 0 to 3, left factors in 4
 // and 5, right ones in 6 and 7.
 //
-// A left tile is 16 rows of 32 bf16, or fewer rows; a right one 16 rows of 16 pairs, of which row p holds elements 2 p
-// and 2 p + 1 of 16 columns; a sum is as many rows as a left tile has, of 16 floats. A product adds to every sum
+// A left tile is 16 rows of 32 bf16, or fewer rows; a right tile is 16 rows of 16 pairs, where row p holds elements 2 p
+// and 2 p + 1 of 16 columns; a sum tile has as many rows as the left tile, of 16 floats. A product adds to every sum
 //
 //     (l[0] r[0] + l[2] r[2] + ... + l[30] r[30]) + (l[1] r[1] + l[3] r[3] + ... + l[31] r[31])
 //
-// with fused multiply-adds that begin at zero, in this order. Every operation rounds to nearest even, takes subnormal
-// operands for zero and gives zero for subnormal results, whatever MXCSR says. tests/cpp/emulated_tiles.h does the same
+// with fused multiply-adds that begin at zero, in this order. Every operation rounds to nearest even, treats subnormal
+// operands as zero and gives zero for subnormal results, whatever MXCSR says. tests/cpp/emulated_tiles.h does the same
 // in plain C++, bit for bit.
 //
-// Of bytes a left tile is 16 rows of 64 signed ones, a right one 16 rows of 16 times four unsigned ones, of which row p
-// holds elements 4 p to 4 p + 3 of 16 columns, and the sums are integers of 32 bits.
+// For bytes a left tile is 16 rows of 64 signed bytes, a right tile is 16 rows of 16 times four unsigned bytes, where
+// row p holds elements 4 p to 4 p + 3 of 16 columns, and the sums are integers of 32 bits.
 //
 // The instructions are written as assembly: gcc's intrinsics do not tell the compiler that tiles are read from memory
 // and written to it. The assembler must know AMX (binutils 2.35, LLVM 11); the compiler need not be told of it.
@@ -25,8 +25,8 @@
 #if PYMOE_MULTIVERSION
 namespace pymoe::cpu {
 
-// The tiles of the calling thread, from the construction to the destruction of this. Released tiles cost a change of
-// threads nothing.
+// The tiles of the calling thread, during the object's lifetime. Released tiles add no cost to a switch of
+// threads.
 class AmxTiles {
  public:
   explicit AmxTiles(int64_t left_rows) {

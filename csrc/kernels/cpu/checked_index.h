@@ -1,4 +1,4 @@
-// Indices that a CPU kernel is handed: none is trusted. The messages are those of pymoe.reference.
+// Checks of indices that a CPU kernel gets: none is trusted. The messages are the same as in pymoe.reference.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace pymoe::cpu {
 
-// "OPERATOR: RULE (NAME = limit), got INDEX at [token, choice]", where `rule` goes up to "NAME = ", and `place` counts
-// the choices of all tokens.
+// "OPERATOR: RULE (NAME = limit), got INDEX at [token, choice]", where `rule` is the text up to "NAME = ", and `place`
+// counts the choices of all tokens.
 [[noreturn]] inline void throw_bad_index(const std::string& operator_name, const char* rule, int64_t limit,
                                          int64_t index, int64_t place, int64_t choices) {
   throw std::out_of_range(operator_name + ": " + rule + std::to_string(limit) + "), got " + std::to_string(index) +

@@ -1,4 +1,4 @@
-// The offsets of experts' rows that a CPU kernel is handed. The messages are those of pymoe.reference.
+// Checks of the offsets of experts' rows that a CPU kernel gets. The messages are the same as in pymoe.reference.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The order of experts' rows that a CPU kernel is handed. The messages are those of pymoe.reference.
+// Checks of the order of experts' rows that a CPU kernel gets. The messages are the same as in pymoe.reference.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the first `used` of `order` are rows below `rows`, each another one. Returns, by row, whether it is one
+// Throws unless the first `used` values of `order` are distinct rows below `rows`. Returns, by row, whether it is one
 // of them.
 inline std::vector<char> check_order(const std::string& operator_name, const int32_t* order, int64_t used,
                                      int64_t rows) {

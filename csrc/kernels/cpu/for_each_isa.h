@@ -1,17 +1,17 @@
-// Compiles the file named by PYMOE_ISA_BODY once an instruction set, each time into a namespace of its own:
+// Compiles the file named by PYMOE_ISA_BODY once per instruction set, each time into a separate namespace:
 //
 //     #define PYMOE_ISA_BODY "kernels/combine_cpu_body.h"
 //     #include "kernels/cpu/for_each_isa.h"
 //     ... PYMOE_SELECT_ISA(combine_rows)(arguments) ...
 //
 // The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
-// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 makes no faster says
-// `#define PYMOE_ISA_WIDEST 3` before, with what was measured (benchmarks/instruction_sets.py), and is selected by
-// PYMOE_SELECT_ISA_UP_TO_V3. One that multiplies bf16 or int8 says `#define PYMOE_ISA_BF16`: it is compiled once more,
-// at level 4 with PYMOE_ISA_HAS_BF16 set, which allows the instructions of AVX512_BF16 and AVX512_VNNI, and is selected
-// by PYMOE_SELECT_ISA_UP_TO_BF16. System headers must be included before this file: an inline function of theirs that
-// was first seen here would be compiled for the wider instruction set and could be the copy that the linker keeps for
-// everyone.
+// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 does not make faster first has
+// `#define PYMOE_ISA_WIDEST 3`, with the measurement (benchmarks/instruction_sets.py), and is selected by
+// PYMOE_SELECT_ISA_UP_TO_V3. A body that multiplies bf16 or int8 has `#define PYMOE_ISA_BF16`: it is compiled once
+// more, at level 4 with PYMOE_ISA_HAS_BF16 set, which allows the instructions of AVX512_BF16 and AVX512_VNNI, and is
+// selected by PYMOE_SELECT_ISA_UP_TO_BF16. System headers must be included before this file: an inline function of
+// theirs that was first seen here would be compiled for the wider instruction set, and the linker might keep that copy
+// for everyone.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

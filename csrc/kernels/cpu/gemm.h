@@ -1,24 +1,24 @@
 // Matrix products on one thread: C = A B (+ bias), the building block of grouped_linear.
 //
 // A is (m, k), B is (k, n), both with any strides; C is (m, n) with contiguous rows. fp64 sums in fp64, every other
-// dtype in fp32, rounded once. The order of an element's sum depends on k and on what is contiguous along it alone, not
-// on m, n or where in C it lies: a caller may cut C into any tiles. The rows of A and C, or the steps of k, may lie in
-// any order, which an index gives: the bits are those of operands that lie one after the other.
+// dtype in fp32, rounded once. The order of an element's sum depends only on k and on which operand is contiguous along
+// it, not on m, n or the element's position in C: a caller may cut C into any tiles. The rows of A and C, or the steps
+// of k, may be in any order, given by an index: the bits are the same as for consecutive operands.
 //
 //   gemm_nt.h             A and B contiguous along k: nothing is packed, a sum is kept in the lanes of a vector
-//   gemm_nt_packed.h      the same sums for many rows, from panels that hold a lane's elements together
+//   gemm_nt_packed.h      the same sums for many rows, from panels that keep a lane's elements together
 //
-// All others are the scheme of BLIS (Van Zee and van de Geijn, ACM TOMS 41-3, 2015), and for few rows a shorter one:
+// All others follow BLIS (Van Zee and van de Geijn, ACM TOMS 41-3, 2015), and a shorter scheme for few rows:
 //
 //   gemm_micro_kernel.h   a tile of kTileRows x kTileColumns in registers, from packed panels
-//   gemm_pack.h           panels from strided memory, widened to the type that sums are kept in, or as pairs of bf16
-//   gemm_in_place.h       few rows and a B whose rows are contiguous: B is read where it lies
-//   gemm_body.h           blocks of k, of rows and of columns that fit the caches, around those; chooses
+//   gemm_pack.h           panels from strided memory, widened to the type of sums, or as pairs of bf16
+//   gemm_in_place.h       few rows and a B whose rows are contiguous: B is read in place
+//   gemm_body.h           blocks of k, of rows and of columns that fit the caches, around these; chooses
 //
-// bf16 has a scheme of its own where the processor multiplies tiles: gemm_amx.h, with gemm_amx_pack.h,
+// bf16 has a separate scheme if the processor multiplies tiles: gemm_amx.h, with gemm_amx_pack.h,
 // gemm_amx_store.h and the instructions in amx_tiles.h.
 //
-// They are compiled once an instruction set: a file that calls gemm through PYMOE_SELECT_ISA_UP_TO_BF16 names
+// They are compiled once per instruction set: a file that calls gemm through PYMOE_SELECT_ISA_UP_TO_BF16 names
 // gemm_body.h as its PYMOE_ISA_BODY.
 #pragma once
 
@@ -52,10 +52,10 @@ struct Gemm {
   int64_t m;
   int64_t n;
   int64_t k;
-  bool leaves_cache = false;  // C is not read soon: what is rounded to 16 bits may be written past the caches
+  bool leaves_cache = false;  // C is not read soon: results rounded to 16 bits may be written past the caches
 
-  // Row i of A and of C is rows[i] rows from their begin, and step p of k is steps[p] columns of A and rows of B from
-  // theirs; null: in order. With `rows` a row of A is contiguous, with `steps` a column of A and a row of B.
+  // Row i of A and of C is at row rows[i] from their begin, and step p of k is at column steps[p] of A and row steps[p]
+  // of B; null: in order. With `rows` a row of A is contiguous, with `steps` a column of A and a row of B.
   const int32_t* rows = nullptr;
   const int32_t* steps = nullptr;
 };
@@ -63,8 +63,8 @@ struct Gemm {
 // The place of number i in an order that may be null.
 PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }
 
-// To begin with number i: what is left of an order, and how far a pointer moves. What an order gives counts from where
-// its first number did, so with one the pointer stays.
+// For a begin at number i: the rest of an order, and the offset of a pointer. The values of an order count from its
+// first number, so with an order the pointer stays.
 PYMOE_INLINE const int32_t* order_from(const int32_t* order, int64_t i) {
   return order == nullptr ? nullptr : order + i;
 }
@@ -72,13 +72,13 @@ PYMOE_INLINE int64_t move_to(const int32_t* order, int64_t i, int64_t stride) {
   return order == nullptr ? i * stride : 0;
 }
 
-// Blocks of C of this size repay the packing of their operands, which a caller who cuts C smaller does more often.
+// Blocks of C of this size repay the packing of their operands; a caller who cuts C smaller packs more often.
 inline constexpr int64_t kGemmBlockRows = 768;
 inline constexpr int64_t kGemmBlockColumns = 1024;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Scratch memory of a thread, kept between calls: fresh memory costs a page fault every 4 KiB, and huge pages spare
+// Scratch memory of a thread, kept between calls: new memory costs a page fault every 4 KiB, and huge pages save
 // the packed panels most of their TLB misses.
 class ThreadBuffer {
  public:
@@ -87,7 +87,7 @@ class ThreadBuffer {
   ThreadBuffer& operator=(const ThreadBuffer&) = delete;
   ~ThreadBuffer() { std::free(data_); }
 
-  // At least `bytes` bytes, aligned to a cache line; what they held before is lost when the buffer grows.
+  // At least `bytes` bytes, aligned to a cache line; their former content is lost when the buffer grows.
   void* reserve(int64_t bytes) {
     if (bytes > capacity_) {
       std::free(data_);
@@ -110,7 +110,7 @@ class ThreadBuffer {
   int64_t capacity_ = 0;
 };
 
-// Takes `count` elements, and what is left of their last cache line, from the front of `memory`.
+// Takes `count` elements, and the rest of their last cache line, from the front of `memory`.
 template <typename S>
 S* carve(S*& memory, int64_t count) {
   S* begin = memory;
@@ -118,7 +118,7 @@ S* carve(S*& memory, int64_t count) {
   return begin;
 }
 
-// bias[j] for j < columns, in the type that sums are kept in; zero where there is none.
+// bias[j] for j < columns, in the type of sums; zero without a bias.
 template <typename T>
 void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
   for (int64_t j = 0; j < columns; ++j) {

@@ -1,15 +1,15 @@
 // The gemm of bf16 by the tiles of AMX (see gemm.h and amx_tiles.h; no include guard on purpose).
 //
-// The tiles of some rows of A, along a block of k, are packed once and stay in the second-level cache; B passes by,
+// The tiles of some rows of A, along a block of k, are packed once and stay in the second-level cache. B streams by,
 // some columns at a time, each multiplied by all of these rows. B takes the side of a tile for which its memory need
-// not be transposed: where it is contiguous along k the left one, and its tiles are read where they lie; else the right
+// not be transposed: if it is contiguous along k the left one, and its tiles are read in place; otherwise the right
 // one. As the left factor B makes tiles of C's transpose, which are transposed when they are rounded.
 //
 // An element is the sum over tiles of 32 steps of k in ascending order, as amx_tiles.h adds them up, and then its bias,
-// whatever the number of rows, the layout and the blocks: sums that wait for the next block of k keep all their bits.
+// for any number of rows, layout and blocks: sums that wait for the next block of k keep all their bits.
 //
-// `Tiles` is AmxTiles, or what the tests put in its place (tests/cpp/emulated_tiles.h).
-// clang-format off: each stands on those before it
+// `Tiles` is AmxTiles, or its replacement in the tests (tests/cpp/emulated_tiles.h).
+// clang-format off: each depends on those before it
 #include "kernels/cpu/gemm_amx_pack.h"
 #include "kernels/cpu/gemm_amx_store.h"
 #include "kernels/cpu/gemm_amx_few.h"
@@ -18,19 +18,19 @@
 namespace pymoe::cpu::PYMOE_ISA {
 
 // The first store of a sum waits for all products before it, which takes as long as 20 of them: blocks of k are long,
-// and short only where B is packed for so few rows that memory is what is waited for.
+// and short only if B is packed for so few rows that memory is the limit.
 inline constexpr int64_t kAmxDepth = 2048, kAmxMostDepth = 8192, kAmxShallow = 128;
 inline constexpr int64_t kAmxRows = 256;                // of A that are packed together, at least
-inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // which are not worth the packing of B to align it
+inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // too few to repay packing B in order to align it
 inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // of A, packed: half of a second-level cache
 inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // of B, packed
-inline constexpr int64_t kAmxStepsBefore = 8;           // of a block, before the one before it is rounded
+inline constexpr int64_t kAmxStepsBefore = 8;           // of a block, before the previous block is rounded
 
-// Up to four tiles side by side, at the first step of k.
+// Up to four adjacent tiles, at the first step of k.
 struct TileStrip {
   const BFloat16* tile[4];
   int64_t row_bytes;
-  int64_t step;  // elements from a tile to that of the next step
+  int64_t step;  // elements from a tile to the tile of the next step
 
   PYMOE_INLINE TileStrip from(int64_t steps) const {
     TileStrip moved = *this;
@@ -120,8 +120,8 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const TileSource a{g.a, g.a_row_stride, g.a_column_stride, g.rows, g.steps};
   const TileSource b{g.b, g.b_column_stride, g.b_row_stride, nullptr, g.steps};
   const auto tiles_of = [](int64_t items) { return (items + kTileItems - 1) / kTileItems; };
-  // Tiles of A and of B that are multiplied together. Of B read for few rows of A one: the fewer rows of B are read at
-  // a time, the more the memory gives.
+  // Tiles of A and of B that are multiplied together. If B is read for few rows of A, one: the fewer rows of B are read
+  // at a time, the faster the memory.
   const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = kLeftB && side_a == 1 ? 1 : 4 / side_a;
   const int64_t block_m = side_a * kTileItems, block_n = side_b * kTileItems;
   const int64_t groups_a = tiles_of(m), groups_b = tiles_of(g.n), padded_n = round_up(g.n, 2 * kTileItems);
@@ -133,7 +133,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const bool in_place = kLeftB && (aligned || m <= kAmxFewRows);
   const int64_t chunk =
       kLeftB ? block_n : std::clamp<int64_t>(kAmxChunkBytes / 2 / std::max<int64_t>(1, most_k) / 64 * 64, 64, 1024);
-  const bool waits = g.k > block_k;  // sums, for the next block of k
+  const bool waits = g.k > block_k;  // sums wait for the next block of k
 
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
   const int64_t a_size = most_depth * groups_a * kTileBytes, b_size = most_depth * (chunk / kTileItems) * kTileBytes;
@@ -146,7 +146,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   widen_bias(g, padded_n, bias);
 
   Tiles tiles(kLeftB ? kTileItems : std::min(m, kTileItems));
-  TileSums pending{};  // a block whose sums are there. Rounded while the next one is multiplied.
+  TileSums pending{};  // a finished block; it is rounded while the next one is multiplied
   const auto finish = [&] {
     finish_tiles<kLeftB>(g, pending, bias);
     pending = {};
@@ -155,14 +155,14 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   do {
     const int64_t k = std::min(block_k, g.k - p), depth = (k + kTileDepth - 1) / kTileDepth;
     RowsAhead ahead{};
-    if (kLeftB && p == 0 && k > 0) {  // the first columns: nobody has asked for them
+    if (kLeftB && p == 0 && k > 0) {  // the first columns: nothing has prefetched them
       ahead = RowsAhead(b.at(0, p), k, g.b_column_stride, std::min(chunk, g.n), groups_a * depth);
     }
     pack_tiles<kLeftB>(a, begin, m, p, k, panels_a, ahead);
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
       const bool reads_b = in_place && columns == chunk;
-      // What is read next: further columns, or the first ones further along k.
+      // The part to read next: further columns, or the first ones further along k.
       const bool here = j0 + chunk < g.n;
       const int64_t column = here ? j0 + chunk : 0, q = here ? p : p + k;
       const int64_t next_k = here ? k : std::min(block_k, g.k - q), next_columns = std::min(chunk, g.n - column);
@@ -172,7 +172,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
         ahead = kLeftB ? RowsAhead(b.at(column, q), next_k, g.b_column_stride, next_columns, pauses)
                        : RowsAhead(b.at(column, q), next_columns, g.b_row_stride, next_k, pauses);
       }
-      const int64_t whole = reads_b ? k / kTileDepth : depth;  // steps before the one that is packed by itself
+      const int64_t whole = reads_b ? k / kTileDepth : depth;  // steps before the one that is packed separately
       if (whole < depth || !reads_b) {
         const int64_t packed = reads_b ? whole * kTileDepth : 0;
         pack_tiles<!kLeftB>(b, j0, columns, p + packed, k - packed, panels_b, ahead);
@@ -236,8 +236,8 @@ void gemm_amx(const Gemm<BFloat16>& g) {
 #if PYMOE_ISA_LEVEL == 4
   if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
 #endif
-  // Passes over B with about as many rows of A as a panel holds, and with twice as many where B is packed for each: of
-  // equal size, so that none is made for the few rows that are left.
+  // Passes over B with about as many rows of A as a panel holds, or twice as many if B is packed for each pass. They
+  // are of equal size, so that there is no pass for a few remaining rows.
   const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth);
   const int64_t wanted = std::max(kAmxRows, fitting) * (left_b ? 1 : 2);
   const int64_t passes = std::max<int64_t>(1, (g.m + wanted / 2) / wanted);

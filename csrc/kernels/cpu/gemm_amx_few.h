@@ -1,18 +1,17 @@
 // The sums of gemm_amx.h by vectors, for few rows of A and a B whose rows are contiguous (see there; no include guard
 // on purpose).
 //
-// As tiles such a B must be packed, which takes longer than reading it; fused multiply-adds of as few rows do not. They
-// add up what amx_tiles.h says, in the same order and with subnormals taken for zero, and so have the same bits, NaN
-// apart.
+// As tiles such a B must be packed, which takes longer than reading it; fused multiply-adds of so few rows do not. They
+// add in the order of amx_tiles.h and treat subnormals as zero, and so give the same bits, except for NaN.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 #if PYMOE_ISA_LEVEL == 4
-inline constexpr int kAmxVectorRows = 4;          // whose sums fit the registers
-inline constexpr int64_t kAmxMostVectorRows = 8;  // as long as this was faster than tiles
+inline constexpr int kAmxVectorRows = 4;          // their sums fit the registers
+inline constexpr int64_t kAmxMostVectorRows = 8;  // limit up to which this was faster than tiles
 inline constexpr int64_t kAmxStrip = 32;          // columns: a line of B
 
-// Subnormal operands and results are zero on this thread while it lives, as tiles have it.
+// Subnormal operands and results are zero on this thread during the object's lifetime, as with tiles.
 class FlushesSubnormals {
  public:
   FlushesSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
@@ -25,8 +24,8 @@ class FlushesSubnormals {
 };
 
 // Adds a tile of k to kRows rows of sums, along `columns` columns: sums[i] is a row of them, in which the even columns
-// of a strip lie before its odd ones. `a` has 32 steps of kAmxVectorRows values. A line of B that is `ahead` bytes on
-// is asked for with each that is read.
+// of a strip precede its odd ones. `a` has 32 steps of kAmxVectorRows values. With each line of B that is read, the
+// line `ahead` bytes later is prefetched.
 template <int kRows>
 __attribute__((noinline)) void add_tile_rows(const float* a, const BFloat16* b, int64_t b_row_stride, int64_t steps,
                                              int64_t columns, int64_t ahead, float* const (&sums)[kAmxVectorRows]) {
@@ -35,12 +34,12 @@ __attribute__((noinline)) void add_tile_rows(const float* a, const BFloat16* b, 
     const auto mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
     vfloat chain[2][kRows][2] = {};  // of even and of odd steps
     const BFloat16* line = b + j;
-    // A tile multiplies zeros where it has no step, which makes a chain of -0 one of +0; for that one step is enough.
+    // A tile multiplies zeros in place of missing steps, which turns a chain of -0 into +0; one such step is enough.
     const int64_t until = std::min(kTileDepth, steps + 2);
     for (int64_t p = 0; p < until; p += 2) {
 #pragma GCC unroll 2
       for (int64_t q = 0; q < 2; ++q) {
-        // A step that is not there multiplies zeros.
+        // A missing step multiplies zeros.
         vuint32 both{};
         if (p + q < steps) {
           both = (vuint32)(count == kAmxStrip ? _mm512_loadu_si512(line) : _mm512_maskz_loadu_epi16(mask, line));
@@ -73,7 +72,7 @@ inline void gemm_amx_few(const Gemm<BFloat16>& g) {
   const int64_t a_size = padded_k * kAmxVectorRows, groups = (g.m + kAmxVectorRows - 1) / kAmxVectorRows;
   auto* memory = static_cast<float*>(
       gemm_buffer().reserve((groups * a_size + (g.m + 1) * padded_n) * static_cast<int64_t>(sizeof(float))));
-  float* a = carve(memory, groups * a_size);  // widened: for a step the rows of a group
+  float* a = carve(memory, groups * a_size);  // widened: for each step the rows of a group
   float* bias = carve(memory, padded_n);
   float* sums[kGroups][kAmxVectorRows] = {};
   std::fill(a, a + groups * a_size, 0.0f);

@@ -1,8 +1,8 @@
 // Tiles for gemm_amx.h from strided memory (see there; no include guard on purpose).
 //
 // An operand is a matrix of items, the rows of A or the columns of B, times k. Its tiles take 16 items by 32 steps of k
-// and 1 KiB: as a left factor, where a row is an item, or as a right one, where a row is a pair of steps. Where there
-// is no item, or no step, a tile holds zeros.
+// and 1 KiB: as a left factor, where a row is an item, or as a right one, where a row is a pair of steps. Missing items
+// and steps are zeros in a tile.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -24,7 +24,7 @@ struct TileSource {
   }
 };
 
-// The 16 rows of a tile, 16 words of 32 bits each, from `count` elements, and zeros where a source is null.
+// The 16 rows of a tile, 16 words of 32 bits each, from `count` elements; zeros for a null source.
 #if PYMOE_ISA_LEVEL == 4
 typedef vfloat TileRow;
 PYMOE_INLINE TileRow load_tile_row(const BFloat16* source) { return (vfloat)_mm512_loadu_si512(source); }
@@ -74,8 +74,8 @@ PYMOE_INLINE void store_tile(const TileRow (&rows)[16], BFloat16* target) {
   for (int i = 0; i < 16; ++i) memcpy(target + i * kTileDepth, &rows[i], sizeof(rows[i]));
 }
 
-// A tile of items that are contiguous along k: `k` elements of each from lines[i] + p on, and zeros where that is null,
-// as is then every later one.
+// A tile of items that are contiguous along k: `k` elements of each from lines[i] + p on, and zeros for null lines,
+// which come last.
 template <bool kRight>
 PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int64_t k, BFloat16* target) {
   TileRow rows[16];
@@ -89,8 +89,8 @@ PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int6
   store_tile(rows, target);
 }
 
-// A tile of steps along which items are contiguous: `items` elements of each from lines[p] + first on, and zeros where
-// that is null, as is then every later one.
+// A tile of steps along which items are contiguous: `items` elements of each from lines[p] + first on, and zeros for
+// null lines, which come last.
 template <bool kRight>
 PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, int64_t items, BFloat16* target) {
   TileRow rows[16];
@@ -123,14 +123,14 @@ PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t fir
 }
 #endif
 
-// The tiles of `items` items from `first` on and `k` steps from `p` on: those of 16 items after each other, along k.
-// `ahead` is asked for a tile each.
+// The tiles of `items` items from `first` on and `k` steps from `p` on: groups of 16 items one after the other, along
+// k. Each tile prefetches from `ahead`.
 template <bool kRight>
 void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
                 RowsAhead& ahead) {
   const int64_t depth = (k + kTileDepth - 1) / kTileDepth;
   if (source.steps != nullptr ||
-      (source.k_stride != 1 && source.item_stride == 1)) {  // memory is read in the order in which it lies
+      (source.k_stride != 1 && source.item_stride == 1)) {  // memory is read in its own order
     for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
       const BFloat16* lines[kTileDepth];
       for (int64_t i = 0; i < kTileDepth; ++i) lines[i] = q + i < k ? source.at(first, p + q + i) : nullptr;

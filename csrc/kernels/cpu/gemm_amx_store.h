@@ -1,7 +1,7 @@
 // Rows of C from the sums of gemm_amx.h (see there; no include guard on purpose).
 //
-// Sums of 16 x 16 floats lie row by row. Two of them that are neighbours along a row of C make 16 rows of 32 columns:
-// bias added, rounded to bf16, and subnormal results taken for zero, as AVX512_BF16 rounds.
+// Sums of 16 x 16 floats are stored row by row. Two of them that are neighbours along a row of C make 16 rows of 32
+// columns: bias added, rounded to bf16, and subnormal results set to zero, as AVX512_BF16 rounds.
 
 namespace pymoe::cpu::PYMOE_ISA {
 

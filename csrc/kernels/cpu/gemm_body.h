@@ -1,10 +1,10 @@
 // The loops of gemm around the micro-kernel (see gemm.h; no include guard on purpose).
 //
-// For every block of k and every block of rows: pack A; for every panel of B, which stays in the first-level cache,
-// multiply it with every panel of A, which stream from the second. B is packed by the first block of rows, a few panels
-// ahead of their use; where that block is the only one, the few panels are all that is kept. The length of a block of k
-// is fixed, so an element is the same sum of partial sums wherever C is cut.
-// clang-format off: each stands on those before it
+// For every block of k and every block of rows: pack A; multiply every panel of B, which stays in the first-level
+// cache, with every panel of A, which streams from the second level. The first block of rows packs B, a few panels
+// ahead of their use; if it is the only block, only these few panels are kept. The length of a block of k
+// is fixed, so an element is the same sum of partial sums for every cut of C.
+// clang-format off: each depends on those before it
 #include "kernels/cpu/gemm_micro_kernel.h"
 #include "kernels/cpu/gemm_pack.h"
 #include "kernels/cpu/gemm_in_place.h"
@@ -17,7 +17,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// A panel of B (kBlockK x kTileColumns) takes half of a 32 KiB first-level cache, or three quarters where the tile is
+// A panel of B (kBlockK x kTileColumns) takes half of a 32 KiB first-level cache, or three quarters if the tile is
 // wide and its products outlast the loads; a block of A (kBlockRows x kBlockK) a quarter of a 1 MiB second-level cache.
 inline constexpr int64_t kPanelBytes = PYMOE_ISA_LEVEL == 4 ? 24576 : 16384;
 template <typename S>
@@ -28,7 +28,7 @@ inline constexpr int64_t kBlockRows =
 
 template <typename T>
 void gemm(const Gemm<T>& g) {
-  // Two vectors are contiguous along k as across it: they go the way of matrices that are contiguous across it.
+  // Two vectors are contiguous both along and across k: they are treated as contiguous across it.
   if (g.a_column_stride == 1 && g.b_row_stride == 1 && !(g.a_row_stride == 1 && g.b_column_stride == 1)) {
     if constexpr (kNtPacks<T>) {
       if (nt_packs<T>(g.m, g.k)) return gemm_nt_packed(g);
@@ -43,14 +43,14 @@ void gemm(const Gemm<T>& g) {
   const int64_t block_depth = std::min((g.k + kDepth - 1) / kDepth, kBlockK<S>);
   const int64_t block_rows = std::min(round_up(g.m, kTileRows), kBlockRows<S>);
 
-  // Rows of B that are contiguous in memory are read in longer pieces than one panel's: their lines and pages repay it.
+  // Rows of B that are contiguous in memory are read in pieces longer than one panel's, to use whole lines and pages.
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
-  // Sums are kept in C itself where its type allows that; else apart, and rounded at the end: those of a panel where k
-  // is one block, or all of them.
+  // Sums are kept in C itself if its type allows that. Otherwise they are kept separately and rounded at the end: the
+  // sums of one panel if k is one block, or all of them.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  // Few rows and a B whose rows are contiguous: so many columns of B at a time need not be packed.
+  // Few rows and a B whose rows are contiguous: this many columns of B at a time need not be packed.
   const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1 && g.steps == nullptr
                                ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
                                : 0;
@@ -65,7 +65,7 @@ void gemm(const Gemm<T>& g) {
   S* bias = carve(memory, padded_columns);
   S* partial = carve(memory, kPartial);  // sums of a block of k, in place
   const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
-  // The sums of the rows from `row` on, which lie in the order of sums_order(row).
+  // The sums of the rows from `row` on, in the order of sums_order(row).
   const auto sums_order = [&](int64_t row) { return kInPlace ? order_from(g.rows, row) : nullptr; };
   const auto sums_of = [&](int64_t row, int64_t column) {
     if constexpr (kInPlace) {
@@ -123,7 +123,7 @@ void gemm(const Gemm<T>& g) {
           pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
                                 g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
-            // What is packed next: further columns, or the first ones further along k.
+            // The part to pack next: further columns, or the first ones further along k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);

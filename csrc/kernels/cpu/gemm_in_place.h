@@ -1,17 +1,17 @@
 // The loops of gemm for few rows and a B whose rows are contiguous (see gemm.h; no include guard on purpose).
 //
-// Packing B costs as much as multiplying it by several rows, so for so few B is read where it lies: once from memory,
-// and from the second-level cache by the panels of A behind the first. Sums are those of the micro-kernel bit for bit:
+// Packing B costs as much as multiplying it by several rows, so for few rows B is read in place: once from memory,
+// and from the second-level cache by the panels of A after the first. Sums equal those of the micro-kernel bit for bit:
 // a row of C must not depend on how many rows there are.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// As long as this was faster than packing B, on a Zen 5.
+// Limit up to which this was faster than packing B, on a Zen 5.
 inline constexpr int kInPlaceRows = 4 * kTileRows;
 inline constexpr int64_t kInPlaceBytes = 16 << 10;  // of sums, which stay in the first-level cache
 
-// sums[i * columns + j] = sum over p of a[p][i] * b[p][j] for a packed panel `a` and k rows of B, of which the last
-// step may have one less than kDepth; `columns` is a multiple of kInPlaceMultiple.
+// sums[i * columns + j] = sum over p of a[p][i] * b[p][j] for a packed panel `a` and k rows of B; the last
+// step may have one row less than kDepth; `columns` is a multiple of kInPlaceMultiple.
 template <typename T>
 using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64_t b_row_stride, int64_t columns,
                                accumulate_t<T>* sums);
@@ -19,11 +19,11 @@ using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64
 template <typename T>
 inline constexpr int64_t kInPlaceMultiple = 2 * kStep<T>;
 
-// Up to so many rows of wide elements the processor's own prefetching does better alone.
+// Up to this many rows of wide elements the processor's own prefetching is better.
 template <typename T>
 inline constexpr int kUnaidedRows = (PYMOE_ISA_LEVEL == 4 ? 2 : 1) * (sizeof(T) >= 4);
 
-// A few rows of B at a time, along all columns: while they are multiplied, the next few are asked for.
+// A few rows of B at a time, along all columns: while they are multiplied, the next few are prefetched.
 template <typename T, int kRows>
 void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYMOE_RESTRICT b, int64_t b_row_stride,
                      int64_t columns, accumulate_t<T>* PYMOE_RESTRICT sums) {
@@ -33,7 +33,7 @@ void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYM
   const auto run = [&]<int kSteps>(std::integral_constant<int, kSteps>, int64_t p) __attribute__((always_inline)) {
     const T* rows = b + p * b_row_stride;
     const panel_t<T>* left = a + p / kDepth * kTileRows;
-    // An address, not a pointer: behind the last row nothing need be.
+    // An address, not a pointer: there may be no memory after the last row.
     const auto next =
         reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(kSteps * kDepth * b_row_stride) * sizeof(T);
     for (int64_t j = 0; j < columns; j += kWidth) {
@@ -80,7 +80,7 @@ InPlaceKernel<T> in_place_kernel_for(int64_t rows) {
   }(std::make_integer_sequence<int, kTileRows>{});
 }
 
-// How many of `columns` columns are multiplied at a time by a panel of `rows` rows; 0 if they are too few.
+// The number of the `columns` columns that are multiplied at a time by a panel of `rows` rows; 0 if they are too few.
 template <typename T>
 int64_t in_place_columns(int64_t rows, int64_t columns) {
   const int64_t fitting = kInPlaceBytes / static_cast<int64_t>(sizeof(accumulate_t<T>)) / rows;

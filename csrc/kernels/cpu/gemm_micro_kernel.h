@@ -29,8 +29,8 @@ PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return a * b + 
 PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return a * b + c; }
 #endif
 
-// What panels consist of, and how two of its elements are multiplied. One element stands for kDepth elements of T along
-// k: for one, widened to the type that sums are kept in, or for two where an instruction multiplies pairs.
+// The elements of panels, and the product of two of them. One element represents kDepth elements of T along
+// k: one, widened to the type of sums, or two if an instruction multiplies pairs.
 template <typename T>
 struct Panel {
   using Element = accumulate_t<T>;
@@ -41,8 +41,8 @@ struct Panel {
 };
 
 #if PYMOE_ISA_HAS_BF16
-// vdpbf16ps adds two products a lane, each exact, one after the other, both rounded to nearest even. It takes
-// subnormal operands for zero and gives zero for subnormal sums.
+// vdpbf16ps adds two products per lane, each exact, one after the other, both rounded to nearest even. It treats
+// subnormal operands as zero and gives zero for subnormal sums.
 template <>
 struct Panel<BFloat16> {
   using Element = uint32_t;  // the earlier along k in the lower half
@@ -60,13 +60,13 @@ using panel_t = typename Panel<T>::Element;
 
 inline constexpr int64_t kAskEvery = 4;  // steps
 
-// Rows of B that are packed next, whose lines are asked for while others are multiplied, one row after the other:
-// memory and arithmetic then work at the same time.
+// Rows of B that are packed next: their lines are prefetched while others are multiplied, one row after the other, so
+// that memory and arithmetic work at the same time.
 class RowsAhead {
  public:
   RowsAhead() = default;
 
-  // `pauses`: how often `ask` is called.
+  // `pauses`: the number of calls of `ask`.
   template <typename T>
   RowsAhead(const T* begin, int64_t row_size, int64_t row_stride, int64_t rows, int64_t pauses)
       : line_(reinterpret_cast<uintptr_t>(begin)),
@@ -89,7 +89,7 @@ class RowsAhead {
   }
 
  private:
-  uintptr_t line_ = 0;  // addresses, not pointers: behind the last row nothing need be
+  uintptr_t line_ = 0;  // addresses, not pointers: there may be no memory after the last row
   uintptr_t row_bytes_ = 0;
   uintptr_t row_stride_ = 0;
   uintptr_t row_end_ = 0;
@@ -126,8 +126,8 @@ PYMOE_INLINE void multiply_panels(int64_t k, const panel_t<T>* PYMOE_RESTRICT a,
 }
 
 // c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for i < rows and j < columns. `a` is a packed panel of
-// kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read a
-// whole vector at a time where columns == kTileColumns.
+// kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read one
+// whole vector at a time if columns == kTileColumns.
 template <typename T>
 using MicroKernel = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const accumulate_t<T>* start,
                              int64_t start_stride, accumulate_t<T>* c, int64_t c_stride, int columns, RowsAhead& ahead);
@@ -164,8 +164,8 @@ void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T
   }
 }
 
-// run(c, c_stride) for a tile of C whose rows an order gives, or null: where they lie, as long as one follows the
-// other, else in a copy, so that kernels know nothing of orders. `reads`: what was in C counts.
+// run(c, c_stride) for a tile of C whose rows have an order, or null: in place while consecutive rows follow each
+// other, otherwise in a copy, so that kernels need not handle orders. `reads`: the former content of C counts.
 template <typename S, typename E, typename Run>
 PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t rows, int64_t columns, bool reads,
                            const Run& run) {

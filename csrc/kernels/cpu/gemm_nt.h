@@ -1,13 +1,13 @@
-// The gemm of operands that are both contiguous along k, in the words of BLAS its NT case (see gemm.h; no include guard
+// The gemm of operands that are both contiguous along k, in terms of BLAS its NT case (see gemm.h; no include guard
 // on purpose).
 //
 // An element of C is one dot product along k, kept in the lanes of one vector and summed over them at its end: nothing
-// is packed, and each line of B that is read takes part whole. That makes it the fastest scheme for one row (B is
-// read once, at the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, for some.
-// The order of a sum depends on k alone, whatever the tile; gemm_nt_packed.h keeps it for many rows.
+// is packed, and each line of B that is read is used completely. That makes it the fastest scheme for one row (B is
+// read once, at the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, for a few.
+// The order of a sum depends only on k, for any tile; gemm_nt_packed.h keeps it for many rows.
 //
 // Blocks of columns whose rows of B fit the second-level cache are multiplied by all rows of A, a few at a time. The
-// lines of the next block are asked for meanwhile, evenly: memory and arithmetic then work at the same time.
+// lines of the next block are prefetched evenly meanwhile: memory and arithmetic then work at the same time.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -20,16 +20,16 @@ inline constexpr int kNtRows = 2;
 #endif
 inline constexpr int kNtColumns = 4;
 inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
-// Of B: what one pass over it takes lasts long enough to repay the reading of the rows of A. Twice as much was 4 to 8 %
+// Bytes of B: one pass over it lasts long enough to repay reading the rows of A. Twice as much was 4 to 8 %
 // faster for fp32 on a Zen 5, and no faster for bf16.
 template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // of a row of A that are used at a time
 
-// How elements of T are multiplied: those of A are widened before, once for all columns, those of B as they are read.
+// The product of elements of T: those of A are widened before, once for all columns, those of B as they are read.
 template <typename T>
 struct NtProduct {
-  using Row = accumulate_t<T>;  // what a row of A consists of
+  using Row = accumulate_t<T>;  // element of a row of A
   static constexpr int kElements = kStep<T>;
 
   template <typename From>
@@ -43,7 +43,7 @@ struct NtProduct {
 };
 
 #if PYMOE_ISA_HAS_BF16
-// 32 elements of a load are the 16 pairs of Panel<BFloat16>::add.
+// A load of 32 elements holds the 16 pairs of Panel<BFloat16>::add.
 template <>
 struct NtProduct<BFloat16> {
   using Row = BFloat16;
@@ -76,12 +76,12 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = sum_lanes(v[i]);
 }
 
-// How many rows of up to kNtLineBytes nt_stream takes, and of more two: as long as it was faster than nt_tile on a
-// Zen 5.
+// The number of rows of up to kNtLineBytes that nt_stream takes; of longer rows two. These are the limits up to which
+// it was faster than nt_tile on a Zen 5.
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 
-// What is done with a block of k: sums in lanes go on from `lanes` unless it is the first, and back to it unless it is
+// A block of k: sums in lanes continue from `lanes` unless it is the first, and go back there unless it is
 // the last, which leaves sums[i * kNtColumns + j] = <row i of A, b[j]>.
 template <typename T>
 struct NtBlock {
@@ -89,8 +89,8 @@ struct NtBlock {
   const typename NtProduct<T>::Row* a;
   int64_t a_stride;
   const T* b[kNtColumns];
-  const char* ahead[kNtColumns];  // lines to ask for on the way, by nt_tile, as many as its kAhead
-  uintptr_t distance;             // in bytes, from the lines of b to those to ask for, by nt_stream
+  const char* ahead[kNtColumns];  // lines to prefetch, by nt_tile, as many as its kAhead
+  uintptr_t distance;             // in bytes, from the lines of b to those to prefetch, by nt_stream
   vector_t<T>* lanes;
   bool first;
   bool last;
@@ -117,8 +117,8 @@ void nt_tile(const NtBlock<T>& block) {
 #pragma GCC unroll 4
       for (int j = 0; j < kAhead; ++j) __builtin_prefetch(block.ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
-    // What is loaded first stays in registers, beside one of the others. Of the 16 of AVX2 twelve hold sums, so that
-    // three are left.
+    // The operands that are loaded first stay in registers, with one of the others. Of the 16 registers of AVX2 twelve
+    // hold sums, so that three are left.
 #if PYMOE_ISA_LEVEL != 3
     vector_t<T> right[kNtColumns];
 #pragma GCC unroll 4
@@ -165,7 +165,7 @@ void nt_tile(const NtBlock<T>& block) {
   for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
 }
 
-// For few rows, and all of k: B is read along its rows, one or two at a time, which is how memory gives most.
+// For few rows, and all of k: B is read along its rows, one or two at a time, which gives the most bandwidth.
 template <typename T, int kRows>
 void nt_stream(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -228,7 +228,7 @@ NtTile<T> nt_stream_for(int64_t rows) {
   }(std::make_integer_sequence<int, kNtStreamRows<T>>{});
 }
 
-// Rows of A, from `first` on, as the product takes them: where they lie, or widened and in their order in `scratch`.
+// Rows of A, from `first` on, as the product takes them: in place, or widened and in their order in `scratch`.
 template <typename T>
 PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const Gemm<T>& g, int64_t first,
                                                                            int64_t rows, int64_t p, int64_t k,
@@ -251,7 +251,7 @@ PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const
   return {scratch, stride};
 }
 
-// C from the sums of a pass, four columns of all its rows after the other.
+// Writes C from the sums of a pass, four columns of all its rows at a time.
 template <typename T>
 void nt_finish(const Gemm<T>& g, int64_t row, int64_t rows, int64_t first, int64_t end, const accumulate_t<T>* sum,
                const accumulate_t<T>* bias) {
@@ -300,7 +300,7 @@ void gemm_nt(const Gemm<T>& g) {
   for (int64_t first = 0; first < g.n; first += block) {
     const int64_t end = std::min(g.n, first + block);
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
-      const int64_t rows = (g.m - row + passes - pass - 1) / (passes - pass);  // as even as they come
+      const int64_t rows = (g.m - row + passes - pass - 1) / (passes - pass);  // as equal as possible
       const auto tile = streams       ? nt_stream_for<T>(rows)
                         : passes == 1 ? nt_tile_for<T, 4>(rows)
                                       : nt_tile_for<T, 2>(rows);

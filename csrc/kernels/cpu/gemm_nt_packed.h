@@ -1,18 +1,18 @@
 // The sums of gemm_nt by packed panels, for many rows (see gemm.h; no include guard on purpose).
 //
 // A lane of gemm_nt's vectors sums every 16th element or pair along k (every 8th with AVX2), and its tiles read a line
-// of B for every few rows of A, which the second-level cache cannot keep up with. Here panels hold what belongs to a
+// of B for every few rows of A, which is too much for the second-level cache. Here panels keep the elements of a
 // lane together, one lane after the other: a tile of the micro-kernel's size is multiplied lane by lane, and the sums
-// of an element are added in the order of sum_lanes_of_four. So a row of C is the same bit for bit whichever of the two
-// computes it, and many rows cost what their arithmetic does.
+// of an element are added in the order of sum_lanes_of_four. So both give the same bits for a row of C, and many rows
+// cost only their arithmetic.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 template <typename T>
 inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
 
-// Whether panels are faster than tiles, as measured on a Zen 5 at both levels: with many rows, and with some where sums
-// are long. Panels of elements that are widened take more memory than the elements, and repay it later.
+// True if panels are faster than tiles, as measured on a Zen 5 at both levels: with many rows, and with fewer if sums
+// are long. Panels of widened elements take more memory than the elements, and pay off later.
 template <typename T>
 constexpr bool nt_packs(int64_t m, int64_t k) {
   constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;
@@ -24,7 +24,7 @@ constexpr bool nt_packs(int64_t m, int64_t k) {
 inline constexpr int kLaneCount = kLanes<float>;
 inline constexpr int64_t kNtPackedBytes = 2 << 20;  // of the panels of A, at most
 
-// Adding neighbours in this order, then neighbouring sums, and so on, is what sum_lanes_of_four does.
+// sum_lanes_of_four adds neighbours in this order, then neighbouring sums, and so on.
 #if PYMOE_ISA_LEVEL == 4
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
 #else
@@ -32,8 +32,8 @@ inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
 // Panels of k elements of T along k, of kPanel items: an element of item i that lane l multiplies in step p, which
-// is element or pair l of vector p along k, is at [l][p][i] with lane_stride(k) steps for a lane. One of these is left
-// free, which takes what the last store exceeds a step by; and their number is odd, so that lanes do not share a few
+// is element or pair l of vector p along k, is at [l][p][i] with lane_stride(k) steps per lane. One of these steps is
+// left free for the surplus of the last store; and their number is odd, so that lanes do not share a few
 // sets of the first-level cache.
 template <typename T>
 struct LanePanels {
@@ -46,7 +46,7 @@ struct LanePanels {
   }
 };
 
-// Where there is no item any one is packed, since nobody reads what comes of it; k ends in zeros. Items may have an
+// For a missing item any item is packed, since its result is never read; k ends in zeros. Items may have an
 // order.
 template <int kPanel, typename T>
 void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
@@ -89,7 +89,7 @@ void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t
                     const float* bias, T* c, int64_t c_stride, int columns, RowsAhead& ahead) {
   constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // as many sums wait at most, since 2^4 lanes are added
   const int64_t steps = LanePanels<T>::steps(k), stride = LanePanels<T>::lane_stride(k);
-  vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not there yet
+  vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not computed yet
   int depth = 0;
   vfloat sum[kRows][kTileVectors];
   const auto for_tile = [&](const auto& what) __attribute__((always_inline)) {
@@ -146,7 +146,7 @@ void gemm_nt_packed(const Gemm<T>& g) {
   auto* b = reinterpret_cast<panel_t<T>*>(carve(memory, panel_b + kPackSlack));
   float* bias = memory;
   widen_bias(g, padded_columns, bias);
-  const auto row_of = [&](int64_t tile) { return g.m * tile / tiles; };  // tiles as even as they come
+  const auto row_of = [&](int64_t tile) { return g.m * tile / tiles; };  // tiles as equal as possible
   for (int64_t begin = 0; begin < tiles; begin += block_tiles) {
     const int64_t end = std::min(tiles, begin + block_tiles);
     for (int64_t tile = begin; tile < end; ++tile) {

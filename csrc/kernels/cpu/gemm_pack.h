@@ -1,23 +1,23 @@
 // Packing for gemm (see gemm.h; no include guard on purpose).
 //
 // pack<kPanel>(source, item_stride, k_stride, items, k, target, ...) copies a matrix of `items` x `k` elements to
-// panels of kPanel items, k-major inside a panel, as elements of Panel<T> (gemm_micro_kernel.h), of which there are
-// depth = ceil(k / kDepth) for an item:
+// panels of kPanel items, k-major inside a panel, as elements of Panel<T> (gemm_micro_kernel.h); each item has
+// depth = ceil(k / kDepth) of them:
 //
 //     target[(item / kPanel) * kPanel * depth + p * kPanel + item % kPanel] = source[item * item_stride + p * k_stride]
 //
-// and zero for the items that the last panel lacks, and for the second half of a pair that k ends in. Items are rows
-// of A or columns of B. Where k is contiguous in memory, blocks are transposed in registers; where items are, vectors
+// and zero for missing items of the last panel, and for the second half of a pair at the end of k. Items are rows
+// of A or columns of B. If k is contiguous in memory, blocks are transposed in registers; if items are, vectors
 // are copied. The vectors of a step may be wider than the panel: the surplus lands where the next step writes, so
-// `target` needs kPackSlack elements past its end. Items that are contiguous along k may come in an order of their own,
-// and steps of k along which items are contiguous (gemm.h).
+// `target` needs kPackSlack elements past its end. Items that are contiguous along k may have an order,
+// and so may steps of k along which items are contiguous (gemm.h).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int64_t kPackSlack = 16;
-inline constexpr int64_t kPackMaxDepth = 512;  // of a call
+inline constexpr int64_t kPackMaxDepth = 512;  // of k in one call
 
-// Elements of S in 16 bytes: a 128-bit part of a vector is the largest piece that cheap shuffles stay within.
+// Number of elements of S in 16 bytes: a 128-bit part of a vector is the largest piece within which shuffles are cheap.
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
@@ -204,7 +204,7 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
 }
 
 // k contiguous. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
-// that lie a power of two apart share a set of the first-level cache, which holds no more lines than that.
+// at distances of a power of two share a set of the first-level cache, which holds no more lines than that.
 template <int kPanel, typename T>
 void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                      const int32_t* order) {
@@ -277,7 +277,7 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
   for (int64_t p0 = 0; p0 < depth; p0 += kSteps) {
     const int64_t p1 = p0 + kSteps < depth ? p0 + kSteps : depth;
     const T* begins[kSteps];    // of the items in a step
-    int64_t to_second[kSteps];  // ... and how far on the second half of their pairs is
+    int64_t to_second[kSteps];  // ... and the distance to the second half of their pairs
     for (int64_t p = p0; p < p1; ++p) {
       const int64_t place = place_of(steps, p * kDepth);
       begins[p - p0] = source + place * k_stride;
@@ -289,7 +289,7 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         return panel_element(begins[p - p0] + first + i, to_second[p - p0], k - p * kDepth);
       };
       if (first + kGroups * kWidth <= items) {
-        // The last step has no next one to cover its surplus, which would fall on the next panel's first.
+        // The last step has no next one to overwrite its surplus, which would fall on the next panel's first.
         const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
           vector_t<T> step[kGroups];

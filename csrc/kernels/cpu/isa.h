@@ -1,11 +1,11 @@
-// Which instruction set the CPU kernels use, chosen once at run time.
+// The instruction set of the CPU kernels, chosen once at run time.
 //
-// A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once an instruction
-// set (for_each_isa.h). `best_isa()` is what the processor offers, or less where the environment variable
+// A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once per instruction
+// set (for_each_isa.h). `best_isa()` is the best that the processor offers, or less if the environment variable
 // PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16, amx) asks for it: tests run every body that the machine can run.
 //
-// amx is v4_bf16, but that products of bf16 and of quantised weights take the tiles of AMX. Linux must grant them to
-// the process, which it is asked once; where it refuses, v4_bf16 is what there is.
+// amx is like v4_bf16, except that products of bf16 and of quantised weights use the tiles of AMX. Linux must grant
+// them to the process, and is asked once; if it refuses, v4_bf16 is used.
 #pragma once
 
 namespace pymoe::cpu {
@@ -30,8 +30,8 @@ const char* name_of(Isa isa);
 #endif
 
 // PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
-// PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same of a body that says PYMOE_ISA_WIDEST 3 (for_each_isa.h).
-// PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): the same of one that says PYMOE_ISA_BF16, with v4_bf16::f.
+// PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same for a body with PYMOE_ISA_WIDEST 3 (for_each_isa.h).
+// PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): the same for a body with PYMOE_ISA_BF16, with v4_bf16::f.
 #if PYMOE_MULTIVERSION
 #define PYMOE_SELECT_ISA(...)                                              \
   (::pymoe::cpu::best_isa() >= ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \

@@ -1,8 +1,8 @@
 // Parallel loops of the CPU kernels, free of torch.
 //
-// The kernels run on whatever backend is installed: the operator library installs torch's own intra-op pool
+// The kernels run on the installed backend: the operator library installs torch's own intra-op pool
 // (ops/parallel.cpp), a C++ test installs plain threads, and without one loops run serially. A backend may cut
-// [begin, end) into any ranges. So that results never depend on the number of threads, a kernel must give every
+// [begin, end) into any ranges. So that results never depend on the number of threads, a kernel must assign every
 // output element to one range, or reduce over blocks of fixed size whose order does not depend on the cut.
 #pragma once
 
@@ -16,8 +16,8 @@ namespace pymoe::cpu {
 using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
 
 struct ParallelBackend {
-  // Covers [begin, end) with calls of `function`, in ranges of at least `grain` where it can, and returns when all
-  // are done. An exception that a call throws may be thrown on from here, but need not be: see parallel_for.
+  // Covers [begin, end) with calls of `function`, in ranges of at least `grain` if possible, and returns when all
+  // are done. It may rethrow an exception of a call, but need not: see parallel_for.
   void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context);
   int (*num_threads)();
 };

@@ -1,16 +1,16 @@
 // Scores of one token's row of logits, on the vectors of the instruction set being compiled (a part of bodies for
-// for_each_isa.h; no include guard on purpose). Bit for bit what core/score.h and pymoe/reference/scores.py specify,
-// whatever the instruction set: sums run in kSumLanes virtual lanes.
+// for_each_isa.h; no include guard on purpose). Same bits as core/score.h and pymoe/reference/scores.py,
+// for every instruction set: sums run in kSumLanes virtual lanes.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// How many vectors make the kSumLanes virtual lanes.
+// The number of vectors for the kSumLanes virtual lanes.
 template <typename S>
 inline constexpr int kLaneVectors = kSumLanes / kLanes<S>;
 
-// f(vector, first, count, part) over a row of `size` elements stored as T, a block of kSumLanes elements after the
+// f(vector, first, count, part) over a row of `size` elements stored as T, one block of kSumLanes elements after the
 // other; vector `part` of a block holds elements `first` to `first + count`. In the last block count may be less than
-// a vector's lanes, down to 0, the other lanes then being `fill`.
+// a vector's lanes, down to 0; the other lanes are then `fill`.
 template <typename T, typename F>
 PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, const F& f) {
   using S = accumulate_t<T>;
@@ -31,7 +31,7 @@ PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, cons
 }
 
 // A row in the accumulated dtype (store_row is the way back): the row itself, or widened into `scratch`, which has room
-// for it. What follows is then compiled once an accumulated dtype, not once a dtype.
+// for it. The code that uses it is then compiled once per accumulated dtype, not once per dtype.
 template <typename T>
 PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
   using S = accumulate_t<T>;
@@ -60,7 +60,7 @@ class LaneSum {
   vector_t<S> lanes_[kLaneVectors<S>] = {};
 };
 
-// The greatest logit of a row; NaNs are passed over (all NaN: -infinity).
+// The greatest logit of a row, ignoring NaNs (if all are NaN: -infinity).
 template <typename T>
 PYMOE_INLINE accumulate_t<T> max_of_row(const T* row, int64_t size) {
   using S = accumulate_t<T>;

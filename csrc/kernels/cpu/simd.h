@@ -27,7 +27,7 @@ typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // as 
 // The vector that accumulates elements stored as T.
 template <typename T>
 using vector_t = std::conditional_t<std::is_same_v<T, double>, vdouble, vfloat>;
-// How many elements stored as T one such vector takes.
+// The number of elements stored as T in one such vector.
 template <typename T>
 inline constexpr int kStep = kLanes<accumulate_t<T>>;
 
@@ -48,8 +48,8 @@ PYMOE_INLINE vdouble load(const double* source) {
   return value;
 }
 
-// The conversions of 16-bit floats are spelled out: compilers take __builtin_convertvector between 16 and 32 bits
-// apart.
+// The conversions of 16-bit floats are written out: compilers split __builtin_convertvector between 16 and 32 bits
+// into single elements.
 PYMOE_INLINE vfloat load(const BFloat16* source) {
 #if PYMOE_ISA_LEVEL == 4
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
@@ -153,8 +153,8 @@ PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
   memcpy(target, padded, static_cast<size_t>(count) * sizeof(T));
 }
 
-// f(first, count) over [0, size), a vector after the other: in the last one count may be less than kStep<T>. What f
-// does with load_count and store_count is compiled twice, and only the last is partial.
+// f(first, count) over [0, size), one vector after the other: in the last one count may be less than kStep<T>. The
+// load_count and store_count of f are compiled twice, and only the last is partial.
 template <typename T, typename F>
 PYMOE_INLINE void for_vectors(int64_t size, const F& f) {
   int64_t first = 0;
@@ -184,7 +184,7 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
 }
 
 // store_row past the caches, which then need not read the lines first; follow it with stream_fence. Lines that are
-// not whole vectors at their own alignment are stored as ever.
+// not whole vectors at their own alignment are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3
@@ -224,7 +224,7 @@ PYMOE_INLINE void stream_fence() {
 
 // --- lane-wise arithmetic ---
 
-// Maximum of two lanes where neither is NaN; where one is, either may come out.
+// Maximum of two lanes if neither is NaN; if one is, the result may be either.
 PYMOE_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 PYMOE_INLINE vdouble max(vdouble a, vdouble b) { return a > b ? a : b; }
 

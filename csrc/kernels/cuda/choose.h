@@ -8,7 +8,7 @@
 
 namespace pymoe::cuda {
 
-// A key (core/order.h) and the expert that has it. Of two candidates of a token exactly one comes before the other.
+// A key (core/order.h) with its expert. Of two candidates of a token exactly one comes before the other.
 template <typename S>
 struct Candidate {
   order_key_t<S> order;
@@ -26,7 +26,7 @@ struct Candidate {
   }
 };
 
-// 32-bit keys: one number, the greater of which comes first.
+// 32-bit keys: one number; the greater number comes first.
 template <>
 struct Candidate<float> {
   int64_t rank;
@@ -43,8 +43,8 @@ struct Candidate<float> {
 };
 
 // A row below is anything with each(f), which calls f(key, expert, step) for the elements of the lane: expert = lane +
-// n * kLanes, step a number that the compiler knows and that grows by one from call to call (from 0 again at times).
-// Every lane calls equally often; past the row's end the key is kNoKey.
+// n * kLanes, step a compile-time number that grows by one from call to call (and sometimes restarts at 0).
+// Every lane makes the same number of calls; past the row's end the key is kNoKey.
 
 // The first of the candidates of a row that come after `previous`, in every lane of the group.
 template <typename S, int kLanes, typename Row>
@@ -63,11 +63,11 @@ PYMOE_DEVICE Candidate<S> next_best(const Row& row, const Candidate<S>& previous
 }
 
 // Writes the best `choices` <= kLanes * kMaxima of a row to `chosen`, best first, and returns the greatest key; or
-// returns kNoKey in all lanes of the warp where a row of the warp has more candidates than `list` has room for.
+// returns kNoKey in all lanes of the warp if a row of the warp has more candidates than `list` has room for.
 //
 // Every lane keeps the maxima of kMaxima parts of its elements. K of all these maxima are at least as great as the K-th
-// greatest of them, so no key below that one is among the best K. What is left, little more than K keys of a row in
-// random order, is gathered, and each counts how many come before it: its place.
+// greatest of them, so no key below that one is among the best K. The remaining candidates, little more than K of a row
+// in random order, are gathered, and each counts how many come before it: this is its place.
 template <typename S, int kLanes, int kMaxima, typename Row>
 PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidate<S>* list, int capacity,
                                            Candidate<S>* chosen) {

@@ -1,9 +1,9 @@
-// How the rows of a grouped product are shared out to blocks, worked out on the device.
+// The distribution of a grouped product's rows to blocks, computed on the device.
 //
-// A plan is 2 (E + 1) numbers. The bounds are the offsets as memory can take them: the first is 0, none is less than
-// the one before or more than S. Offsets that keep the contract are their own bounds; whatever others hold, no row
+// A plan is 2 (E + 1) numbers. The bounds are the offsets, made safe for memory: the first is 0, none is less than
+// the one before or more than S. Offsets that keep the contract are their own bounds. For any others, no row
 // outside of [0, S) is touched and no two experts share one. The tiles count the tiles of rows before each expert; the
-// rows past the last bound have tiles of their own, as those of an expert E would.
+// rows past the last bound have separate tiles, like those of an expert E.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +20,14 @@ struct GroupPlan {
 
 inline GroupPlan group_plan(int32_t* workspace, int64_t experts) { return {workspace, workspace + experts + 1}; }
 
-// At least as many tiles as any offsets make of `rows` rows.
+// At least as many tiles as any offsets make from `rows` rows.
 inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + experts + 1;
 }
 
 inline constexpr int kPlanThreads = 256;
 
-// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value a
+// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value per
 // warp.
 template <typename F>
 PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
@@ -40,7 +40,7 @@ PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   return value;
 }
 
-// One block. `rows`: S, or the greatest int32 where S is greater.
+// One block. `rows`: S, or the greatest int32 if S is greater.
 static __global__ void __launch_bounds__(kPlanThreads)
     plan_groups_kernel(const int32_t* PYMOE_RESTRICT offsets, GroupPlan plan, int experts, int rows, int tile_rows) {
   PYMOE_SHARED(int, scratch, kPlanThreads / kWarp);
@@ -74,16 +74,16 @@ static __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
-// A tile of rows: those of one expert, or (expert == E) rows of none; `rows` is 0 past the last tile.
+// A tile of rows: rows of one expert, or (expert == E) of none; `rows` is 0 past the last tile.
 struct GroupTile {
   int expert;
   int rows;
   int64_t first;
-  int column;  // which tile of columns
+  int column;  // index of the tile of columns
 };
 
-// The tile of a block. Blocks that follow each other take the columns of an expert one after the other in the same
-// kBand tiles of rows, so that those that run at the same time read few rows of x and few of the weight: 264 blocks of
+// The tile of a block. Consecutive blocks take the columns of an expert one after the other in the same
+// kBand tiles of rows, so that concurrent blocks read few rows of x and few of the weight: 264 blocks of
 // 128 x 128 read 8 tiles of x and 33 of the weight, and would read 264 of the weight row after row. All lanes of a warp
 // call it together with the same block. Blocks past the last tile have no rows.
 inline constexpr unsigned kBand = 8;
@@ -91,7 +91,7 @@ inline constexpr unsigned kBand = 8;
 PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t rows, int tile_rows, unsigned block,
                                  unsigned column_tiles) {
   const int tile = static_cast<int>(block / column_tiles);
-  // The last e with tiles[e] <= tile. A warp asks 32 at once: two rounds up to E = 1023.
+  // The last e with tiles[e] <= tile. A warp compares 32 at once: two rounds up to E = 1023.
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int expert = 0, candidates = experts + 1;
   while (candidates > 1) {

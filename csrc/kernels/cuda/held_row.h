@@ -1,4 +1,4 @@
-// A row of the router's logits, scores or keys in the hands of a group of kLanes lanes: in registers, or in a buffer.
+// A row of the router's logits, scores or keys, held by a group of kLanes lanes: in registers, or in a buffer.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace pymoe::cuda {
 
-// values[expert]; past the row's end another of them, if kClamped, or else V{}, as where there are no values.
+// values[expert]; past the row's end another of them if kClamped, otherwise V{}, as if there are no values.
 template <bool kClamped, typename V>
 PYMOE_DEVICE V value_near(const V* PYMOE_RESTRICT values, uint32_t expert, uint32_t size) {
   if constexpr (kClamped) return values[min(expert, size - 1)];
@@ -20,20 +20,20 @@ PYMOE_DEVICE V value_near(const V* PYMOE_RESTRICT values, uint32_t expert, uint3
 template <typename S, int kLanes, int kHeld>
 struct HeldRow {
   order_key_t<S> slots[kHeld];
-  S seconds[kHeld];  // what map_with_two has loaded beside the first values
+  S seconds[kHeld];  // loaded by map_with_two together with the first values
   uint32_t size;
 
   PYMOE_DEVICE HeldRow(uint32_t experts, order_key_t<S>*) : size(experts) {}
   PYMOE_DEVICE static uint32_t expert_of(int i) { return threadIdx.x % kLanes + i * kLanes; }
 
-  // slot = f(slot, expert, step) for all slots of the lane, those past the row's end too.
+  // slot = f(slot, expert, step) for all slots of the lane, including those past the row's end.
   template <typename F>
   PYMOE_DEVICE void map(const F& f) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i);
   }
-  // slot = f(slot, expert, step, value of the expert). All loads are on their way before f uses the first: one that
-  // stood beside the conversion of its value would be waited for before the next is issued.
+  // slot = f(slot, expert, step, value of the expert). All loads are issued before f uses the first value: a load
+  // next to the conversion of its value would be waited for before the next is issued.
   template <bool kClamped, typename V, typename F>
   PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
     V loaded[kHeld];
@@ -42,7 +42,7 @@ struct HeldRow {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i, loaded[i]);
   }
-  // The same, and `seconds`, which map_with_second gives to its f later, are on their way with the values.
+  // The same; `seconds`, which map_with_second passes to its f later, are loaded with the values.
   template <bool kClamped, typename V, typename F>
   PYMOE_DEVICE void map_with_two(const V* PYMOE_RESTRICT values, const S* PYMOE_RESTRICT others, const F& f) {
     V loaded[kHeld];

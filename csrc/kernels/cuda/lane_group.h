@@ -1,4 +1,4 @@
-// What a group of kLanes lanes of a warp (a power of two) does together: maximum, sum in core/score.h's order, sort.
+// Joint operations of a group of kLanes lanes of a warp (a power of two): maximum, sum in core/score.h's order, sort.
 // Lane l of a group holds elements l, l + kLanes, l + 2 kLanes, ... of a row. All 32 lanes of the warp must arrive.
 #pragma once
 
@@ -23,7 +23,7 @@ struct Greatest {
   }
 };
 
-// What `combine` makes of the values of all lanes, the same in each: lanes i and i + kLanes / 2, and so on.
+// The result of `combine` over the values of all lanes, the same in each: lanes i and i + kLanes / 2, and so on.
 template <int kLanes, typename V, typename F>
 PYMOE_DEVICE V reduce_lanes(V value, const F& combine) {
 #pragma unroll
@@ -33,7 +33,7 @@ PYMOE_DEVICE V reduce_lanes(V value, const F& combine) {
   return value;
 }
 
-// What `combine` makes of the values of the group's lanes up to `lane`, the thread's own.
+// The result of `combine` over the values of the group's lanes up to `lane`, the thread's own.
 template <int kLanes, typename V, typename F>
 PYMOE_DEVICE V scan_lanes(V value, int lane, const F& combine) {
 #pragma unroll
@@ -54,7 +54,7 @@ PYMOE_DEVICE V group_max(V value) {
 }
 
 // The sum of a row in kSumLanes lanes: add() element l, then l + kLanes, ..., with zeros past the row's end; `step`
-// counts them (and should be known to the compiler). With up to 16 lanes in a group a lane owns whole sum lanes; with
+// counts them (and should be a compile-time constant). With up to 16 lanes in a group a lane owns whole sum lanes; with
 // 32 two lanes share one, and both add it up.
 template <typename S, int kLanes>
 class LaneSum {

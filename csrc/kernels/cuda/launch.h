@@ -1,4 +1,4 @@
-// Starts a kernel on a stream: the one place where pymoe launches.
+// Starts a kernel on a stream: the only place where pymoe launches kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,20 @@
 
 namespace pymoe::cuda {
 
-// Throws std::runtime_error("OPERATOR: WHY"). Not inline: <string> and <stdexcept> alone take half of the time in which
-// nvcc, which reads a file four times, compiles a small kernel file.
+// Throws std::runtime_error("OPERATOR: WHY"). Not inline: nvcc reads a file four times, and <string> and <stdexcept>
+// alone would take half of the time in which it compiles a small kernel file.
 [[noreturn]] void refuse_launch(const char* operator_name, const char* why);
 
 struct LaunchShape {
-  int64_t blocks;            // in one dimension, at most kMostBlocks; with none there is nothing to launch
-  int threads;               // a block, at most 1024
-  int64_t shared_bytes = 0;  // dynamic shared memory a block, at most kMostSharedBytes
+  int64_t blocks;            // in one dimension, at most kMostBlocks; 0: nothing is launched
+  int threads;               // per block, at most 1024
+  int64_t shared_bytes = 0;  // dynamic shared memory per block, at most kMostSharedBytes
 };
 
 inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-// What a block may have on every GPU from compute capability 8.0 on (8.6 and 8.9 have the least).
+// The limit of a block on every GPU from compute capability 8.0 on (8.6 and 8.9 have the least).
 inline constexpr int64_t kMostSharedBytes = 99 << 10;
-// A kernel that is given more than this has no static shared memory: both together count against the limits.
+// A kernel that gets more than this has no static shared memory: both together count against the limits.
 inline constexpr int64_t kUsualSharedBytes = 48 << 10;
 
 inline constexpr int kWarp = 32;
@@ -31,13 +31,13 @@ PYMOE_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a +
 #if defined(__CUDACC__)
 inline void check(const char* operator_name, cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // the runtime remembers it: the next launch would take it for its own
+  cudaGetLastError();  // the runtime keeps the error: the next launch would report it as its own
   refuse_launch(operator_name, cudaGetErrorString(error));
 }
 #endif
 
 // Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns at once. Throws std::runtime_error, which
-// names the operator, where the launch is refused.
+// names the operator, if the launch is refused.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* operator_name, void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,
             const Arguments&... arguments) {
@@ -47,8 +47,8 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
   }
 #if defined(__CUDACC__)
   if (shape.shared_bytes > kUsualSharedBytes) {
-    // The limit is the kernel's, not the launch's, and threads share it: one that asked for no more than its own launch
-    // needs could take it from another that is about to launch with more.
+    // The limit belongs to the kernel, not to the launch, and threads share it: a launch that set only its own need
+    // could lower the limit of another thread that is about to launch with more.
     check(operator_name,
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(kMostSharedBytes)));
@@ -64,7 +64,7 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
 #endif
 }
 
-// Enqueues zeroes for `bytes` bytes: what a kernel then counts in.
+// Enqueues zeroes for `bytes` bytes, in which a kernel then counts.
 inline void clear(const char* operator_name, void* pointer, int64_t bytes, void* stream) {
   if (bytes == 0) return;
 #if defined(__CUDACC__)

@@ -1,17 +1,17 @@
-// The tensor cores' instructions for 16-bit floats, as every GPU from sm_80 on has them. All 32 lanes of a warp must
-// call them together. Layouts are those of the PTX ISA, "mma.m16n8k16" and "ldmatrix".
+// The tensor cores' instructions for 16-bit floats, available on every GPU from sm_80 on. All 32 lanes of a warp must
+// call them together. The layouts are those of "mma.m16n8k16" and "ldmatrix" in the PTX ISA.
 //
 //   load_matrices             four 8 x 8 matrices from shared memory: tile + offset of lane 8 i + r is row r of
 //                             matrix i, 16 bytes at a 16-byte boundary. Lane 4 g + t gets to[i] = elements
 //                             (g, 2 t), (g, 2 t + 1).
-//   load_matrices_transposed  the same of the matrices' transposes: elements (2 t, g), (2 t + 1, g).
+//   load_matrices_transposed  the same for the matrices' transposes: elements (2 t, g), (2 t + 1, g).
 //   multiply_add              c (16 x 8) += a (16 x 16) * b (16 x 8), products exact, sums in fp32. Lane 4 g + t holds
 //                             a: rows g, g + 8, g, g + 8 at columns 2 t, 2 t, 2 t + 8, 2 t + 8 and the one after;
 //                             b: rows 2 t, 2 t + 8 and the one after, column g;
 //                             c: (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
-//   store_16_bytes            one access to shared memory at a 16-byte boundary; compilers like to make four of it.
-// What load_matrices brings from a 16 x 16 block is `a` if it takes the quarters in the order (0, 0), (8, 0), (0, 8),
-// (8, 8). Of a block of b, as rows of columns, in the order (0, 0), (0, 8), (8, 0), (8, 8), it is b of columns 0 to 7
+//   store_16_bytes            one access to shared memory at a 16-byte boundary; compilers often split it into four.
+// The result of load_matrices for a 16 x 16 block is `a` if it takes the quarters in the order (0, 0), (8, 0), (0, 8),
+// (8, 8). For a block of b, as rows of columns, in the order (0, 0), (0, 8), (8, 0), (8, 8), it is b of columns 0 to 7
 // in to[0], to[1] and of columns 8 to 15 in to[2], to[3].
 #pragma once
 

@@ -19,13 +19,13 @@ struct Pack {
   PYMOE_DEVICE const T& operator[](int i) const { return values[i]; }
 };
 
-// As many elements as 16 bytes hold.
+// The number of elements in 16 bytes.
 template <typename T>
 inline constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 template <typename T>
 using Chunk = Pack<T, kChunk<T>>;
 
-// The machine word of an access of so many bytes.
+// The machine word of an access of kBytes bytes.
 template <int kBytes>
 using word_of_bytes = std::conditional_t<
     kBytes == 16, uint4,
@@ -47,7 +47,7 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
   return bit_cast<P>(__ldcs(reinterpret_cast<const word_of<P>*>(from)));
 }
 
-// Zeros where there is nothing to load, and `from` is not read. One word is chosen, not one element after the other.
+// Zeros if there is nothing to load; then `from` is not read. One word is selected, not one element after the other.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack_streaming_if(bool there, const T* from) {
   word_of<P> word{};
@@ -60,7 +60,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   *to = word;
 }
 #if defined(__CUDA_ARCH__)
-// An assignment may be taken apart: ptxas has made four stores of 4 bytes of words that were put together from pairs.
+// A plain assignment may be split: ptxas has made four stores of 4 bytes for words that were built from pairs.
 PYMOE_DEVICE void store_word(uint4* to, const uint4& word) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
                : "memory");
@@ -74,7 +74,7 @@ PYMOE_DEVICE void store_pack(T* to, const P& pack) {
 }
 
 // The elements of a pack in the type of their sums: to_accumulate of core/dtype.h. Two bfloat16 of a word are widened
-// by a shift and a mask, one instruction each; taken out of the word first they would cost two.
+// by a shift and a mask, one instruction each; if they were extracted first, they would cost two.
 template <typename T, int kCount>
 PYMOE_DEVICE void widen(const Pack<T, kCount>& pack, accumulate_t<T> (&to)[kCount]) {
   if constexpr (std::is_same_v<T, BFloat16> && kCount % 2 == 0) {
@@ -108,8 +108,8 @@ inline constexpr bool kNarrowsPairs = true;
 inline constexpr bool kNarrowsPairs = false;
 #endif
 
-// A pack of sums, rounded to nearest even: round_to of core/dtype.h, two elements of 16 bits by one instruction of the
-// GPU.
+// A pack of sums, rounded to nearest even: round_to of core/dtype.h, with one instruction of the GPU for two elements
+// of 16 bits.
 template <typename T, int kCount>
 PYMOE_DEVICE Pack<T, kCount> narrow(const accumulate_t<T> (&values)[kCount]) {
   Pack<T, kCount> result;

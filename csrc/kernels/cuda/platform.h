@@ -1,4 +1,4 @@
-// All that a kernel file knows of CUDA. nvcc takes it from the toolkit; every other compiler takes it from the emulator
+// The only part of a kernel file that depends on CUDA. nvcc uses the toolkit; every other compiler uses the emulator
 // of the tests (tests/cuda_on_cpu), so that the kernels that ship are also run, and searched for races and overruns, on
 // machines without a GPU. A kernel file therefore includes this instead of <cuda_runtime.h>, declares shared memory
 // with the macros below, is started by kernels/cuda/launch.h, and uses only intrinsics that the emulator has

@@ -1,5 +1,5 @@
-// How the threads of a block are shared out to rows: a group of threads a row, every thread taking packs `lane`,
-// `lane + group`, ... of it.
+// The distribution of rows to the threads of a block: one group of threads per row, and every thread takes packs
+// `lane`, `lane + group`, ... of it.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace pymoe::cuda {
 
-inline constexpr int kRowThreads = 256;  // a block, at most
+inline constexpr int kRowThreads = 256;  // per block, at most
 
 struct RowGroup {
-  int threads;  // a row: a power of two below a warp, else whole warps
-  int rows;     // a block
+  int threads;  // per row: a power of two below a warp, else whole warps
+  int rows;     // per block
 
   int block() const { return threads * rows; }
 };

@@ -1,15 +1,15 @@
-// A block's share of a matrix product on the tensor cores: c = a * b^T for kRows rows of a and 128 rows of b, which are
-// the columns of c, of 16-bit floats with sums in fp32. Every sum runs over the depth in its order, 16 depths an
-// instruction, whatever the tile's size and place in c.
+// A block's part of a matrix product on the tensor cores: c = a * b^T for kRows rows of a and 128 rows of b, which are
+// the columns of c, of 16-bit floats with sums in fp32. Every sum runs over the depth in its order, 16 depths per
+// instruction, for any size of the tile and place in c.
 //
 // A step brings 32 depths of both operands to one of three stages in shared memory by cp.async, two steps ahead of the
-// products: 32 KiB are under way in a block of 128 rows. One barrier a step: it says that a stage has come, and that
-// the one filled next has been read. Four warps hold half of the rows and half of the columns each, 64 x 64 of 128
-// rows: of these ldmatrix reads 32 KiB a step, where eight warps of 64 x 32 would read 48.
+// products: 32 KiB are in flight in a block of 128 rows. There is one barrier per step: it says that a stage has
+// arrived, and that the stage filled next has been read. Four warps hold half of the rows and half of the columns each,
+// 64 x 64 of 128 rows: for these ldmatrix reads 32 KiB per step, while eight warps of 64 x 32 would read 48.
 //
-// A tile has lines of 16-byte packs: rows of 4 packs along the depth, or depths of packs along the rows, as the operand
-// has its neighbours in memory. place() exchanges the packs of a line, so that both the eight that ldmatrix reads
-// together, of eight lines, and the eight that cp.async writes together lie in different banks, without padding.
+// A tile has lines of 16-byte packs: rows of 4 packs along the depth, or depths of packs along the rows, depending on
+// which are neighbours in memory. place() exchanges the packs of a line, so that both the eight that ldmatrix reads
+// together, of eight lines, and the eight that cp.async writes together are in different banks, without padding.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ inline constexpr int kTensorThreads = 128, kTensorColumns = 128;
 inline constexpr int kStepDepth = 32, kStages = 3;
 inline constexpr int kTensorPack = 8;  // elements
 
-// One operand. Its lines are its rows where packs run along the depth, and else its depths; element i of a line is
-// element_stride * i elements on. An order says where line i is: -1, or anything that is not below `count`, is nowhere.
+// One operand. Its lines are its rows if packs run along the depth, and otherwise its depths; element i of a line is at
+// element_stride * i. An order gives the place of line i: -1, or any value that is not below `count`, means none.
 template <typename T>
 struct TensorOperand {
   const T* data;
@@ -47,7 +47,7 @@ struct TensorOperand {
   }
 };
 
-// `jump`: elements between matrices that kernels go to by themselves. Within lines they go to multiples of a tile.
+// `jump`: elements between matrices that kernels select themselves. Within lines they move by multiples of a tile.
 template <typename T>
 TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t element_stride, int64_t jump = 0,
                                 const int32_t* order = nullptr, int64_t count = 0) {
@@ -55,30 +55,30 @@ TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t e
   return {static_cast<const T*>(data), line_stride, element_stride, element_stride == 1 && aligned, order, count};
 }
 
-// Where the packs of a tile of kRows rows and kStepDepth depths lie.
+// The places of the packs of a tile of kRows rows and kStepDepth depths.
 template <int kRows, bool kAlongRows>
 struct TensorLayout {
   static constexpr int kAcross = kAlongRows ? kRows / kTensorPack : kStepDepth / kTensorPack;  // packs of a line
   static constexpr int kPacks = kRows * kStepDepth / kTensorPack;
   static constexpr int kElements = kRows * kStepDepth;
 
-  // What the number of a pack in its line is changed by. Eight lines of one pack number lie in different banks, and so
-  // do eight packs that follow each other.
+  // The change of a pack's number in its line. Eight lines of one pack number are in different banks, and so
+  // are eight consecutive packs.
   static PYMOE_DEVICE int exchange(int line) { return kAlongRows ? line % 8 : line / 2 % 4; }
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
 };
 
-// Brings tile after tile of an operand to shared memory. What lies outside of the operand is zero there and not read.
+// Brings one tile of an operand after the other to shared memory. Outside of the operand it is zero and not read.
 template <typename T, int kRows, bool kAlongRows>
 class TensorLoader {
   using Layout = TensorLayout<kRows, kAlongRows>;
-  static constexpr int kMine = Layout::kPacks / kTensorThreads;    // packs of a thread
+  static constexpr int kMine = Layout::kPacks / kTensorThreads;    // packs per thread
   static constexpr int kApart = kTensorThreads / Layout::kAcross;  // lines from one to the next
   static constexpr int kPlacesApart = Layout::kAcross * kApart * kTensorPack;
   static_assert(kMine * kTensorThreads == Layout::kPacks && kApart % 8 == 0);  // exchange() is the same for all
 
  public:
-  // `rows`: how many the operand has in this tile.
+  // `rows`: the number of rows of the operand in this tile.
   PYMOE_DEVICE TensorLoader(const TensorOperand<T>& operand, int rows)
       : operand_(operand),
         rows_(rows),
@@ -97,7 +97,7 @@ class TensorLoader {
     }
   }
 
-  // Begins to bring the next tile, of which `left` depths exist.
+  // Begins to bring the next tile, which has `left` depths.
   PYMOE_DEVICE void fetch(T* tile, int64_t left) {
     const int depths = left < kStepDepth ? static_cast<int>(left) : kStepDepth;
     if (operand_.whole) {
@@ -141,7 +141,7 @@ class TensorLoader {
     }
   }
 
-  // The same where packs are no single accesses. The barrier before copies are read is that of these stores, too.
+  // The same if packs are not single accesses. The barrier before copies are read also covers these stores.
   PYMOE_DEVICE void fetch_elements(T* to, int depths) {
     const int lines = kAlongRows ? depths : rows_, elements = kAlongRows ? rows_ : depths;
 #pragma unroll 1
@@ -160,7 +160,7 @@ class TensorLoader {
     return (elements < 0 ? 0 : elements < kTensorPack ? elements : kTensorPack) * static_cast<int>(sizeof(T));
   }
 
-  // Which line of the operand is its number `line`, of `lines`; -1: none.
+  // The operand's line for its number `line`, of `lines`; -1: none.
   PYMOE_DEVICE int64_t place_of(int line, int lines) const {
     if (line >= lines) return -1;
     if (operand_.order == nullptr) return line;
@@ -171,16 +171,16 @@ class TensorLoader {
   TensorOperand<T> operand_;  // from the thread's first element in the next tile on
   int rows_;
   int line_, across_;  // of the thread's first pack: its line, and its first element there
-  int place_;          // and where that element goes
-  // Where lines are rows: the thread's packs of the next tile, and a bit for each whose row exists.
+  int place_;          // the place of that element
+  // If lines are rows: the thread's packs of the next tile, and a bit for each whose row exists.
   const T* from_[kMine];
   int there_;
 };
 
-// Where the 16 x 16 blocks of a tile are, seen from this lane, for the rows from `first_row` on (a multiple of 32, or
-// of 64 where the warp has 64 rows). Quarters come in the order in which the instruction wants registers: of `a` the
-// upper rows follow the first depths, of `b` the later depths the first columns. (From any other order the compiler
-// would make one of its own, by a move for every register.)
+// The places of the 16 x 16 blocks of a tile for this lane, for the rows from `first_row` on (a multiple of 32, or
+// of 64 if the warp has 64 rows). Quarters come in the order in which the instruction needs registers: in `a` the
+// upper rows follow the first depths, in `b` the later depths the first columns. (With any other order the compiler
+// would reorder them, by a move for every register.)
 template <int kRows, bool kAlongRows, bool kIsB>
 class TensorBlocks {
   using Layout = TensorLayout<kRows, kAlongRows>;
@@ -245,7 +245,7 @@ class TensorTile {
         a_loader.fetch(shared + stage * kStage, unfetched);
         b_loader.fetch(shared + stage * kStage + ALayout::kElements, unfetched);
       }
-      commit_copies();  // a group for every step, so that to count groups is to count steps
+      commit_copies();  // one group per step, so that counting groups counts steps
       unfetched -= kStepDepth;
     };
 #pragma unroll
@@ -282,7 +282,7 @@ class TensorTile {
 #pragma unroll
       for (int half_block = 0; half_block < 2 * kABlocks; ++half_block) {
         const int i = half_block / 2, half = half_block % 2;
-        uint32_t pairs[4];  // of eight columns each: of these the lane has two
+        uint32_t pairs[4];  // of eight columns each; the lane has two of these columns
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* const sums = sum_[i][4 * quarter + j] + 2 * half;
@@ -344,7 +344,7 @@ class TensorTile {
   }
 
   float sum_[kABlocks][2 * kBBlocks][4] = {};
-  int row_, column_;  // the warp's first
+  int row_, column_;  // the first of the warp
 };
 
 }  // namespace pymoe::cuda

@@ -1,6 +1,6 @@
-// A block's share of a matrix product on the CUDA cores: c = a * b^T for 64 rows of a and 128 rows of b, which are the
+// A block's part of a matrix product on the CUDA cores: c = a * b^T for 64 rows of a and 128 rows of b, which are the
 // columns of c, of fp32 or fp64 in full precision. (tensor_tile.h has 16-bit floats.) Sums run over the depth in its
-// order, whatever the tile's place in c.
+// order, for any place of the tile in c.
 //
 // A step of 64 bytes of depth is read into registers while the step before it is multiplied; there are two tiles of
 // each operand in shared memory, so one barrier a step is enough. A thread holds 32 values of c in registers.
@@ -43,7 +43,7 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
 PYMOE_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 PYMOE_DEVICE double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
-// 8 warps, each 16 rows x 64 columns, of which a thread holds 4 rows x (4 + 4) columns.
+// 8 warps, each 16 rows x 64 columns; a thread holds 4 rows x (4 + 4) columns.
 template <typename T>
 struct CudaCoreTile {
   static constexpr int kThreads = 256, kBlocks = 1;

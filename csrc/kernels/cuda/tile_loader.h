@@ -1,4 +1,4 @@
-// Operands of a tiled matrix product on the CUDA cores on their way from memory to shared memory.
+// Moves operands of a tiled matrix product on the CUDA cores from memory to shared memory.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace pymoe::cuda {
 
-// Where the rows or the depths of an operand lie: one after the other, or as an order says. An order that goes on from
-// its i-th number counts from where the whole did.
+// The places of the rows or the depths of an operand: consecutive, or given by an order. An order that continues from
+// its i-th number counts from the begin of the whole.
 struct InSequence {
   static constexpr bool kGiven = false;
   PYMOE_DEVICE int64_t operator()(int64_t i) const { return i; }
   PYMOE_DEVICE InSequence from(int64_t) const { return {}; }
-  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // what a pointer moves by, to go on from i
+  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // distance for a pointer, to continue from i
 };
 struct ByOrder {
   static constexpr bool kGiven = true;
@@ -31,7 +31,7 @@ struct ByOrder {
 };
 
 // One operand: element (row, depth) is data[row * row_stride + depth * depth_stride]. The product sums over the depth.
-// `places` are those of the rows, or of the depths where packs run along rows.
+// `places` are the places of the rows, or of the depths if packs run along rows.
 template <typename T, typename Places = InSequence>
 struct Operand {
   const T* data;
@@ -41,19 +41,19 @@ struct Operand {
   bool whole;       // ... and is one access: neighbours in memory, aligned, and all or none of it exists
   Places places;
 
-  // Lets the operand begin at its i-th row or depth, which are `stride` apart: in the direction of its places.
+  // Makes the operand begin at its i-th row or depth, at distances of `stride`: in the direction of its places.
   PYMOE_DEVICE void begin_at(int64_t i, int64_t stride) {
     data += places.moves(i) * stride;
     places = places.from(i);
   }
 };
 
-// In which direction blocks of the operand may start anywhere; in the other they start at multiples of a tile.
+// The direction in which blocks of the operand may start anywhere; in the other they start at multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
-// How to read the matrix of `rows` x `depth` (any number in the direction of the cut) that begins at `data`, or those
-// that follow at multiples of `jump` elements. An order is one of the direction of the cut, and the elements along the
-// other are contiguous.
+// Determines how to read the matrix of `rows` x `depth` (any number in the direction of the cut) that begins at `data`,
+// or those that follow at multiples of `jump` elements. An order is in the direction of the cut, and the elements along
+// the other are contiguous.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {
@@ -70,28 +70,28 @@ Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_s
           places};
 }
 
-// Where element (row, depth) of a tile lies in shared memory: at row * row_step + depth * depth_step.
+// The place of element (row, depth) of a tile in shared memory: row * row_step + depth * depth_step.
 struct TileLayout {
   int row_step;
   int depth_step;
 };
 
-// Brings kRows rows and 64 bytes of depth at a time: whole packs by way of registers, where they wait while the tile
-// before is multiplied, others element by element. What lies outside of the operand counts as zero and is not read.
+// Brings kRows rows and 64 bytes of depth at a time: whole packs through registers, where they wait while the previous
+// tile is multiplied, others element by element. Outside of the operand it is zero and not read.
 template <typename T, int kRows, int kThreads, typename Places>
 struct TileLoader {
   static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
   static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
   static_assert(kPacks * kThreads == kRows * 4);
 
-  uint4 packs[kPacks];       // as loads leave them: to take them apart would be to wait for them
+  uint4 packs[kPacks];       // in the form of the loads: taking them apart would mean waiting for them
   const T* from;             // the thread's first pack of the next tile; by an order, if that were at place 0
   int64_t pack_step;         // in memory, from a thread's pack to its next; by an order, from a place to the next
   int64_t tile_step;         // ... and to the next tile
   int64_t element_step;      // ... and from element to element of a pack
   int row, depth;            // of the thread's first pack in a tile
   int row_step, depth_step;  // to its next pack
-  int rows;                  // that the operand has
+  int rows;                  // of the operand
   bool along_rows, whole;
   Places places;  // of the thread's packs: its first is number 0
 
@@ -110,8 +110,8 @@ struct TileLoader {
       row_step = 0;
       depth_step = kThreads / kAcross;
     } else {
-      // Four threads take the 64 bytes of a row. The eight that store together take rows r and r + 4, which lie in
-      // different banks where rows are 80 bytes apart.
+      // Four threads take the 64 bytes of a row. The eight that store together take rows r and r + 4, which are in
+      // different banks if rows are 80 bytes apart.
       const int quad = thread / 4;
       row = (quad & ~7) | (quad & 1) << 2 | (quad & 7) >> 1;
       depth = thread % 4 * kPack;
@@ -148,7 +148,7 @@ struct TileLoader {
     from += tile_step;
   }
 
-  // Reads the next tile, of which `left` depths exist. Only packs come this early.
+  // Reads the next tile, which has `left` depths. Only packs are read this early.
   PYMOE_DEVICE void fetch(int64_t left) {
     if (!whole) return;
     const int rows_left = rows - row, depths_left = (left < kDepth ? static_cast<int>(left) : kDepth) - depth;
@@ -163,7 +163,7 @@ struct TileLoader {
     advance();
   }
 
-  // Writes the tile that was read. `left`: as it was for fetch.
+  // Writes the tile that was read. `left`: the same as for fetch.
   PYMOE_DEVICE void store(T* tile, TileLayout layout, int64_t left) {
     T* to = tile + row * layout.row_step + depth * layout.depth_step;
     const int shared_step = row_step * layout.row_step + depth_step * layout.depth_step;

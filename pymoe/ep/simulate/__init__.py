@@ -1,4 +1,4 @@
-"""Expert parallelism on paper: bytes, times, balance and memory of a mixture layer whose experts are spread over ranks.
+"""Expert parallelism on paper: bytes, times, balance and memory of an MoE layer whose experts are spread over ranks.
 
 >>> from pymoe.ep.simulate import MACHINES, NETWORKS, PRESETS, simulate, uniform
 >>> block = PRESETS["mixtral-8x7b"]

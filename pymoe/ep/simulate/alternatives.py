@@ -1,7 +1,7 @@
-"""Expert parallelism beside data parallelism and FSDP: bytes and seconds a layer and step, and where they cross.
+"""Expert parallelism compared with data parallelism and FSDP: bytes and seconds per layer and step, and crossings.
 
-A step of expert parallelism moves rows, so its cost grows with the tokens; the others move weights or gradients, the
-same for any number of tokens. Up to some number of tokens a rank and step, expert parallelism is the cheaper one.
+A step of expert parallelism moves rows, so its cost grows with the tokens; the alternatives move weights or gradients,
+the same for any number of tokens. Up to some number of tokens per rank and step, expert parallelism is cheaper.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pymoe.ep.simulate.step import Cut, Layer
 from pymoe.ep.simulate.traffic import EXCHANGES
 
 MOST_TOKENS = 1 << 30
-"""Beyond so many tokens a rank and step no crossing is looked for."""
+"""Largest number of tokens per rank and step at which a crossing is looked for."""
 ROUNDING = 1 + 1e-9
-"""Times that differ by less are equal."""
+"""Factor within which two times count as equal."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to train the layer on the same ranks, and up to where expert parallelism is cheaper."""
+    """Another way to train the layer on the same ranks, and the number of tokens up to which EP is cheaper."""
 
     name: str
     bytes: float
-    """That a rank sends, a layer and step, whatever the tokens."""
+    """Bytes that a rank sends per layer and step, for any number of tokens."""
     seconds: float
-    """Of a layer and step, forward and backward, with the tokens of the simulation."""
+    """Seconds of a layer and step, forward and backward, with the tokens of the simulation."""
     fewer_bytes_below: float | None
-    """Tokens a rank and step up to which expert parallelism sends fewer bytes; None: however many they are."""
+    """Tokens per rank and step up to which expert parallelism sends fewer bytes; None: for any number."""
     faster_below: float | None
-    """Tokens a rank and step up to which expert parallelism is faster; None: however many they are."""
+    """Tokens per rank and step up to which expert parallelism is faster; None: for any number."""
 
 
 def data_parallel_bytes(block: Block, ranks: int) -> float:
@@ -60,16 +60,16 @@ def alternatives(
 ) -> tuple[Alternative, Alternative]:
     """Return data parallelism and FSDP.
 
-    Data parallelism reduces gradients while the backward runs; FSDP gathers weights while the pass before runs, and
-    reduces gradients beside the backward: a pass takes the longer of its work and its wire. Of expert parallelism, for
-    each number of tokens the best number of chunks counts, and the better way in which rows travel.
+    Data parallelism reduces gradients while the backward runs. FSDP gathers weights while the previous pass runs, and
+    reduces gradients during the backward: a pass takes the longer of its work and its wire. For expert parallelism, the
+    best number of chunks and the better way in which rows travel count, for each number of tokens.
 
     Args:
         layer: block, ranks, machine and network.
         balance: the load under expert parallelism.
         cuts: its layers and steps, for every number of chunks and way in which rows travel.
-        tokens: T, a rank and step.
-        rows: a token, that leave its rank; of which bytes are counted.
+        tokens: T, per rank and step.
+        rows: rows per token that leave its rank; their bytes are counted.
     """
     a_token = expert_parallel_bytes(layer.block, rows)
 
@@ -95,10 +95,11 @@ def alternatives(
 
 
 def crossing_of(first: Callable[[float], float], second: Callable[[float], float]) -> float | None:
-    """Return the tokens up to which ``first`` takes no longer than ``second``; None: for ``MOST_TOKENS`` it does not.
+    """Return the tokens up to which ``first`` takes no longer than ``second``; None if there is no end.
 
-    0 if it takes longer for one token. Doubles from one token on and then halves the interval, so of several crossings
-    it finds one between neighbouring powers of two, the first such.
+    The result is 0 if ``first`` takes longer for one token; the search ends at ``MOST_TOKENS``. The search doubles the
+    tokens from one on and then halves the interval. If there are several crossings, it finds one between neighbouring
+    powers of two, in the first such interval.
     """
     low, high = 0.0, 1.0
     while first(high) <= second(high) * ROUNDING:
@@ -114,5 +115,5 @@ def crossing_of(first: Callable[[float], float], second: Callable[[float], float
 
 
 def _wire(layer: Layer, moved: float) -> float:
-    """Seconds of a collective around the ring."""
+    """Return the seconds of a collective around the ring."""
     return 0.0 if layer.ranks == 1 else layer.network.latency + moved / layer.network.ring_bandwidth(layer.ranks)

@@ -1,4 +1,4 @@
-"""Ways to spread the experts, applied to a load: who computes how many rows, and what travels for that."""
+"""Ways to spread the experts, applied to a load: the rows that each rank computes, and the traffic for that."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pymoe.ep.simulate.gates import Load, source_ranks
 from pymoe.ep.simulate.traffic import counts_of, destinations_of, pairs_of, travelling
 
 Plan = Callable[[Tensor, Tensor], Shares]
-"""From (E,) the load of the step before and (R, E) this step's counts to who computes what."""
+"""Function from (E,) the load of the previous step and (R, E) this step's counts to the ranks' shares."""
 
 
 def as_it_is(past: Tensor, counts: Tensor) -> Shares:
-    """Contiguous shards, as :func:`torch.chunk` cuts them."""
+    """Return contiguous shards, as :func:`torch.chunk` cuts them."""
     return share_evenly(counts, contiguous(counts.shape[1], counts.shape[0]))
 
 
 def placed(past: Tensor, counts: Tensor, replicas: int) -> Shares:
-    """Experts placed by the load of the step before, with ``replicas`` more a rank."""
+    """Return experts placed by the load of the previous step, with ``replicas`` additional experts per rank."""
     return share_evenly(counts, place(past, counts.shape[0], replicas=replicas))
 
 
 def cloned(past: Tensor, counts: Tensor, clones: int, worth: int) -> Shares:
-    """Contiguous shards, and ``clones`` a rank for this step, planned from its own counts."""
+    """Return contiguous shards, with ``clones`` per rank for this step, planned from its own counts."""
     return plan_clones(counts, clones, worth=worth)
 
 
 def plans(worth: int) -> dict[str, Plan]:
-    """Return the ways that are compared, by name; ``worth`` is the fewest rows for which an expert is cloned."""
+    """Return the ways that are compared, by name; ``worth`` is the least number of rows of a cloned expert."""
     return {
         "as it is": as_it_is,
         "placed": partial(placed, replicas=0),
@@ -46,56 +46,56 @@ def plans(worth: int) -> dict[str, Plan]:
 
 
 BALANCES = tuple(plans(1))
-"""The names of the ways."""
+"""Names of the ways."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """A load under one way to spread the experts: means over its layers and steps, of T tokens a rank."""
+    """A load under one way to spread the experts: means over its layers and steps, with T tokens per rank."""
 
     name: str
     ranks: int
-    """R."""
+    """R, the number of ranks."""
     tokens: float
-    """T."""
+    """T, the number of tokens per rank."""
     imbalance: float
-    """Rows of the fullest rank over the mean."""
+    """Rows of the fullest rank divided by the mean."""
     worst: float
-    """The largest of the layers and steps."""
+    """Largest imbalance of the layers and steps."""
     rows: float
-    """Rows that the fullest rank computes, a layer and step."""
+    """Rows that the fullest rank computes per layer and step."""
     experts: float
-    """The most experts that a rank computes, clones and replicas among them."""
+    """Largest number of experts that a rank computes, including clones and replicas."""
     sent: float
     """Rows that leave a rank in one exchange, the mean over ranks."""
     sent_once: float
-    """The same with a row a token and destination rank."""
+    """Like ``sent``, with one row per token and destination rank."""
     gathered_once: float
-    """The same with the rows that stay on their rank: what is written to the send buffer."""
+    """Like ``sent_once``, including rows that stay on their rank: the rows written to the send buffer."""
     clones: float
-    """Clones that travel in a step and layer, all ranks together; replicas stay where they are."""
+    """Clones that travel per step and layer, on all ranks together; replicas do not travel."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One layer and step of a load, and who computes what of it."""
+    """One layer and step of a load, and the rank that computes each row."""
 
     choices: Tensor
     """(N, K) int64."""
     source: Tensor
-    """(N,) int64, the rank of each token."""
+    """(N,) int64: the rank of each token."""
     destinations: Tensor
-    """(N, K) int64, the rank to which each choice's row goes."""
+    """(N, K) int64: the rank to which each choice's row goes."""
     shares: Shares
     ranks: int
     scale: float
-    """Rows that one counted row stands for."""
+    """Number of rows that one counted row represents."""
     clones: Tensor
     """(R, R) int64: the experts that each owner (first dimension) sends to each rank for this step."""
 
     @property
     def held(self) -> list[list[int]]:
-        """(R,): the experts that each rank computes, ascending."""
+        """(R,): the experts that each rank computes, in ascending order."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert, hosts in enumerate(self.shares.hosts):
             for rank in hosts:
@@ -109,8 +109,8 @@ class Spread:
     def chunk_of_choices(self, chunks: int) -> tuple[Tensor, Tensor]:
         """Return (N, K) int64, the chunk of each choice, and (chunks, R) int64, the experts of each chunk and rank.
 
-        A chunk is the same share of each rank's experts: of n experts those from ``c * n // chunks`` on. Clones that
-        travel are one more chunk, the last.
+        A chunk is the same share of each rank's experts: of n experts, those from ``c * n // chunks`` on. Clones that
+        travel are an additional chunk, the last one.
         """
         travel = bool(self.clones.any())
         chunk = torch.zeros(self.ranks, len(self.shares.hosts), dtype=torch.int64)
@@ -129,7 +129,7 @@ class Spread:
 
 
 def spreads(name: str, plan: Plan, load: Load, ranks: int, tokens: float) -> Iterator[Spread]:
-    """Yield every layer and step of ``load`` under ``plan``, with rows that stand for ``tokens`` a rank."""
+    """Yield every layer and step of ``load`` under ``plan``, with rows that represent ``tokens`` per rank."""
     source = source_ranks(load.tokens, ranks)
     for before, now in load.with_past():
         counts = counts_of(now, source, ranks, load.experts)
@@ -143,7 +143,7 @@ def spreads(name: str, plan: Plan, load: Load, ranks: int, tokens: float) -> Ite
 
 
 def balance(name: str, plan: Plan, load: Load, ranks: int, tokens: float) -> Balance:
-    """Return what ``plan`` makes of ``load``, with rows scaled from its tokens to ``tokens`` a rank."""
+    """Return the balance of ``load`` under ``plan``, with rows scaled from its tokens to ``tokens`` per rank."""
     found: list[dict[str, float]] = []
     for spread in spreads(name, plan, load, ranks, tokens):
         plain, once = (spread.pairs(deduplicate) for deduplicate in (False, True))

@@ -1,4 +1,4 @@
-"""The layer that is simulated: its sizes, and those of the expert blocks of published models."""
+"""The layer that is simulated: its sizes, and the sizes of the expert blocks of published models."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Block:
 
     title: str
     hidden: int
-    """H."""
+    """H, the size of a token's row."""
     ffn: int
-    """F, of one expert."""
+    """F, the inner size of one expert."""
     experts: int
-    """E."""
+    """E, the number of experts."""
     choices: int
-    """K, experts per token."""
+    """K, the number of experts per token."""
     layers: int = 1
-    """Mixture-of-experts layers; dense ones are not counted."""
+    """Number of mixture-of-experts layers; dense layers are not counted."""
     shared_ffn: int = 0
-    """The inner size of all shared experts together, which every rank computes for its own tokens."""
+    """Inner size of all shared experts together; every rank computes them for its own tokens."""
     groups: int = 1
-    """Groups of experts, of which a router takes the best (DeepSeek-V3); 1 for none."""
+    """Number of groups of experts, of which a router takes the best (DeepSeek-V3); 1 for none."""
     kept_groups: int = 1
-    """How many groups remain."""
+    """Number of groups from which a router chooses."""
     dtype: str = "bfloat16"
-    """Of weights, gradients and rows."""
+    """Dtype of weights, gradients and rows."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -66,22 +66,22 @@ class Block:
 
     @property
     def itemsize(self) -> int:
-        """b: bytes of a number."""
+        """b, the number of bytes of a number."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def row_bytes(self) -> int:
-        """H b: bytes of a row on the wire."""
+        """H b, the number of bytes of a row on the wire."""
         return self.hidden * self.itemsize
 
     @property
     def expert_parameters(self) -> int:
-        """3 H F: weights of one expert."""
+        """3 H F, the number of weights of one expert."""
         return 3 * self.hidden * self.ffn
 
     @property
     def replicated_parameters(self) -> int:
-        """H E + 3 H F_shared: weights of a layer that every rank holds: the router and the shared experts."""
+        """H E + 3 H F_shared, the number of weights of a layer that every rank holds: the router and shared experts."""
         return self.hidden * self.experts + 3 * self.hidden * self.shared_ffn
 
 
@@ -96,7 +96,7 @@ PRESETS = {
     "glm-4.5-air": Block("GLM-4.5-Air", 4096, 1408, 128, 8, 45, shared_ffn=1408),
     "deepseek-v3": Block("DeepSeek-V3", 7168, 2048, 256, 8, 58, shared_ffn=2048, groups=8, kept_groups=4),
 }
-"""Expert blocks of published models by the name that ``--model`` takes."""
+"""Expert blocks of published models, by the name for ``--model``."""
 
 
 def described() -> Iterator[str]:

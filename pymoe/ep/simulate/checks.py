@@ -1,4 +1,4 @@
-"""Checks of arguments of the simulation, with messages as those of :mod:`pymoe.reference.checks`."""
+"""Checks of the arguments of a simulation, with messages like those in :mod:`pymoe.reference.checks`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ choice = checks.choice
 
 
 def at_least(owner: str, argument: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise unless ``value`` is an int from ``low`` to ``high``, without an upper end if that is None."""
+    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper end."""
     rule = f"at least {low}" if high is None else f"in {low}..{high}"
     checks.integer(owner, argument, value, low, high, rule)
 

@@ -21,11 +21,11 @@ from pymoe.ep.simulate.simulation import Simulation, simulate
 SIZES = ("hidden", "ffn", "experts", "choices", "layers", "shared_ffn", "groups", "kept_groups", "dtype")
 Preset = TypeVar("Preset", Machine, Network)
 OWN = ("hidden", "ffn", "experts", "choices")
-"""What a model of one's own must have."""
+"""Options that a model without a preset must have."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 2 when the call was wrong."""
+    """Run the command; return the exit status: 0, or 2 if the call was wrong."""
     options = parser().parse_args(arguments)
     try:
         found = simulation_of(options)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
+    """Return the parser of the commands and their options."""
     top = argparse.ArgumentParser(prog="python -m pymoe.ep", description="Expert parallelism on paper.")
     commands = top.add_subparsers(dest="command", required=True)
     own = commands.add_parser(
@@ -115,7 +115,7 @@ def add_load(command: argparse.ArgumentParser) -> None:
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation:
-    """Return the simulation that the options ask for."""
+    """Return the simulation that the options describe."""
     block = block_of(options)
     machine = own_numbers(MACHINES[options.machine], options, ("flops", "memory_bandwidth"))
     of_network = ("latency", "bandwidth", "ranks_per_node", "local_bandwidth")
@@ -137,7 +137,7 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
 
 
 def block_of(options: argparse.Namespace) -> Block:
-    """Return the model: a preset with the sizes that were given, or one of these alone."""
+    """Return the model: a preset changed by the given sizes, or a model of given sizes only."""
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.model is not None:
         return replace(PRESETS[options.model], **given)
@@ -150,13 +150,13 @@ def block_of(options: argparse.Namespace) -> Block:
 
 
 def own_numbers(preset: Preset, options: argparse.Namespace, names: Sequence[str]) -> Preset:
-    """Return the preset with the numbers that were given."""
+    """Return the preset with the given numbers in place of its own."""
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return replace(preset, title="own numbers" if given.keys() >= {*names[:2]} else preset.title, **given)
 
 
 def numbers(argument: str) -> tuple[int, ...]:
-    """``1,2,4`` as numbers."""
+    """Return ``1,2,4`` as numbers."""
     try:
         return tuple(map(int, argument.split(",")))
     except ValueError:

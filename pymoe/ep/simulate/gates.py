@@ -1,4 +1,4 @@
-"""Loads: which experts the tokens of a step chose, drawn from a distribution or recorded in training."""
+"""Loads: the experts that the tokens of a step chose, drawn from a distribution or recorded in training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pymoe.ep.simulate.load_files import read_loads
 from pymoe.ops import gate_topk
 
 SAMPLED_TOKENS = 65_536
-"""The most tokens that are drawn for a step, all ranks together; more are scaled up from them."""
+"""Largest number of tokens that are drawn for a step, on all ranks together; for more tokens they are scaled up."""
 SAMPLED_LAYERS = 3
-"""Layers that are drawn; popular experts lie elsewhere in each."""
+"""Number of layers that are drawn; each has other popular experts."""
 SAMPLED_STEPS = 2
-"""A step from which experts are placed, and one in which they serve."""
+"""Number of steps that are drawn: the first decides the placement of experts, the second uses it."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Load:
 
     title: str
     choices: tuple[tuple[Tensor, ...], ...]
-    """For every layer and step (N, K) int64: the distinct experts of each token of all ranks, those of rank 0 first."""
+    """(N, K) int64 for every layer and step: the distinct experts of each token of all ranks, rank 0 first."""
     experts: int
-    """E."""
+    """E, the number of experts."""
     uniform: bool = False
-    """Whether every choice of K among all E experts was equally likely, as the formulas assume."""
+    """True if every choice of K among all E experts was equally likely, as the formulas assume."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a load without tokens, or with choices that are not (N, K) of E experts."""
@@ -51,27 +51,27 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """N: tokens of a step, all ranks together."""
+        """N, the number of tokens of a step on all ranks together."""
         return self.choices[0][0].shape[0]
 
     @property
     def top_k(self) -> int:
-        """K."""
+        """K, the number of experts per token."""
         return self.choices[0][0].shape[1]
 
     def with_past(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (choices of the step before, choices) of every layer and step but the first; an only step twice."""
+        """Yield (previous step's choices, choices) for every layer and step except the first; a single step twice."""
         for steps in self.choices:
             yield from pairwise(steps) if len(steps) > 1 else ((steps[0], steps[0]),)
 
     @property
     def has_past(self) -> bool:
-        """Whether there is a step before another one."""
+        """True if there is a step before another one."""
         return len(self.choices[0]) > 1
 
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token: consecutive tokens, as many on each rank, or one more or less."""
+    """Return (N,) int64, the rank of each token: consecutive tokens, the same number on each rank within one."""
     return torch.arange(tokens) * ranks // tokens
 
 
@@ -79,9 +79,9 @@ def uniform(block: Block, tokens: int, *, seed: int = 0) -> Load:
     """Return a load in which all experts are equally likely.
 
     Args:
-        block: its E, K and groups.
-        tokens: N, all ranks together; of more than ``SAMPLED_TOKENS`` that many are drawn.
-        seed: of the random numbers.
+        block: the source of E, K and groups.
+        tokens: N, on all ranks together; at most ``SAMPLED_TOKENS`` are drawn, and represent the others.
+        seed: the seed of the random numbers.
     """
     return _drawn("uniform", block, tokens, torch.zeros(block.experts), seed)
 
@@ -90,14 +90,15 @@ def zipf(block: Block, tokens: int, exponent: float, *, seed: int = 0) -> Load:
     """Return a skewed load: the i-th most popular expert is drawn with odds of ``i ** -exponent``.
 
     A token's K experts are drawn one after another without replacement (Plackett-Luce), by adding Gumbel noise to the
-    logarithms of the odds and taking the K largest. Which experts are popular is random in each layer, and the same in
+    logarithms of the odds and taking the K largest. The popular experts are random in each layer, and the same in
     all of its steps.
 
     Args:
-        block: its E, K and groups.
-        tokens: N, all ranks together; of more than ``SAMPLED_TOKENS`` that many are drawn.
-        exponent: at least 0; 0 is uniform, and in 1 the first of E = 128 experts has a share of 18 % of first choices.
-        seed: of the random numbers.
+        block: the source of E, K and groups.
+        tokens: N, on all ranks together; at most ``SAMPLED_TOKENS`` are drawn, and represent the others.
+        exponent: at least 0; 0 is uniform, and with 1 the first of E = 128 experts has a share of 18 % of first
+            choices.
+        seed: the seed of the random numbers.
     """
     not_negative("zipf", "exponent", exponent)
     logits = -exponent * torch.arange(1, block.experts + 1).log()
@@ -108,11 +109,11 @@ def recorded(block: Block, file: str | Path) -> Load:
     """Return the load of a file that :class:`LoadRecorder` wrote.
 
     Args:
-        block: its E and K must be those of the file.
+        block: its E and K must match the file.
         file: see :mod:`pymoe.ep.simulate.load_files` for its format.
 
     Raises:
-        ValueError: the file is no recorded load, or of another E or K.
+        ValueError: the file is not a recorded load, or has another E or K.
         OSError: the file cannot be read.
     """
     found = read_loads(file)
@@ -128,16 +129,16 @@ def recorded(block: Block, file: str | Path) -> Load:
 
 
 def load_of(text: str, block: Block, tokens: int, *, seed: int = 0) -> Load:
-    """Return the load that ``text`` names: ``uniform``, ``zipf:EXPONENT``, or the path of a recorded one.
+    """Return the load that ``text`` names: ``uniform``, ``zipf:EXPONENT``, or the path of a recorded load.
 
     Args:
         text: the name.
-        block: E, K and groups.
-        tokens: N, all ranks together; a recorded load has its own.
-        seed: of the random numbers.
+        block: the source of E, K and groups.
+        tokens: N, on all ranks together; a recorded load has its own number.
+        seed: the seed of the random numbers.
 
     Raises:
-        ValueError: ``text`` names no load, or one that does not fit the block.
+        ValueError: ``text`` does not name a load, or the load does not fit the block.
         OSError: the file cannot be read.
     """
     kind, colon, number = text.partition(":")
@@ -172,7 +173,7 @@ def _drawn(title: str, block: Block, tokens: int, logits: Tensor, seed: int) -> 
 
 def _choose(block: Block, popularity: Tensor, tokens: int, random: torch.Generator) -> Tensor:
     parts = []
-    for start in range(0, tokens, 16_384):  # which bounds the memory
+    for start in range(0, tokens, 16_384):  # in parts, to bound the memory
         rows = min(16_384, tokens - start)
         noise = -torch.empty(rows, block.experts).exponential_(generator=random).log()
         noisy = popularity + noise

@@ -1,4 +1,4 @@
-"""Recorded loads: what the routers of a model choose in training, and the file that keeps it.
+"""Recorded loads: the choices of a model's routers in training, and the file in which they are kept.
 
 **The format** is an ``.npz`` archive of numpy, read without pickle, with these arrays:
 
@@ -10,8 +10,8 @@ choices    (S, L, N, K) uint the distinct experts of each of N tokens, in S step
                              uint8 for E up to 256, else uint16
 ========== ================= ===================================================================================
 
-A simulation gives rank r of R the r-th part of consecutive tokens of a step. So a file of one rank stands for the
-tokens of all ranks; records of several ranks are put together along N, rank 0 first.
+A simulation gives rank r of R the r-th part of the consecutive tokens of a step. So a file of one rank represents the
+tokens of all ranks; records of several ranks are concatenated along N, rank 0 first.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ MOST_EXPERTS = 1 << 16
 
 @dataclass(frozen=True)
 class RecordedLoads:
-    """What a file of recorded loads holds."""
+    """Content of a file of recorded loads."""
 
     experts: int
-    """E."""
+    """E, the number of experts."""
     layers: tuple[str, ...]
-    """(L,) names."""
+    """(L,) names of the layers."""
     choices: Tensor
-    """(S, L, N, K) int32."""
+    """(S, L, N, K) int32 choices."""
 
 
 class LoadRecorder:
-    """Record what the routers of a model choose, in the blocks that it guards; each block is one step::
+    """Record the choices of a model's routers in the blocks that it guards; each block is one step::
 
         recorder = LoadRecorder(model)
         for inputs, targets in batches:
@@ -55,12 +55,12 @@ class LoadRecorder:
             optimizer.step()
         recorder.save("loads.npz")
 
-    Several forwards in one block (micro-batches) are tokens of one step, one after the other. The backward belongs
-    outside: under activation checkpointing it runs forwards again. Outside of its blocks the recorder costs nothing; in
-    them it copies the choices to the CPU, which waits for the device.
+    Several forwards in one block (micro-batches) are tokens of one step, one after the other. The backward must be
+    outside of the block: under activation checkpointing it runs forwards again. Outside of its blocks the recorder
+    costs nothing; inside it copies the choices to the CPU, which waits for the device.
 
     Args:
-        model: contains at least one :class:`pymoe.nn.MoE`; all of the same E and K.
+        model: a model with at least one :class:`pymoe.nn.MoE`; all of them must have the same E and K.
 
     Raises:
         ValueError: the model has no such layer, or layers of several sizes.
@@ -93,7 +93,7 @@ class LoadRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the step and keep it, unless the block raised; raises ValueError if layers saw different tokens."""
+        """End the step and keep it, unless the block raised; raise ValueError if layers saw different tokens."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -107,14 +107,14 @@ class LoadRecorder:
         self.steps.append(torch.stack([torch.cat(parts) for parts in self._seen.values()]))
 
     def save(self, file: str | Path) -> None:
-        """Write what was recorded; raises ValueError if there is no step."""
+        """Write the recorded steps; raise ValueError if there is none."""
         if not self.steps:
             raise ValueError("LoadRecorder: expected at least one recorded step, got none")
         write_loads(file, RecordedLoads(self.experts, tuple(self.layers), torch.stack(self.steps)))
 
 
 def write_loads(file: str | Path, loads: RecordedLoads) -> None:
-    """Write a file of recorded loads, in the format on top of this module; raises ValueError if parts do not fit."""
+    """Write a file of recorded loads, in the format described above; raise ValueError if parts do not fit."""
     choices = loads.choices
     if choices.dim() != 4 or choices.shape[1] != len(loads.layers) or not choices.numel():
         raise ValueError(f"write_loads: expected choices (S, {len(loads.layers)}, N, K), got {tuple(choices.shape)}")
@@ -136,7 +136,7 @@ def read_loads(file: str | Path) -> RecordedLoads:
     """Read a file of recorded loads.
 
     Raises:
-        ValueError: it is not one, or of another format.
+        ValueError: it is not such a file, or has another format.
         OSError: it cannot be read.
     """
     try:

@@ -1,4 +1,4 @@
-"""What computes and what carries: ranks by speed and memory bandwidth, networks by latency and bandwidth."""
+"""Speed and memory bandwidth of ranks; latency and bandwidth of networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pymoe.ep.simulate.timeline import Seconds
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank, as a roofline: work takes the longer of its operations and its memory traffic.
+    """One rank, as a roofline: work takes the longer of the times of its operations and of its memory traffic.
 
     Raises:
         TypeError: a number is of the wrong kind.
@@ -24,9 +24,9 @@ class Machine:
 
     title: str
     flops: float
-    """Floating-point operations a second that products of matrices reach, not the nominal peak."""
+    """Floating-point operations per second that matrix products reach, not the nominal peak."""
     memory_bandwidth: float
-    """Bytes a second, read and written."""
+    """Bytes per second, read and written."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -47,14 +47,15 @@ class Machine:
         return float(self.seconds(times * 2 * tokens * block.hidden * block.experts, times * traffic))
 
     def move_seconds(self, block: Block, rows: Seconds, tokens: Seconds) -> Seconds:
-        """Return the time in which ``rows`` are gathered from ``tokens``, or summed into them: all memory traffic."""
+        """Return the time to gather ``rows`` from ``tokens``, or to sum them into these: memory traffic only."""
         return (rows + tokens) * block.row_bytes / self.memory_bandwidth
 
     def experts_seconds(self, block: Block, rows: Seconds, experts: Seconds, backward: bool = False) -> Seconds:
-        """Return the time of the grouped products over ``rows`` of ``experts`` experts, of which each is used.
+        """Return the time of the grouped products over ``rows`` of ``experts`` experts, each of which is used.
 
-        Forward 6 H F operations a row; the weights of the experts that have rows are read once, and the rows of H, 2 F
-        and F numbers are read and written. Backward twice of both: products for rows and for weights.
+        Forward: 6 H F operations per row; the weights of experts with rows are read once, and rows of H, 2 F and F
+        numbers are read and written. Backward: twice as much of both, because there are products for rows and for
+        weights.
         """
         return self._networks(block, block.ffn, rows, np.minimum(experts, rows), backward)
 
@@ -71,10 +72,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Network:
-    """Links between ranks: an exchange takes ``latency`` and the time of the rank that sends or receives most.
+    """Links between ranks: an exchange takes ``latency`` plus the time of the rank that sends or receives most.
 
-    A link carries both directions at full bandwidth. Nodes are ``ranks_per_node`` consecutive ranks; within a node the
-    local bandwidth holds, and rows within and between nodes travel at the same time.
+    A link carries both directions at full bandwidth. Nodes are ``ranks_per_node`` consecutive ranks. Within a node the
+    local bandwidth applies, and rows within and between nodes travel at the same time.
 
     Raises:
         TypeError: a number is of the wrong kind.
@@ -83,12 +84,12 @@ class Network:
 
     title: str
     latency: float
-    """Seconds of an exchange of nothing, however many ranks take part."""
+    """Seconds of an empty exchange, for any number of ranks."""
     bandwidth: float
-    """Bytes a second that a rank sends to other nodes, and receives at the same time."""
+    """Bytes per second that a rank sends to other nodes, and receives at the same time."""
     ranks_per_node: int = 1
     local_bandwidth: float | None = None
-    """Bytes a second within a node; None: the same."""
+    """Bytes per second within a node; None: the same as between nodes."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -106,14 +107,14 @@ class Network:
 
     @property
     def within_node(self) -> float:
-        """Bytes a second within a node."""
+        """Bytes per second within a node."""
         return self.bandwidth if self.local_bandwidth is None else self.local_bandwidth
 
     def busiest(self, pairs: Tensor) -> float:
         """Return the seconds in which the busiest rank sends and receives, without latency.
 
         Args:
-            pairs: (R, R) float64, bytes from each rank (first dimension) to each; the diagonal does not travel.
+            pairs: (R, R) float64, bytes from each rank (first dimension) to each rank; the diagonal does not travel.
         """
         node = torch.arange(pairs.shape[0]) // self.ranks_per_node
         same = node[:, None] == node[None, :]
@@ -125,7 +126,7 @@ class Network:
         return slowest
 
     def ring_bandwidth(self, ranks: int) -> float:
-        """Return the bytes a second of a ring over all ranks, those of its slowest link."""
+        """Return the bytes per second of a ring over all ranks, which are the bytes per second of its slowest link."""
         return self.within_node if ranks <= self.ranks_per_node else min(self.bandwidth, self.within_node)
 
 
@@ -135,7 +136,7 @@ MACHINES = {
     "h200": Machine("H200", 0.4 * 989e12, 0.8 * 4.8e12),
     "b200": Machine("B200", 0.4 * 2250e12, 0.8 * 8e12),
 }
-"""Nominal dense bf16 peaks and memory bandwidths of the data sheets, times the shares that training reaches."""
+"""Nominal dense bf16 peaks and memory bandwidths from data sheets, times the fractions that training reaches."""
 
 NETWORKS = {
     "nvlink": Network("NVLink 4", 10e-6, 0.8 * 450e9, 8),
@@ -144,4 +145,4 @@ NETWORKS = {
     "ethernet": Network("Ethernet 100 Gb/s a node", 50e-6, 0.9 * 12.5e9 / 8, 8, 0.8 * 31.5e9),
     "internet": Network("internet 1 Gb/s", 50e-3, 0.9 * 0.125e9),
 }
-"""Nominal bandwidths times the shares that exchanges reach; within a node of ``ethernet``: PCIe 4.0 x16."""
+"""Nominal bandwidths, times the fractions that exchanges reach; within a node of ``ethernet``: PCIe 4.0 x16."""

@@ -1,4 +1,4 @@
-"""Memory of a rank: what the mixture layers of a model need under expert parallelism, and without."""
+"""Memory of a rank: the needs of a model's mixture layers with expert parallelism and without it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pymoe.ep.simulate.block import Block
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank; all mixture layers of the model, nothing else of it."""
+    """Bytes of a rank for all mixture layers of the model, and nothing else of the model."""
 
     weights: float
     gradients: float
     optimizer: float
-    """States of the optimizer, and master weights where it keeps them."""
+    """Bytes of the optimizer's states, and of master weights if it keeps them."""
     activations: float
-    """What a forward leaves for the backward."""
+    """Bytes that a forward leaves for the backward."""
     buffers: float
-    """What one layer needs while it runs, beside that."""
+    """Additional bytes that one layer needs while it runs."""
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """Sum of all parts in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def optimizer_bytes_of(block: Block) -> int:
-    """Return the bytes of AdamW a parameter: two float32 moments, and float32 weights beside narrower ones.
+    """Return the bytes per parameter of AdamW: two float32 moments, and float32 weights in addition to narrower ones.
 
-    Of float64 parameters the moments are float64.
+    The moments of float64 parameters are float64.
     """
     if block.itemsize == 8:
         return 16
@@ -42,15 +42,15 @@ def expert_parallel(
 ) -> Memory:
     """Return the memory of the fullest rank under expert parallelism.
 
-    Placed experts and their replicas have weights, gradients and states on every rank that holds them. Clones are held
+    Placed experts and their replicas have weights, gradients and states on every rank that holds them. Clones are kept
     from the forward to the backward, as activations, and their gradients as buffers of one layer.
 
     Args:
         block: the layers.
         balance: rows and experts of the fullest rank.
-        tokens: T, of a rank.
-        optimizer_bytes: a parameter.
-        deduplicate: rows arrive once a token and are copied for each expert.
+        tokens: T, per rank.
+        optimizer_bytes: bytes of the optimizer per parameter.
+        deduplicate: rows arrive once per token and are copied for each expert.
         recompute: the forward runs again in the backward (activation checkpointing of each layer).
     """
     cloned = balance.clones > 0
@@ -68,9 +68,9 @@ def data_parallel(block: Block, tokens: float, optimizer_bytes: float, *, recomp
 
 
 def fully_sharded(block: Block, ranks: int, tokens: float, optimizer_bytes: float, *, recompute: bool) -> Memory:
-    """Return the memory of a rank that holds 1 / R of every parameter and gathers a layer at a time (FSDP).
+    """Return the memory of a rank that holds 1 / R of every parameter and gathers one layer at a time (FSDP).
 
-    The buffers hold the whole weights of one layer and their whole gradients.
+    The buffers hold the full weights and the full gradients of one layer.
     """
     whole = block.experts * block.expert_parameters + block.replicated_parameters
     return _alone(block, ranks, 2.0 * whole * block.itemsize, tokens, optimizer_bytes, recompute)
@@ -84,12 +84,13 @@ def _alone(block: Block, ranks: int, gathered: float, tokens: float, optimizer_b
 
 
 def _activations(block: Block, computed: float, returned: float, tokens: float, *, copied: bool) -> float:
-    """What one layer's forward saves, with w the bytes of the router's numbers: float32, or float64.
+    """Return the bytes that the forward of one layer saves.
 
-    w T (H + E) for the router: its rows and logits. b rows (H + 3 F) for the experts: before and after the first
-    product, and before the second. b H of each row that came back, for the weights of the choices. b T (H + 3 F_shared)
-    for shared experts, less b T H if their rows are the router's. 16 T K for choices, weights and the order of rows.
-    Rows that are copied where they arrive are also summed there, which saves the experts' outputs: b H more of each.
+    With w the bytes of a number of the router (float32 or float64), they are w T (H + E) for the router: its rows and
+    logits; b rows (H + 3 F) for the experts: before and after the first product, and before the second; b H for each
+    row that came back, for the weights of the choices; b T (H + 3 F_shared) for shared experts, less b T H if they
+    share the router's rows; and 16 T K for choices, weights and the order of rows. Rows that are copied on arrival are
+    also summed there, which saves the experts' outputs: b H more for each.
     """
     wide = max(4, block.itemsize)
     saved = wide * tokens * (block.hidden + block.experts) + 16.0 * tokens * block.choices
@@ -111,7 +112,7 @@ def _memory(
     recompute: bool,
     more: float,
 ) -> Memory:
-    """Sum up: a layer's backward holds gradients of the rows sent, b H each, and of those computed, b (H + 3 F)."""
+    """Return the sum: a layer's backward holds gradients of the rows sent, b H each, and computed, b (H + 3 F) each."""
     computed, sent = rows
     buffers = block.itemsize * (sent * block.hidden + computed * (block.hidden + 3 * block.ffn)) + more
     activations = block.layers * layer

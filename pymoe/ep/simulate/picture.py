@@ -1,4 +1,4 @@
-"""A simulation as a picture: timelines, balance, memory, and the bytes of the kinds of parallelism by tokens."""
+"""A simulation as a picture: timelines, balance, memory, and bytes by tokens for each kind of parallelism."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MEMORY_COLOURS = ((0.35, 0.60, 0.85), (0.95, 0.65, 0.30), (0.55, 0.75, 0.45), (0
 
 
 def draw(file: str | Path, simulation: Simulation) -> Path:
-    """Draw the simulation; returns the file.
+    """Draw the simulation; return the file.
 
-    The suffix of ``file`` names the format, of those that matplotlib writes. Raises ImportError without matplotlib.
+    The suffix of ``file`` names a format of matplotlib. Raise ImportError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

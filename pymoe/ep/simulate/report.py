@@ -9,16 +9,16 @@ from pymoe.ep.simulate.alternatives import expert_parallel_bytes
 from pymoe.ep.simulate.simulation import Simulation
 
 NAMES = {False: "a row a choice", True: "a row a rank"}
-"""How rows travel: each choice on its own, or a token once to each rank."""
+"""Names of the ways in which rows travel: each choice separately, or a token once to each rank."""
 
 
 def text(simulation: Simulation) -> str:
-    """Return everything as lines."""
+    """Return all tables as lines."""
     return "\n\n".join((inputs(simulation), *(f"{title}\n{plain(table)}" for title, table in tables(simulation))))
 
 
 def inputs(simulation: Simulation) -> str:
-    """Return what was simulated."""
+    """Return the inputs of the simulation."""
     layer, load = simulation.layer, simulation.load
     ranks = f"{layer.ranks} rank{'s' * (layer.ranks != 1)}, {simulation.tokens} tokens a rank and step"
     lines = [
@@ -41,7 +41,7 @@ def tables(simulation: Simulation) -> Iterator[tuple[str, Table]]:
 
 
 def balance_table(simulation: Simulation) -> Table:
-    """A row for every way to spread the experts."""
+    """Return a table with a row for every way to spread the experts."""
     heading = ("experts", "fullest / mean", "worst", "experts a rank", "clones a step")
     past = "" if simulation.load.has_past else " by this step's own load"
     rows = [
@@ -60,7 +60,7 @@ def balance_table(simulation: Simulation) -> Table:
 
 
 def traffic_table(simulation: Simulation) -> Table:
-    """A row for each way in which rows travel."""
+    """Return a table with a row for each way in which rows travel."""
     heading = ("rows travel", "rows a token", "formula", "MiB", "saved")
     rows = [
         (
@@ -78,7 +78,7 @@ def traffic_table(simulation: Simulation) -> Table:
 
 
 def time_table(simulation: Simulation) -> Table:
-    """A row for every number of chunks and way in which rows travel."""
+    """Return a table with a row for every number of chunks and way in which rows travel."""
     names = ("wire", "compute", "best", "time")
     heading = (
         "rows travel",
@@ -98,14 +98,14 @@ def time_table(simulation: Simulation) -> Table:
 
 
 def memory_table(simulation: Simulation) -> Table:
-    """A row for every kind of parallelism."""
+    """Return a table with a row for every kind of parallelism."""
     parts = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
     rows = [(name, *(gibibytes(getattr(one, part)) for part in parts)) for name, one in simulation.memory.items()]
     return Table(("", *parts), rows, frozenset({""}))
 
 
 def alternatives_table(simulation: Simulation) -> Table:
-    """A row for expert parallelism and one for each alternative."""
+    """Return a table with a row for expert parallelism and one for each alternative."""
     heading = ("", "MiB sent", "ms", "EP sends less up to", "EP is faster up to")
     best = simulation.best
     sent = expert_parallel_bytes(simulation.layer.block, best.rows * simulation.tokens)
@@ -118,7 +118,7 @@ def alternatives_table(simulation: Simulation) -> Table:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return four significant digits of a time, in ms."""
+    """Return a time in ms, with four significant digits."""
     return f"{1e3 * seconds:,.4g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
@@ -128,7 +128,7 @@ def mebibytes(size: float) -> str:
 
 
 def crossing(tokens: float | None) -> str:
-    """Return up to how many tokens something holds."""
+    """Return the number of tokens up to which an advantage holds."""
     return "any number" if tokens is None else f"{tokens:,.0f}"
 
 

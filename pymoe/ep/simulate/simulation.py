@@ -24,22 +24,22 @@ from pymoe.ep.simulate.timeline import PROCESSOR, WIRE, Timeline
 from pymoe.ep.simulate.traffic import expected_imbalance, expected_rows
 
 FORMAT = 1
-"""Of :meth:`Simulation.as_dict`."""
+"""Version of the dictionary that :meth:`Simulation.as_dict` returns."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in a layer and step, the mean over ranks."""
+    """Traffic that a rank sends per layer and step, the mean over ranks."""
 
     deduplicated: bool
     rows: float
-    """That leave a rank in one exchange, a token of it."""
+    """Rows that one rank sends per exchange, divided by its number of tokens."""
     expected: float | None
-    """The same by the formula for a uniform router; None where the load is not, or experts are placed or cloned."""
+    """Same number by the formula for a uniform router; None for other loads and for placed or cloned experts."""
     bytes: float
-    """Of the four exchanges."""
+    """Bytes of the four exchanges."""
     saved: float
-    """The part of the bytes that travelling once a rank saves; 0 where each choice is a row."""
+    """Bytes that travelling once per rank saves; 0 if each choice is a row."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Pass:
 
     seconds: float
     best: float
-    """No run of these parts in this order is shorter; see :func:`pymoe.ep.simulate.best_possible`."""
+    """Least seconds of any run of these parts in this order; see :func:`pymoe.ep.simulate.best_possible`."""
     wire: float
-    """In which the wire is busy."""
+    """Seconds in which the wire is busy."""
     processor: float
-    """In which the processor of the fullest rank is busy."""
+    """Seconds in which the processor of the fullest rank is busy."""
     timeline: Timeline
-    """Of the layer and step whose time is nearest the mean."""
+    """Timeline of the layer and step whose time is nearest the mean."""
 
 
 @dataclass(frozen=True)
@@ -63,53 +63,53 @@ class Passes:
 
     deduplicated: bool
     chunks: int
-    """In how many parts rows travel."""
+    """Number of parts in which rows travel."""
     rows: float
-    """That leave a rank in the exchanges of one way, a token of it."""
+    """Rows that leave a rank in the exchanges of one direction, divided by its number of tokens."""
     forward: Pass
     backward: Pass
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward.seconds + self.backward.seconds
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What :func:`simulate` returns; all times in seconds, all sizes in bytes."""
+    """Result of :func:`simulate`; all times in seconds, all sizes in bytes."""
 
     layer: Layer
     load: Load
     tokens: int
-    """T, of a rank and step."""
+    """T, the number of tokens per rank and step."""
     balance: Balance
-    """The one that traffic, times and memory are of."""
+    """Balance to which traffic, times and memory refer."""
     balances: tuple[Balance, ...]
     expected_imbalance: float | None
-    """The formula for a uniform router; None where the load is not uniform."""
+    """Imbalance by the formula for a uniform router; None if the load is not uniform."""
     traffic: tuple[Traffic, Traffic]
-    """A row a choice, and a row a token and destination."""
+    """Traffic with one row per choice, and with one row per token and destination."""
     passes: tuple[Passes, ...]
-    """For every number of chunks, first with a row a choice and then with a row a token and destination."""
+    """Passes for every number of chunks, first with one row per choice and then per token and destination."""
     memory: dict[str, Memory]
-    """Of a rank under ``"EP"``, ``"DP"`` and ``"FSDP"``."""
+    """Memory of a rank under ``"EP"``, ``"DP"`` and ``"FSDP"``."""
     alternatives: tuple[Alternative, ...]
     worth: int
-    """The fewest rows for which an expert is cloned."""
+    """Least number of rows for which an expert is cloned."""
 
     @property
     def clones_bytes(self) -> float:
-        """Of the weights of clones and their gradients that a rank sends, a layer and step, the mean over ranks."""
+        """Bytes of clones' weights and gradients that a rank sends per layer and step, the mean over ranks."""
         return clones_bytes(self.layer, self.balance)
 
     @property
     def best(self) -> Passes:
-        """The passes that end first."""
+        """Passes that end first."""
         return min(self.passes, key=lambda one: one.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return inputs and figures as JSON has them; of the load its title alone."""
+        """Return inputs and figures as a dictionary for JSON; the load is represented by its title."""
         return {
             "format": FORMAT,
             "block": asdict(self.layer.block),
@@ -153,25 +153,25 @@ def simulate(
     optimizer_bytes: float | None = None,
     recompute: bool = False,
 ) -> Simulation:
-    """Simulate expert parallelism: bytes, times, balance, memory, and what other kinds of parallelism would take.
+    """Simulate expert parallelism: bytes, times, balance, memory, and the costs of other kinds of parallelism.
 
     Every formula is on the page :doc:`/concepts/expert_parallel_costs`.
 
     Args:
         block: the mixture layers of a model.
-        ranks: R, that share the experts of a layer; at least 1.
-        tokens: T, of a rank and step; the rows of ``load`` are scaled to them.
-        load: what tokens choose, of the block's E and K.
-        machine: a rank.
-        network: between the ranks.
+        ranks: R, the number of ranks that share the experts of a layer; at least 1.
+        tokens: T, per rank and step; the rows of ``load`` are scaled to them.
+        load: the choices of the tokens, with the block's E and K.
+        machine: one rank.
+        network: the links between the ranks.
         chunks: the numbers of parts in which rows travel, each the same share of every rank's experts. A token that
             travels once to a rank does so in every part in which it has experts there.
-        spread: how experts are spread where traffic, times and memory are computed; one of
+        spread: the way to spread experts for traffic, times and memory; one of
             :data:`~pymoe.ep.simulate.balance.BALANCES`, all of which are compared in ``balances``.
-        worth: the fewest rows of a clone; None: from as many on as pay for its way.
-        optimizer_bytes: of a parameter's states and master weight; None: those of AdamW.
-        recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes the
-            memory alone.
+        worth: the least number of rows of a clone; None: the number from which a clone saves more time than it costs.
+        optimizer_bytes: bytes per parameter for states and master weight; None: the bytes of AdamW.
+        recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes only
+            the memory.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -195,7 +195,7 @@ def simulate(
     layer = Layer(block, ranks, machine, network)
     least = worth_of(layer) if worth is None else worth
     at_least("simulate", "worth", least, 1)
-    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # as the load counts rows
+    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # in the unit in which the load counts rows
     ways = plans(counted)
     every = tuple(balance(name, plan, load, ranks, tokens) for name, plan in ways.items())
     chosen = every[BALANCES.index(spread)]
@@ -228,10 +228,10 @@ def simulate(
 
 
 def worth_of(layer: Layer) -> int:
-    """Return from how many rows on a clone takes off more time than it costs: b flop/s / (3 bandwidth), at least 1.
+    """Return the rows from which a clone saves more time than it costs: b flop/s / (3 bandwidth), at least 1.
 
-    Its weights travel there and its gradient back, 2 * 3 H F b bytes over the slowest link; each row less on the
-    fullest rank saves 18 H F operations, forward and backward.
+    Its weights travel there and its gradient travels back, 2 * 3 H F b bytes over the slowest link; each row that the
+    fullest rank no longer computes saves 18 H F operations, forward and backward.
     """
     moved = 2 * layer.block.expert_parameters * layer.block.itemsize
     a_row = 6 * layer.block.expert_parameters / layer.machine.flops

@@ -1,4 +1,4 @@
-"""Seconds of a layer's parts for a block, a machine, a network and a load: what the timeline is made of."""
+"""Seconds of a layer's parts for a block, a machine, a network and a load: the input of the timeline."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pymoe.ep.simulate.traffic import travelling
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one chunk of a layer and step carries, for T tokens a rank."""
+    """The traffic and work of one chunk of a layer and step, for T tokens per rank."""
 
     rows: NDArray[np.float64]
-    """(R,) rows that each rank computes."""
+    """(R,) number of rows that each rank computes."""
     received: NDArray[np.float64]
-    """(R,) rows that arrive at each rank, or stay there."""
+    """(R,) number of rows that arrive at each rank or stay there."""
     experts: NDArray[np.float64]
-    """(R,) experts that compute them."""
+    """(R,) number of experts that compute these rows."""
     gathered: float
-    """Rows written to the send buffer, the mean over ranks."""
+    """Number of rows written to the send buffer, the mean over ranks."""
     sent: float
-    """Of these, the rows that leave their rank."""
+    """Number of the gathered rows that leave their rank."""
     wire: float
     """Seconds in which the busiest rank sends and receives, without latency."""
 
@@ -40,9 +40,9 @@ class Cut:
 
     deduplicated: bool
     tokens: float
-    """T."""
+    """T, the number of tokens per rank."""
     chunks: tuple[Chunk, ...]
-    """That of clones last, if they travel."""
+    """Chunks of the cut; the chunk of clones is the last one, if they travel."""
     clones_wire: float | None
     """Seconds in which the busiest rank sends and receives the weights of clones, without latency; None: no clones."""
 
@@ -57,7 +57,7 @@ class Layer:
     network: Network
 
     def cut(self, spread: Spread, tokens: float, chunks: int, *, deduplicate: bool) -> Cut:
-        """Return ``spread``, which is of ``tokens`` a rank, in chunks; a row a rank is then a row a rank and chunk."""
+        """Return ``spread``, with ``tokens`` per rank, in chunks; one row per rank then means per rank and chunk."""
         chunk_TK, experts = spread.chunk_of_choices(chunks)
         found = []
         for chunk in range(len(experts)):
@@ -79,11 +79,11 @@ class Layer:
         return self.network.latency + received / self.network.ring_bandwidth(self.ranks)
 
     def phases(self, cut: Cut, tokens: float, *, backward: bool) -> Phases:
-        """Return the seconds of a pass with ``tokens`` a rank, which scale those of ``cut``.
+        """Return the seconds of a pass with ``tokens`` per rank, scaled from the seconds of ``cut``.
 
-        The backward sends the gradients of the outputs to the experts and those of the inputs back, so it has the
-        exchanges of the forward; its products cost twice as much; it knows the counts. Clones come first there, so that
-        their gradients leave early.
+        The backward sends the gradients of the outputs to the experts and the gradients of the inputs back, so it has
+        the same exchanges as the forward; its products cost twice as much; it knows the counts. Clones come first
+        there, so that their gradients leave early.
         """
         block, machine = self.block, self.machine
         scale = tokens / cut.tokens
@@ -93,7 +93,7 @@ class Layer:
             chunks = (chunks[-1], *chunks[:-1])
         for chunk in chunks:
             work = machine.experts_seconds(block, scale * chunk.rows, chunk.experts, backward)
-            if cut.deduplicated:  # rows are copied for each expert where they arrive, and summed there
+            if cut.deduplicated:  # rows are copied for each expert on arrival, and summed there
                 work = work + 2 * machine.move_seconds(block, scale * chunk.rows, scale * chunk.received)
             experts.append(work)
         move = float(machine.move_seconds(block, scale * sum(chunk.gathered for chunk in cut.chunks), tokens))
@@ -115,16 +115,16 @@ class Layer:
         )
 
     def timelines(self, cut: Cut, tokens: float) -> tuple[Timeline, Timeline]:
-        """Return the forward and the backward pass with ``tokens`` a rank."""
+        """Return the forward and the backward pass with ``tokens`` per rank."""
         forward, backward = (timeline(self.phases(cut, tokens, backward=back)) for back in (False, True))
         return forward, backward
 
     def step_seconds(self, cuts: Sequence[Cut], tokens: float) -> float:
-        """Return the time of forward and backward with ``tokens`` a rank, the mean over layers and steps."""
+        """Return the time of forward and backward with ``tokens`` per rank, the mean over layers and steps."""
         return sum(one.seconds for cut in cuts for one in self.timelines(cut, tokens)) / len(cuts)
 
     def alone_seconds(self, tokens: float, *, backward: bool) -> float:
-        """Return the time of a pass without exchange: all experts on the rank, over its own tokens."""
+        """Return the time of a pass without exchanges: all experts are on the rank and compute its own tokens."""
         block, machine = self.block, self.machine
         rows = tokens * block.choices
         work = float(machine.experts_seconds(block, rows, block.experts, backward))

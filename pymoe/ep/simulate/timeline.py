@@ -1,7 +1,7 @@
-"""When the parts of a layer run: tasks on the wire and on the ranks' processors, simulated as events.
+"""Times of the parts of a layer: tasks on the wire and on the ranks' processors, simulated as events.
 
-The wire and each rank's processor run their tasks one at a time, in the order in which they were launched, as a
-communication stream and compute streams do. All ranks meet in every exchange: it starts when the last of them is ready.
+The wire and each rank's processor run their tasks one at a time, in the order in which they were launched, like a
+communication stream and compute streams. All ranks meet in every exchange: it starts when the last rank is ready.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Seconds = float | NDArray[np.float64]
-"""One number, or (R,) one of each rank."""
+"""One number for all ranks, or (R,) one number per rank."""
 WIRE, PROCESSOR = "wire", "processor"
 LANES = (WIRE, PROCESSOR)
 
@@ -30,7 +30,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Event:
-    """A task as it ran: on each rank, or at once on all of them."""
+    """A task as it ran: separately on each rank, or at once on all ranks."""
 
     name: str
     lane: str
@@ -43,59 +43,59 @@ class Phases:
     """The seconds of a pass through a layer whose rows travel in n chunks."""
 
     gate: float
-    """The router."""
+    """Seconds of the router."""
     counts: float
-    """The exchange of counts, latency included; 0 where they are known."""
+    """Seconds of the exchange of counts, including latency; 0 if they are known."""
     gather: float
-    """Rows into the send buffer, beside the exchange of counts, or after it if clones are planned from these."""
+    """Seconds to copy rows into the send buffer, during the exchange of counts, or after it if clones are planned."""
     latency: float
-    """Of every exchange of rows."""
+    """Latency in seconds of every exchange of rows."""
     dispatch: tuple[float, ...]
-    """(n,) rows of a chunk to the experts' ranks, without latency."""
+    """(n,) seconds of a chunk's rows on the way to the experts' ranks, without latency."""
     shared: float
-    """Shared experts, launched after the dispatches."""
+    """Seconds of shared experts, launched after the dispatches."""
     experts: tuple[Seconds, ...]
-    """(n,) the experts of a chunk, on each rank."""
+    """(n,) seconds of the experts of a chunk, on each rank."""
     combine: tuple[float, ...]
-    """(n,) rows of a chunk back, without latency."""
+    """(n,) seconds of a chunk's rows on the way back, without latency."""
     sum: float
-    """The weighted sum of the rows that came back."""
+    """Seconds of the weighted sum of the rows that came back."""
     clones: float = 0.0
-    """Weights of clones, latency included; behind the dispatches, before the experts of the last chunk."""
+    """Seconds of clones' weights, including latency; after the dispatches, before the experts of the last chunk."""
     clones_back: float = 0.0
-    """Gradients of clones, latency included; behind the first combine."""
+    """Seconds of clones' gradients, including latency; after the first combine."""
 
     @property
     def chunks(self) -> int:
-        """In how many parts rows travel."""
+        """Number of parts in which rows travel."""
         return len(self.dispatch)
 
     @property
     def gathered(self) -> float:
-        """When the rows are in the send buffer."""
+        """Time at which the rows are in the send buffer."""
         return self.gate + self.gather + (self.counts if self.clones else 0.0)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A pass through a layer, as simulated."""
+    """A simulated pass through a layer."""
 
     phases: Phases
     events: tuple[Event, ...]
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max(float(np.max(event.end)) for event in self.events)
 
     @property
     def best(self) -> float:
-        """See :func:`best_possible`."""
+        """Least possible seconds, see :func:`best_possible`."""
         return best_possible(self.phases)
 
     @property
     def fullest(self) -> int:
-        """The rank whose experts take longest."""
+        """Rank whose experts take longest."""
         return int(np.argmax(np.sum(np.broadcast_arrays(*self.phases.experts), axis=0)))
 
     def seen_by(self, rank: int) -> tuple[Event, ...]:
@@ -113,10 +113,10 @@ class Timeline:
 
 
 def run(tasks: Sequence[Task]) -> tuple[Event, ...]:
-    """Return when every task runs if each lane keeps the order of ``tasks`` and starts each as soon as it can.
+    """Return the times of all tasks if each lane keeps the order of ``tasks`` and starts each as soon as it can.
 
     Raises:
-        ValueError: a task waits for one that is not before it, has a name twice, or takes less than 0.
+        ValueError: a task waits for one that is not before it, has a repeated name, or takes less than 0.
     """
     free: dict[str, Seconds] = {}
     ends: dict[str, Seconds] = {}
@@ -131,7 +131,7 @@ def run(tasks: Sequence[Task]) -> tuple[Event, ...]:
         start = free.get(task.lane, 0.0)
         for name in task.after:
             start = np.maximum(start, ends[name])
-        if task.lane == WIRE:  # where all ranks meet
+        if task.lane == WIRE:  # all ranks meet
             start = float(np.max(start))
         ends[task.name] = free[task.lane] = start + task.seconds
         events.append(Event(task.name, task.lane, start, ends[task.name]))
@@ -141,9 +141,9 @@ def run(tasks: Sequence[Task]) -> tuple[Event, ...]:
 def tasks_of(phases: Phases) -> Iterator[Task]:
     """Yield the tasks of a pass in the order of launches.
 
-    Gate; counts beside the gather, or before it with clones; all dispatches, and the weights of clones; the shared
-    experts; then of each chunk the experts and the way back; the sum. Every exchange has the whole latency. The clones'
-    weights are needed by the last chunk, and their gradients, in a backward, leave behind the first.
+    The order is: gate; counts during the gather, or before it with clones; all dispatches, and the weights of clones;
+    the shared experts; then for each chunk the experts and the way back; the sum. Every exchange has the full latency.
+    The last chunk needs the clones' weights; in a backward, their gradients leave after the first chunk.
     """
     yield Task("gate", PROCESSOR, phases.gate)
     yield Task("counts", WIRE, phases.counts, ("gate",))
@@ -168,9 +168,9 @@ def tasks_of(phases: Phases) -> Iterator[Task]:
 def best_possible(phases: Phases) -> float:
     """Return the least seconds in which any run of these tasks in this order can end.
 
-    The longer of two chains, and then the sum: the wire, busy with all rows and clones without a pause once rows are
-    gathered; and the processor of the fullest rank, busy from the arrival of the first chunk (or the end of the shared
-    experts) to the last, which then has to travel back.
+    They are the longer of two chains, plus the sum. In one chain the wire is busy with all rows and clones without a
+    pause once rows are gathered. In the other the processor of the fullest rank is busy from the arrival of the first
+    chunk (or the end of the shared experts) to the last chunk, which then has to travel back.
     """
     before = max(phases.gate + phases.counts, phases.gathered)
     wire = 2 * phases.chunks * phases.latency + sum(phases.dispatch) + sum(phases.combine)

@@ -1,7 +1,7 @@
-"""Rows on the wire: expected of a uniform router, and counted on choices.
+"""Rows on the wire: expected for a uniform router, and counted from choices.
 
-A row that stays on its rank does not travel. Deduplicated, a token that chose several experts of one rank travels there
-once, and their weighted sum comes back once.
+A row that stays on its rank does not travel. With deduplication, a token that chose several experts of one rank travels
+there once, and their weighted sum comes back once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pymoe.ep.placement import Shares, contiguous
 from pymoe.ep.simulate.block import Block
 
 EXCHANGES = 4
-"""Exchanges of rows a layer and step: dispatch and combine, forward and backward."""
+"""Number of exchanges of rows per layer and step: dispatch and combine, forward and backward."""
 
 
 def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
-    """Return the rows a token of a uniform router sends to other ranks, the mean over the ranks it may be on.
+    """Return the rows that a token of a uniform router sends to other ranks, the mean over the token's possible ranks.
 
-    Each choice is its own row: K (1 - 1 / R), whatever the shards, since the shares of the ranks sum to 1. A row for
-    each rank: the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of the experts of a
-    rank: the chance that one of them is among the K chosen, all C(E, K) sets of which are equally likely.
+    Each choice is its own row: K (1 - 1 / R), whatever the shards, since the shares of the ranks sum to 1. One row per
+    rank: the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a
+    rank. This is the probability that one of them is among the K chosen, since all C(E, K) sets are equally likely.
 
     Args:
-        block: E and K; its groups are not regarded.
+        block: E and K; its groups are ignored.
         ranks: R.
         deduplicate: whether a token travels once to a rank.
     """
@@ -39,10 +39,10 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 
 
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
-    """Return about what the fullest rank has over the mean under a uniform router, by chance alone.
+    """Return the approximate ratio of the fullest rank to the mean under a uniform router, by chance alone.
 
     1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)): R nearly normal loads, whose relative deviation is the second
-    root; the largest of R such is about the first root away. For E that R divides, T tokens a rank.
+    root; the largest of R such loads is about the first root away. For E that R divides and T tokens per rank.
     """
     if ranks == 1:
         return 1.0
@@ -51,7 +51,7 @@ def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
 
 
 def counts_of(choices: Tensor, source: Tensor, ranks: int, experts: int) -> Tensor:
-    """Return (R, E) int64: the rows of each source rank for each expert, what an all-gather of the loads brings.
+    """Return (R, E) int64: the rows of each source rank for each expert, as an all-gather of the loads returns them.
 
     Args:
         choices: (N, K) int64, the experts of each token.
@@ -69,7 +69,7 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     Args:
         choices: (N, K) int64, the experts of each token.
         source: (N,) int64, the rank of each token.
-        shares: of the rows that ``choices`` make; a source's rows for an expert fill its hosts in their order.
+        shares: the shares of the rows of ``choices``; a source's rows for an expert fill its hosts in their order.
     """
     most = shares.rows.shape[2]
     hosts = torch.tensor([[*its_hosts, *its_hosts[:1] * (most - len(its_hosts))] for its_hosts in shares.hosts])
@@ -81,7 +81,7 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     sizes = torch.bincount(cell, minlength=shares.rows.shape[0] * experts)
     first = sizes.cumsum(0) - sizes
     number = torch.empty_like(cell)
-    number[order] = torch.arange(len(cell)) - first[cell[order]]  # of a row among those of its source and expert
+    number[order] = torch.arange(len(cell)) - first[cell[order]]  # among the rows of its source and expert
     ends = shares.rows.cumsum(2).view(-1, most)
     place = (number[:, None] >= ends[cell]).sum(1)
     return hosts[choices.flatten(), place].view_as(choices)

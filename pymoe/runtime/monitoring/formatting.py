@@ -1,4 +1,4 @@
-"""Pools' numbers as text: a line of a log, a row of a table, a histogram in one word."""
+"""Numbers of pools as text: a line of a log, a row of a table, a histogram in one word."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def number(value: float) -> str:
 
 
 def lost(stats: PoolStats) -> dict[str, int]:
-    """Return how many requests got no result, by reason; reasons without any are left out."""
+    """Return the number of requests without a result, by reason; reasons without any are omitted."""
     reasons = ("failed", "cancelled", "expired", "rejected")
     return {reason: getattr(stats, reason) for reason in reasons if getattr(stats, reason)}
 
 
 def is_busy(stats: PoolStats) -> bool:
-    """Return whether anything happened recently, or is waiting."""
+    """Return whether anything happened recently or is waiting."""
     return bool(stats.submitted or stats.batches or stats.queued or stats.running or lost(stats))
 
 
 def line(stats: PoolStats) -> str:
-    """Return one pool in one line."""
+    """Return the numbers of one pool in one line."""
     parts = [
         f"{number(stats.requests_per_second)} requests/s",
         f"{number(stats.rows_per_second)} rows/s",
@@ -50,7 +50,7 @@ def line(stats: PoolStats) -> str:
 
 
 def histogram(buckets: Sequence[Bucket]) -> str:
-    """Return batches of 1 row, of 2 to 3, of 4 to 7, … as bars; a count above zero is always visible."""
+    """Return batches of 1 row, 2 to 3 rows, 4 to 7 rows, … as bars; a count above zero is always visible."""
     counts: list[int] = []
     for one in buckets:
         power = max(0, int(one.low).bit_length() - 1)

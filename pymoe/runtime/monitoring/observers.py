@@ -1,4 +1,4 @@
-"""The log lines and the monitor of a runtime. They start and end with it, and have threads only if asked for."""
+"""The log lines and the monitor of a runtime. They start and end with it; they have threads only if enabled."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class Observers:
-    """The log and the monitor of one runtime. They hold no reference to it, and to its pools only if asked for.
+    """The log and the monitor of one runtime. They hold no reference to it, and to its pools only if enabled.
 
     Args:
         pools: the runtime's pools, which may come and go.
         stats_interval: seconds between log lines (logger ``pymoe.runtime``, level INFO; one for each pool that had
-            anything to do), None for none.
+            anything to do); None for none.
         monitor: True, or a folder: serve the pools' numbers on a Unix socket there (``socket_server.py``); None: if the
             environment variable ``PYMOE_MONITOR`` asks for it; False: never.
     """
@@ -43,14 +43,15 @@ class Observers:
 
     @property
     def socket(self) -> Path | None:
-        """Where the monitor listens, while it does."""
+        """Path of the socket on which the monitor listens, while it does."""
         return self._monitor.path if self._monitor else None
 
     def start(self) -> None:
-        """Start what was asked for.
+        """Start the log and the monitor if they are enabled.
 
         Raises:
-            OSError: the monitor cannot listen. One that only the environment asks for is left out then, with a warning.
+            OSError: the monitor cannot listen. If only the environment asks for it, a warning takes the place of the
+                error.
         """
         if self._monitor:
             try:
@@ -68,10 +69,10 @@ class Observers:
             self._log_thread.start()
 
     def stop(self) -> None:
-        """Stop it; the log gets what happened since its last lines. May be called at any time, and again."""
+        """Stop them; the log gets the events since its last lines. May be called at any time, and more than once."""
         self._log_end.set()
         thread = self._log_thread
-        if thread and thread is not threading.current_thread():  # the last reference to a runtime may go anywhere
+        if thread and thread is not threading.current_thread():  # any thread may drop a runtime
             thread.join()
         if self._log_thread is thread:
             self._log_thread = None

@@ -3,10 +3,10 @@
 ``Runtime(..., monitor=True)``, or the environment variable ``PYMOE_MONITOR=1``, opens a Unix socket ``PID-N.sock`` in a
 folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
 ``monitor=FOLDER``, or ``PYMOE_MONITOR=FOLDER``, uses another folder. Nothing listens on a network. Only this user (and
-root) may connect: the socket has mode 0600, and who connects is checked where the system tells.
+root) may connect: the socket has mode 0600, and the user who connects is checked if the system tells it.
 
 The protocol: for each line that it gets, the server sends one line of JSON, with the numbers since the line before on
-this connection. Nothing that is received is looked at beyond the end of the line.
+this connection. Of the received bytes, only the ends of lines matter.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any
 from pymoe.runtime.monitoring.statistics import Pool, ServedPools, StatsReader
 
 FORMAT = 1
-"""Of the JSON; a reader refuses others."""
+"""Version of the JSON; a reader refuses other versions."""
 MOST_VIEWERS = 16
 VIEWER_TIMEOUT_S = 1.0
-"""After this long without reading, a viewer is hung up on."""
+"""Seconds without reading after which the connection of a viewer is closed."""
 ACCEPT_RETRY_S = 0.2
-"""How long to wait after the system refused a connection, for lack of files say, before the next is accepted."""
+"""Seconds to wait after the system refused a connection, for example for lack of files, before the next accept."""
 SUFFIX = ".sock"
 _numbers = itertools.count(1)
 
 
 def monitor_from_environment() -> bool | str:
-    """Return what ``PYMOE_MONITOR`` asks for: a folder, True for the default one, or False."""
+    """Return the value of ``PYMOE_MONITOR``: a folder, True for the default one, or False."""
     value = os.environ.get("PYMOE_MONITOR", "")
     return {"": False, "0": False, "1": True}.get(value, value)
 
@@ -53,7 +53,7 @@ def private_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, or raise PermissionError if others could have put something there."""
+    """Make the folder, or raise PermissionError if other users could have put something there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -61,7 +61,7 @@ def make_private(folder: Path) -> None:
 
 
 class Monitor:
-    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), from a thread of its own."""
+    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), in a thread of its own."""
 
     def __init__(self, pools: Iterable[Pool] | ServedPools, folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):
@@ -73,7 +73,7 @@ class Monitor:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Listen; raises OSError where it cannot."""
+        """Listen; raise OSError if that is impossible."""
         with self._lock:
             if self._thread is None:
                 self._listen()
@@ -83,7 +83,7 @@ class Monitor:
         make_private(folder)
         self._process = os.getpid()
         path = folder / f"{self._process}-{next(_numbers)}{SUFFIX}"
-        path.unlink(missing_ok=True)  # of a process that had this number before and did not end well
+        path.unlink(missing_ok=True)  # left by a process that had the same number and did not end properly
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(path))
@@ -100,7 +100,7 @@ class Monitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hang up and remove the socket. In the child of a fork this leaves the parent's socket alone."""
+        """Close all connections and remove the socket. In the child of a fork this leaves the parent's socket alone."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -109,7 +109,7 @@ class Monitor:
                 return
             self._wake.close()
         if thread is not threading.current_thread():
-            thread.join()  # whoever else stops it waits as well
+            thread.join()  # other threads that stop it wait as well
         with self._lock:
             if self._thread is thread:
                 path.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
                 if one is listener:
                     try:
                         viewer, _ = listener.accept()
-                    except OSError:  # no file left for it, or it has gone: others are served, and this one later
+                    except OSError:  # no descriptor left, or the viewer is gone: others are served, this one later
                         selector.unregister(listener)
                         accepts, again = False, time.monotonic() + ACCEPT_RETRY_S
                         continue
@@ -155,7 +155,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
-    """Send the numbers if a line came; return False if the viewer has gone."""
+    """Send the numbers if a line has arrived; return False if the viewer has gone."""
     try:
         received = viewer.recv(4096)
         if b"\n" in received:
@@ -166,7 +166,7 @@ def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
 
 
 def report(reader: StatsReader, began: float) -> dict[str, Any]:
-    """Return what a viewer gets."""
+    """Return the report for a viewer."""
     return {
         "format": FORMAT,
         "pid": os.getpid(),
@@ -177,7 +177,7 @@ def report(reader: StatsReader, began: float) -> dict[str, Any]:
 
 
 def may_see(viewer: socket.socket) -> bool:
-    """Return whether this user or root has connected; True where the system does not say: the socket's mode decides."""
+    """Return whether this user or root has connected; True if the system does not tell: the socket's mode protects."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     packed = viewer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

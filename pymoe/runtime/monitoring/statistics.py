@@ -1,7 +1,7 @@
 """Statistics of a runtime's pools: :class:`PoolStats`, made from the counters of the native pools.
 
 A native pool counts with relaxed atomics and has one method, ``_statistics()``, which returns a :class:`Snapshot`.
-Quantiles, means and rates are worked out here, where somebody reads them, and not where requests are served.
+Quantiles, means and rates are computed here, by the reader of the numbers, and not where requests are served.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Snapshot = Mapping[str, Any]
-"""What ``_statistics()`` of a native pool returns. Integers: ``submitted``, ``completed``, ``failed``, ``cancelled``,
+"""Result of ``_statistics()`` of a native pool. Integers: ``submitted``, ``completed``, ``failed``, ``cancelled``,
 ``expired``, ``rejected``, ``batches`` and ``rows`` since the pool was made; ``queued``, ``queued_rows`` and ``running``
 now. Histograms, each a tuple (count of every bucket, sum of the values, largest value): ``batch_rows``, and in
 nanoseconds ``wait_ns``, ``latency_ns``, ``process_ns``."""
@@ -22,7 +22,7 @@ HISTOGRAMS = ("batch_rows", "wait_ns", "latency_ns", "process_ns")
 
 
 class Pool(Protocol):
-    """What is read: a pool's name and its counters."""
+    """The part of a pool that is read: its name and its counters."""
 
     @property
     def name(self) -> str: ...
@@ -32,7 +32,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class Bucket:
-    """``count`` values of at least ``low`` and less than ``high``."""
+    """A bucket with ``count`` values of at least ``low`` and less than ``high``."""
 
     low: float
     high: float
@@ -50,11 +50,11 @@ class Distribution:
     p99: float
     max: float
     buckets: tuple[Bucket, ...]
-    """Those that hold something, in ascending order."""
+    """Buckets that are not empty, in ascending order."""
 
     @property
     def sum(self) -> float:
-        """Of all values."""
+        """Sum of all values."""
         return self.mean * self.count
 
     def __repr__(self) -> str:
@@ -63,26 +63,26 @@ class Distribution:
 
 @dataclass(frozen=True, repr=False)
 class PoolStats:
-    """One pool. Counts and distributions are since the pool was made, unless a reader was asked for recent ones."""
+    """One pool. Counts and distributions are since the pool was made, unless a reader reads recent ones."""
 
     name: str
     queued: int
-    """Requests that wait now."""
+    """Number of requests that wait now."""
     running: int
-    """Requests whose batch runs now."""
+    """Number of requests whose batch runs now."""
     submitted: int
     completed: int
     failed: int
     cancelled: int
     expired: int
-    """Requests that had not started within their timeout."""
+    """Number of requests that had not started within their timeout."""
     rejected: int
-    """Requests that a full pool did not take (they are not among the submitted)."""
+    """Number of requests that a full pool refused (they do not count as submitted)."""
     batches: int
-    """Batches that were run, failed ones too; so are ``rows``."""
+    """Number of batches that were run, including failed ones; ``rows`` includes them too."""
     rows: int
     mean_batch_size: float
-    """Rows per batch."""
+    """Mean number of rows per batch."""
     batch_sizes: tuple[Bucket, ...]
     """Histogram of the batches' rows."""
     wait: Distribution
@@ -124,14 +124,14 @@ class ServedPools:
                 self._begun.pop(pool, None)
 
     def snapshot(self, pool: Pool) -> Snapshot:
-        """Return the pool's counters as they were when it was added, or as they are if it was there from the start."""
+        """Return the pool's counters when it was added, or its current ones if it was there from the start."""
         with self._lock:
             begun = self._begun.get(pool)
         return pool._statistics() if begun is None else begun
 
 
 def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools:
-    """Return the pools of ``runtime`` as they come and go, or what it has as ``pools``."""
+    """Return the live set of pools of ``runtime``, or its attribute ``pools``."""
     found: Iterable[Pool] | ServedPools = getattr(runtime, "_served", runtime.pools)
     return found
 
@@ -140,7 +140,7 @@ class StatsReader:
     """Reads pools repeatedly; rates are since its previous call. Readers are independent of each other.
 
     Args:
-        pools: what is read; of pools with one name, the later ones get ``#2``, ``#3``, … behind it.
+        pools: the pools to read; if several pools have one name, the later ones get ``#2``, ``#3``, … appended.
         recent: counts and distributions since the previous call only (``max`` is then the end of the last bucket, and
             at most the largest value ever seen).
     """
@@ -168,14 +168,14 @@ class StatsReader:
             return result
 
     def _follow(self) -> None:
-        """Name pools that were added, and forget those that were removed; the others keep their names."""
+        """Name pools that were added, and forget pools that were removed; the others keep their names."""
         pools = self._pools.now
         self._names = named(pools, {pool: name for pool, name in self._names.items() if pool in pools})
         self._before = {pool: self._before.get(pool) or self._pools.snapshot(pool) for pool in pools}
 
 
 def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
-    """Return the name of each pool: the ``known`` one, or its own, with a number behind it if that is taken."""
+    """Return the name of each pool: the ``known`` one, or its own, with a number appended if that is taken."""
     result: dict[Pool, str] = {}
     taken = set(known.values())
     for pool in pools:
@@ -210,7 +210,7 @@ def pool_stats(name: str, before: Snapshot, after: Snapshot, seconds: float, *, 
 
 
 def since(before: Snapshot, after: Snapshot) -> Snapshot:
-    """Return what was counted between two snapshots."""
+    """Return the counts between two snapshots."""
     result = dict(after) | {total: after[total] - before[total] for total in TOTALS}
     for name in HISTOGRAMS:
         (counts, total, largest), (earlier, its_total, _) = after[name], before[name]
@@ -222,7 +222,7 @@ def since(before: Snapshot, after: Snapshot) -> Snapshot:
 
 
 def lowest(bucket: int) -> int:
-    """Return the smallest value of a bucket, where the bucket before it ends."""
+    """Return the smallest value of a bucket, which is the end of the previous bucket."""
     return bucket if bucket < 4 else (4 + bucket % 4) << (bucket // 4 - 1)
 
 
@@ -233,7 +233,7 @@ def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Dist
     if not buckets:
         return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
     count = sum(one.count for one in buckets)
-    most = min(buckets[-1].high, largest * unit)  # the largest value may be older than what is counted here
+    most = min(buckets[-1].high, largest * unit)  # the largest value may be older than the values counted here
     p50, p90, p99 = (quantile(buckets, share, most) for share in (0.5, 0.9, 0.99))
     return Distribution(count, total * unit / count, p50, p90, p99, most, tuple(buckets))
 
