@@ -10,9 +10,9 @@ How far a number x of float32 or float64 may be from what arrives:
   block with NaN, infinity or a number beyond float32 everything becomes NaN: nothing passes for a number that is none.
   A block never holds numbers of two rows: those that share a message may belong to different callers.
 
-Where ``int8`` would not make a tensor shorter, as one with a number a row, it is sent raw. 16-bit floating-point tensors
-stay as they are under ``bf16``; their values are rounded to their dtype on arrival under ``int8``. Integers, booleans and
-complex numbers are always sent raw.
+Where ``int8`` would not make a tensor shorter, as one with a number a row, it is sent raw. 16-bit floating-point
+tensors stay as they are under ``bf16``; their values are rounded to their dtype on arrival under ``int8``. Integers,
+booleans and complex numbers are always sent raw.
 """
 
 from __future__ import annotations

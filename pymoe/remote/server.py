@@ -100,7 +100,8 @@ class ExpertServer:
         TypeError: a backend that is not an ExpertBackend, or whose schemas cannot be described to other machines; or
             with ``checkpoints`` one whose state holds what cannot be saved: anything that is neither a dense tensor of
             a dtype that safetensors has, nor a number, text or None, in lists, tuples and dicts.
-        OSError: nothing can be written in the folder ``checkpoints``, or another server has an expert of that name there.
+        OSError: nothing can be written in the folder ``checkpoints``, or another server has an expert of one of these
+            names there.
     """
 
     def __init__(
