@@ -395,15 +395,16 @@ class ExpertServer:
         return saved
 
     def _raise_not_saved(self, where: str) -> None:
-        """Raise for the experts that the last save of all has not saved; else, after the drain, leave the folder."""
-        if self._not_saved:
-            raise not_saved(where, self._not_saved)
+        """Raise for the experts that the last save of all has not saved; after a drain, leave the others to the next."""
         if self._drained.is_set():
             self._release()
+        if self._not_saved:
+            raise not_saved(where, self._not_saved)
 
     def _release(self) -> None:
-        for one in self._service.hosted.values():
-            one.release()
+        for name, one in self._service.hosted.items():
+            if name not in self._not_saved:
+                one.release()
 
     async def _save_all(self, timeout: float | None) -> int:
         """Save all experts; return how many have changed since their last checkpoint. The rest is in ``_not_saved``."""
