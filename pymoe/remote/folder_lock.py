@@ -32,9 +32,8 @@ class FolderLock:
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 os.close(descriptor)
-                raise BlockingIOError(
-                    error.errno, "another server, which has not drained, has its checkpoints there", str(folder)
-                ) from None
+                reason = "another server, which has not drained, has its checkpoints there"
+                raise BlockingIOError(error.errno, reason, str(folder)) from None
             logger.warning("%s cannot be locked (%s): see that no two servers use it", folder, error.strerror)
         self._descriptor = descriptor
         self._release = weakref.finalize(self, _unlock, descriptor)

@@ -395,7 +395,7 @@ class ExpertServer:
         return saved
 
     def _raise_not_saved(self, where: str) -> None:
-        """Raise for the experts that the last save of all has not saved; after a drain, leave the others to the next."""
+        """Raise for the experts that were not saved by the last save of all; after a drain, let go of the others."""
         if self._drained.is_set():
             self._release()
         if self._not_saved:
