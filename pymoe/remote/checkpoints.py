@@ -90,16 +90,9 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {}
-
-    def write(leaf: Any, where: str) -> str:
-        name = f"{len(tensors)}"
-        tensors[name] = _dense(leaf, where)
-        return name
-
+    told, tensors = _told(checkpoint.state)
     content = {
-        "state": to_tree(checkpoint.state, write),
-        "versions": to_tree(getattr(checkpoint.state, "_metadata", None), write),
+        **told,
         "updates": checkpoint.updates,
         "keys": {client: [low, applied] for client, (low, applied) in checkpoint.keys.items()},
     }
@@ -123,6 +116,25 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def digest_of(state: Mapping[str, Any]) -> int:
+    """Return a number that tells a state from one of other content. Raises what :func:`write_checkpoint` does."""
+    told, tensors = _told(state)
+    return zlib.crc32(json.dumps(told).encode(), _crc(tensors))
+
+
+def _told(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a state as what JSON can hold, and its tensors by the names that stand for them there."""
+    tensors: dict[str, Tensor] = {}
+
+    def write(leaf: Any, where: str) -> str:
+        name = f"{len(tensors)}"
+        tensors[name] = _dense(leaf, where)
+        return name
+
+    versions = getattr(state, "_metadata", None)
+    return {"state": to_tree(state, write), "versions": to_tree(versions, write)}, tensors
 
 
 def _dense(leaf: Any, where: str) -> Tensor:

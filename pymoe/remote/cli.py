@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return {"serve": serve, "info": info, "drain": drain, "top": watch}[options.command](options)
-    except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError, OverflowError) as error:
         print(printable(f"{PROGRAM} {options.command}: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes: as they are, in bfloat16, or in 8 bits with a scale for each block of 256 numbers.
+"""Tensors as bytes: as they are, in bfloat16, or in 8 bits with a scale for each block of 256 numbers of a row.
 
 How far a number x of float32 or float64 may be from what arrives:
 
@@ -8,14 +8,17 @@ How far a number x of float32 or float64 may be from what arrives:
 - ``int8``: at most ``m / 254`` for the largest absolute value m of x's block, but for rounding in float32 (a relative
   2^-20 of m) and blocks with m < 1.5e-36, whose error is at most 6e-39; about a quarter of the bytes of float32. In a
   block with NaN, infinity or a number beyond float32 everything becomes NaN: nothing passes for a number that is none.
+  A block never holds numbers of two rows: those that share a message may belong to different callers.
 
-16-bit floating-point tensors stay as they are under ``bf16``; their values are rounded to their dtype on arrival under
-``int8``. Integers, booleans and complex numbers are always sent raw.
+Where ``int8`` would not make a tensor shorter, as one with a number a row, it is sent raw. 16-bit floating-point
+tensors stay as they are under ``bf16``; their values are rounded to their dtype on arrival under ``int8``. Integers,
+booleans and complex numbers are always sent raw.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ from pymoe.remote.errors import WireError
 
 ENCODINGS = ("raw", "bf16", "int8")
 BLOCK = 256
-"""Numbers that share one scale in ``int8``."""
+"""Numbers of a row that share one scale in ``int8``; a row has a last block of fewer."""
 MOST_DIMENSIONS = 8
 LONGEST_DIMENSION = 1 << 31
 SMALLEST_SCALE, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -71,20 +74,23 @@ def check_encoding(owner: str, encoding: Any) -> str:
     return str(encoding)
 
 
-def encoding_for(dtype: torch.dtype, encoding: str) -> str:
-    """Return how numbers of ``dtype`` are sent where ``encoding`` is asked for."""
-    if encoding == "raw":
+def encoding_for(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> str:
+    """Return how a tensor is sent where ``encoding`` is asked for: raw, where that takes no more bytes."""
+    if encoding == "raw" or not dtype.is_floating_point:
         return "raw"
-    if not dtype.is_floating_point or (encoding == "bf16" and dtype.itemsize <= 2):
-        return "raw"
-    return encoding
+    return encoding if encoded_size(dtype, shape, encoding) < encoded_size(dtype, shape, "raw") else "raw"
 
 
-def encoded_size(dtype: torch.dtype, encoding: str, count: int) -> int:
-    """Return the bytes of ``count`` numbers."""
+def encoded_size(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> int:
+    """Return the bytes of a tensor."""
+    count = math.prod(shape)
     if encoding == "raw":
         return count * dtype.itemsize
-    return count * 2 if encoding == "bf16" else 4 * -(-count // BLOCK) + count
+    return count * 2 if encoding == "bf16" else 4 * _blocks_of(shape) + count
+
+
+def _blocks_of(shape: Sequence[int]) -> int:
+    return math.prod(shape[:1]) * -(-math.prod(shape[1:]) // BLOCK)
 
 
 def encode(tensor: Tensor, encoding: str) -> memoryview:
@@ -96,7 +102,7 @@ def encode(tensor: Tensor, encoding: str) -> memoryview:
     if encoding == "bf16":
         tensor = tensor.to(torch.bfloat16)
     elif encoding == "int8":
-        tensor = _to_int8(tensor.reshape(-1).float())
+        tensor = _to_int8(_rows_of(tensor).float()) if tensor.numel() else tensor
     if not tensor.numel():
         return memoryview(b"")
     array: Any = tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8).numpy()
@@ -118,7 +124,7 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
     count = math.prod(shape)
     if not count:
         shape = [min(length, LONGEST_DIMENSION) for length in shape]
-    expected = encoded_size(dtype, encoding, count)
+    expected = encoded_size(dtype, shape, encoding)
     if data.nbytes != expected:
         raise WireError(
             f"expected {expected} bytes for {dtype} of shape {tuple(shape)} as {encoding}, got {data.nbytes}"
@@ -129,7 +135,8 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
         return torch.empty(shape, dtype=dtype)
     if encoding == "int8":
         scales = _own(data[: expected - count], torch.float32)
-        flat = _from_int8(_own(data[expected - count :], torch.int8), scales).to(dtype)
+        codes = _own(data[expected - count :], torch.int8).view(shape)
+        flat = _from_int8(_rows_of(codes), scales).to(dtype)
     elif encoding == "bf16":
         flat = _own(data, torch.bfloat16).to(dtype)
     elif dtype in _OF_NUMPY and not isinstance(data, Tensor):
@@ -164,20 +171,34 @@ def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
     return memory.view(dtype)
 
 
-def _blocks(flat: Tensor) -> Tensor:
-    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+def _rows_of(tensor: Tensor) -> Tensor:
+    """Return the tensor, which has elements, with what lies behind its first dimension in one."""
+    return tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
-def _to_int8(flat: Tensor) -> Tensor:
+def _parts(rows: Tensor) -> list[Tensor]:
+    """Return views of the rows as (rows, blocks, numbers of a block): the full blocks, and the shorter last ones."""
+    full = rows.shape[1] // BLOCK * BLOCK
+    parts = rows[:, :full].unflatten(1, (-1, BLOCK)), rows[:, None, full:]
+    return [part for part in parts if part.numel()]
+
+
+def _to_int8(rows: Tensor) -> Tensor:
     """Return, as bytes, the scales of all blocks and behind them the codes: whole numbers from -127 to 127."""
-    blocks = _blocks(flat)
-    largest = blocks.abs().amax(1) if len(blocks) else blocks.new_empty(0)
-    scales = (largest / 127).clamp(min=SMALLEST_SCALE)  # clamp() keeps NaN
-    codes = (blocks / scales[:, None]).nan_to_num(0.0, 0.0, 0.0).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat([scales.view(torch.uint8), codes.view(-1)[: len(flat)].view(torch.uint8)])
+    scales, codes = [], []
+    for part in _parts(rows):
+        scale = (part.abs().amax(2) / 127).clamp(min=SMALLEST_SCALE)  # clamp() keeps NaN
+        code = (part / scale[:, :, None]).nan_to_num(0.0, 0.0, 0.0).round_().clamp_(-127, 127)
+        scales.append(scale)
+        codes.append(code.flatten(1).to(torch.int8))
+    return torch.cat([torch.cat(one, 1).view(-1).view(torch.uint8) for one in (scales, codes)])
 
 
 def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    numbers = (_blocks(codes.float()) * scales[:, None]).view(-1)[: len(codes)]
+    scales = torch.where(scales.isfinite(), scales, torch.nan).view(len(codes), -1)
+    numbers = codes.float()
+    begin = 0
+    for part in _parts(numbers):
+        part *= scales[:, begin : begin + part.shape[1], None]
+        begin += part.shape[1]
     return numbers.clamp_(-LARGEST, LARGEST)  # 127 * scale may round up to infinity; NaN stays

@@ -15,9 +15,17 @@ from torch import Tensor
 
 from pymoe._errors import describe_error
 from pymoe.remote import wire
-from pymoe.remote.checkpoints import Checkpoint, folder_of, read_newest, try_checkpoint, write_checkpoint
+from pymoe.remote.checkpoints import (
+    Checkpoint,
+    digest_of,
+    folder_of,
+    read_newest,
+    try_checkpoint,
+    write_checkpoint,
+)
 from pymoe.remote.errors import RemoteExpertError
 from pymoe.remote.event_loop import in_thread
+from pymoe.remote.folder_lock import FolderLock
 from pymoe.remote.journal import IN_PART, Applied, Journal
 from pymoe.remote.restoring import check_loadable, load_exactly
 from pymoe.remote.schemas import write_schema
@@ -51,7 +59,10 @@ class HostedExpert:
         info = backend.get_info()
         self._schemas = write_schema(self.name, info["forward_schema"]), write_schema(self.name, info["outputs_schema"])
         self._root: Path | None = None  # of checkpoints
+        self._lock: FolderLock | None = None  # on the expert's folder, until this server has saved for the last time
         self._saved_updates: int | None = None
+        self._saved_digest: int | None = None
+        self._answered = self._answered_at_save = 0  # requests: they may change buffers without an update
         self._first: asyncio.Task[None] | None = None  # looks whether the state of the first update can be saved
         self._unsavable: Exception | None = None
         # A state that was taken earlier must not be written later, also where nobody waits for it any more.
@@ -78,6 +89,8 @@ class HostedExpert:
             raise
         except BaseException as error:
             raise RemoteExpertError(describe_error(error)) from None
+        finally:
+            self._answered += 1
         return self.backend._schema.output_tensors(leaves)
 
     async def backward(
@@ -101,10 +114,13 @@ class HostedExpert:
             future = admit(self.keyed_pool, (*tensors, torch.full((rows,), name)), seconds)
             return self._applied(future, rows, name), future.cancel
 
-        answer = await self.journal.once(
-            request.client, request.seq, request.ack, run,
-            attempt=request.attempt, incarnation=request.incarnation, age=request.age,
-        )  # fmt: skip
+        try:
+            answer = await self.journal.once(
+                request.client, request.seq, request.ack, run,
+                attempt=request.attempt, incarnation=request.incarnation, age=request.age,
+            )  # fmt: skip
+        finally:
+            self._answered += 1
         if self._root is not None and self._first is None:
             self._first = asyncio.ensure_future(self._try_first_update(self._root))
         return answer
@@ -136,11 +152,17 @@ class HostedExpert:
 
     @property
     def unsaved(self) -> bool:
-        """Whether no checkpoint holds the expert as it is."""
+        """Whether no checkpoint holds the expert's updates. Other changes take a look at its state: :meth:`save`."""
         return self._saved_updates != self.backend.updates
 
+    @property
+    def may_be_unsaved(self) -> bool:
+        """Whether it was updated, or a request may have changed its buffers, since the last checkpoint."""
+        changes = self._answered != self._answered_at_save and any(True for _ in self.backend.buffers())
+        return self.unsaved or changes
+
     async def save(self, root: Path) -> bool:
-        """Write a checkpoint; return False, without one, if nothing was updated since the last.
+        """Write a checkpoint; return False, without one, if the newest holds the expert as it is.
 
         Whoever is cancelled meanwhile leaves a checkpoint that is being written to be written.
 
@@ -149,29 +171,37 @@ class HostedExpert:
             TypeError: the expert's state is none that can be saved; until it is, the expert is trained no more.
         """
         async with self._saving:
-            if not self.unsaved:
-                return False
             try:
-                await self._save(root)
+                saved = await self._save(root)
             except Exception as error:
                 raise self._note(error, root) from None
             self._unsavable = None
-            return True
+            return saved
 
-    async def _save(self, root: Path) -> None:
+    async def _save(self, root: Path) -> bool:
         # The state first: whatever it holds was running by then, and once that has settled its keys are known.
+        answered = self._answered
         state = await in_thread(self.backend.state_dict)
         updates: int = state["_extra_state"]["updates"]
-        await self.journal.settled()
-        checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
-        write = asyncio.ensure_future(self._write(root, checkpoint))
-        self._writes.add(write)
-        write.add_done_callback(self._writes.discard)
-        await asyncio.shield(write)
+        changed = updates != self._saved_updates or await in_thread(digest_of, state) != self._saved_digest
+        if changed:
+            await self.journal.settled()
+            checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
+            write = asyncio.ensure_future(self._write(root, checkpoint))
+            self._writes.add(write)
+            write.add_done_callback(self._writes.discard)
+            await asyncio.shield(write)
+        self._answered_at_save = answered
+        return changed
 
     async def _write(self, root: Path, checkpoint: Checkpoint) -> None:
+        def write() -> int:
+            write_checkpoint(folder_of(root, self.name), checkpoint)
+            return digest_of(checkpoint.state)
+
         async with self._writing:  # first come, first served
-            await in_thread(write_checkpoint, folder_of(root, self.name), checkpoint)
+            self._claim(root)
+            self._saved_digest = await in_thread(write)
             self._saved_updates = checkpoint.updates
 
     async def _try_first_update(self, root: Path) -> None:
@@ -199,15 +229,33 @@ class HostedExpert:
 
         Raises:
             RuntimeError: the state of another expert.
-            ValueError: all checkpoints are damaged.
+            ValueError: all checkpoints are damaged, another optimizer has made the newest, or the expert has updates
+                that it does not hold.
             TypeError: the expert's state cannot be saved.
-            OSError: checkpoints cannot be written there.
+            OSError: checkpoints cannot be written there, or another server writes them.
         """
+        try:
+            self._claim(root)
+        except OSError as error:
+            raise self._note(error, root) from None
+        try:
+            return self._load(root)
+        except BaseException:
+            self.release()
+            raise
+
+    def _load(self, root: Path) -> bool:
         found = read_newest(folder_of(root, self.name))
         if found is not None:
+            if self.backend.updates > found.updates:
+                raise ValueError(
+                    f"ExpertServer: {self.name!r} has seen {self.backend.updates} updates, and its newest checkpoint "
+                    f"in {folder_of(root, self.name)} only {found.updates}, which would undo the others: expected a "
+                    f"backend that was just made, or another folder"
+                )
             load_exactly(self.backend, found.state)
             self.journal.restore(found.keys)
-            self._saved_updates = found.updates
+            self._saved_updates, self._saved_digest = found.updates, digest_of(found.state)
         try:
             check_loadable(self.backend)
             self._try(root)
@@ -215,6 +263,17 @@ class HostedExpert:
             raise self._note(error, root) from None
         self._root = root
         return found is not None
+
+    def _claim(self, root: Path) -> None:
+        """Keep other servers from the expert's checkpoints."""
+        if self._lock is None:
+            self._lock = FolderLock(folder_of(root, self.name))
+
+    def release(self) -> None:
+        """Let another server have the expert's checkpoints: this one has loaded or saved for the last time."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def admit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:

@@ -36,9 +36,20 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
     torch's optimizers cast all of that to the dtype of the parameter: masks and counters to float, complex numbers to
     real ones, moments of float32 whose parameters are in bfloat16 to fewer bits. That is right only where the expert
     itself has other dtypes than the state.
+
+    Raises:
+        ValueError: an optimizer of another kind has made the state: it would fail at the first update.
+        RuntimeError: the state of another expert.
     """
-    backend.load_state_dict(state)
     opt, saved = backend.opt, state["_extra_state"].get("opt")
+    options = [set(group) for group in getattr(opt, "param_groups", ())]
+    backend.load_state_dict(state)
+    for expected, group in zip(options, getattr(opt, "param_groups", ()), strict=False):
+        if lost := sorted(map(str, expected - set(group))):
+            raise ValueError(
+                f"{backend.name!r}: expected a checkpoint made with the optimizer {type(opt).__name__}, got one made "
+                f"with another, which has no {', '.join(lost)}: go on with that one, or remove the checkpoints"
+            )
     if opt is None or saved is None or _dtypes(backend.state_dict(keep_vars=True)) != _dtypes(state):
         return
     if (type(opt).load_state_dict, type(opt).state_dict) != (Optimizer.load_state_dict, Optimizer.state_dict):

@@ -23,6 +23,7 @@ from pymoe.remote.hosted import HostedExpert
 from pymoe.remote.security import TLS, check_server
 from pymoe.remote.service import Service
 from pymoe.runtime import ExpertBackend, Runtime
+from pymoe.runtime.parameters import optimized
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,7 +78,8 @@ class ExpertServer:
             needs ``tls``, and a ``token`` or ``TLS(ca=)``.
         tls: the server's certificate, and whom clients' certificates must be signed by.
         token: what clients must show; without it, everybody who can connect may train.
-        checkpoints: a folder; the newest checkpoint of each expert is loaded from there when it is added.
+        checkpoints: a folder; the newest checkpoint of each expert is loaded from there when it is added. Servers may
+            share a folder, if no two have an expert of the same name.
         save_every: seconds between checkpoints.
         workers: threads that run batches; more than the experts that may hang at a time. None: one an expert, two at
             least.
@@ -93,11 +95,13 @@ class ExpertServer:
 
     Raises:
         ValueError: strangers would be let in, or listen; two experts of one name; or with ``checkpoints`` experts that
-            share parameters, which two files would hold at two times, or one whose checkpoints are all damaged.
+            share parameters, buffers or an optimizer, which two files would hold at two times, or one whose checkpoints
+            are all damaged, come from another kind of optimizer, or hold fewer updates than the backend has seen.
         TypeError: a backend that is not an ExpertBackend, or whose schemas cannot be described to other machines; or
             with ``checkpoints`` one whose state holds what cannot be saved: anything that is neither a dense tensor of
             a dtype that safetensors has, nor a number, text or None, in lists, tuples and dicts.
-        OSError: nothing can be written in the folder ``checkpoints``.
+        OSError: nothing can be written in the folder ``checkpoints``, or another server has an expert of one of these
+            names there.
     """
 
     def __init__(
@@ -114,9 +118,8 @@ class ExpertServer:
     ) -> None:
         check_address("ExpertServer", address)
         check_server(address, tls, token)
-        for name, seconds in (("save_every", save_every), ("grace", grace)):
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-                raise ValueError(f"ExpertServer: {name} must be a number of seconds, got {seconds!r}")
+        check_seconds("ExpertServer: save_every", save_every)
+        check_seconds("ExpertServer: grace", grace)
         members = [backends] if isinstance(backends, ExpertBackend) else list(backends)
         self.address = address
         self.incarnation = uuid.uuid4().hex
@@ -138,20 +141,24 @@ class ExpertServer:
             self._check(one)
             self._service.hosted[one.name] = one
         self.runtime = Runtime(hosted, num_workers=max(2, len(hosted)) if workers is None else workers)
-        for one in hosted:
-            self._load(one)
+        try:
+            for one in hosted:
+                self._load(one)
+        except BaseException:
+            self._release()
+            raise
 
     def _check(self, coming: HostedExpert) -> None:
         if coming.name in self._service.hosted:
             raise ValueError(f"ExpertServer: expected names that differ, got two experts {coming.name!r}")
         if self._checkpoints is None:
             return
-        own = set(map(id, coming.backend.parameters()))
+        own = tensors_of(coming.backend)
         for other in self._service.hosted.values():
-            if own & set(map(id, other.backend.parameters())):
+            if own & tensors_of(other.backend):
                 raise ValueError(
-                    f"ExpertServer: {coming.name!r} and {other.name!r} share parameters, which checkpoints of each "
-                    f"would hold at different times: serve them without checkpoints="
+                    f"ExpertServer: {coming.name!r} and {other.name!r} share parameters, buffers or an optimizer, "
+                    f"which checkpoints of each would hold at different times: serve them without checkpoints="
                 )
 
     def _load(self, hosted: HostedExpert) -> None:
@@ -217,25 +224,29 @@ class ExpertServer:
             OSError, TypeError, TimeoutError, RuntimeError: the server has stopped, and experts were not saved; see
                 :meth:`save`, which may be called again. Or RuntimeError: this is a fork, and the server its parent's.
         """
-        grace = self._grace if grace is None else grace
+        grace = self._grace if grace is None else check_seconds("ExpertServer.drain: grace", grace)
         with self._changes:
-            if self._server is not None:
+            server = self._server
+            if server is not None:
                 event_loop.check_process()
             try:
-                if self._server is not None:
-                    event_loop.run(self._stop(self._server, grace))
+                if server is not None:
+                    event_loop.run(self._stop(server, grace))
+                elif self._checkpoints is not None and any(one.unsaved for one in self._service.hosted.values()):
+                    event_loop.run(self._save_all(max(grace, 1.0)))  # never started, or an earlier drain was cut off
             finally:
-                if self._server is not None:
-                    self._server = None
-                    self._end_runtime(max(grace, PATIENCE_S))
-                self._drained.set()
-        if self._not_saved:
-            raise not_saved("ExpertServer.drain", self._not_saved)
+                self._server = None
+                try:
+                    if server is not None:
+                        self._end_runtime(max(grace, PATIENCE_S))
+                finally:
+                    self._drained.set()
+        self._raise_not_saved("ExpertServer.drain")
 
     def _end_runtime(self, patience: float) -> None:
         ending = threading.Thread(target=self.runtime.shutdown, kwargs={"drain": False}, daemon=True)
         ending.start()
-        ending.join(patience)
+        ending.join(min(patience, threading.TIMEOUT_MAX))
         if ending.is_alive():
             self.stuck = True
             logger.error("a batch of an expert does not end, and is waited for no longer")
@@ -247,6 +258,12 @@ class ExpertServer:
             if self._checkpoints is not None:
                 # What still runs then is an expert that hangs: its checkpoint would wait for it.
                 await self._save_all(max(grace, 1.0))
+        except asyncio.CancelledError:  # Ctrl-C: who waits for the end is told, too
+            unsaved = [
+                one.name for one in self._service.hosted.values() if self._checkpoints is not None and one.unsaved
+            ]
+            self._not_saved = {name: RuntimeError(f"{name!r}: the drain was interrupted") for name in unsaved}
+            raise
         finally:
             self._service.saved.set()
             await server.stop(LAST_REPLIES_S)
@@ -319,7 +336,11 @@ class ExpertServer:
             hosted = HostedExpert(backend, self.incarnation)
             self._check(hosted)
             self._load(hosted)
-            self.runtime.add(hosted)
+            try:
+                self.runtime.add(hosted)
+            except BaseException:
+                hosted.release()
+                raise
             self._service.hosted[hosted.name] = hosted
 
     def remove(self, backend: str | ExpertBackend) -> ExpertBackend:
@@ -327,15 +348,22 @@ class ExpertServer:
 
         Raises:
             KeyError: there is no such expert.
+            OSError, TypeError: it cannot be saved, and so it stays.
         """
         name = backend if isinstance(backend, str) else backend.name
         with self._changes:
             if name not in self._service.hosted:
                 raise KeyError(f"ExpertServer: there is no expert {name!r}, only {sorted(self._service.hosted)}")
             hosted = self._service.hosted.pop(name)
-            self.runtime.remove(hosted)
-            if self._checkpoints is not None and self._server is not None:
-                event_loop.run(self._save(hosted))
+            try:
+                self.runtime.remove(hosted)
+                if self._checkpoints is not None:
+                    event_loop.run(self._save(hosted))
+            except BaseException:
+                self.runtime.add(hosted)
+                self._service.hosted[name] = hosted
+                raise
+            hosted.release()
             return hosted.backend
 
     @property
@@ -346,7 +374,7 @@ class ExpertServer:
     # --- checkpoints ---
 
     def save(self, timeout: float | None = None) -> int:
-        """Write a checkpoint of every expert that was updated since its last; return how many these were.
+        """Write a checkpoint of every expert that has changed since its last; return how many these were.
 
         Args:
             timeout: seconds to wait for experts that are busy; None: as long as it takes, with one that hangs for ever.
@@ -360,13 +388,26 @@ class ExpertServer:
         """
         if self._checkpoints is None:
             raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")
+        if timeout is not None:
+            check_seconds("ExpertServer.save: timeout", timeout)
         saved = event_loop.run(self._save_all(timeout))
-        if self._not_saved:
-            raise not_saved("ExpertServer.save", self._not_saved)
+        self._raise_not_saved("ExpertServer.save")
         return saved
 
+    def _raise_not_saved(self, where: str) -> None:
+        """Raise for the experts that were not saved by the last save of all; after a drain, let go of the others."""
+        if self._drained.is_set():
+            self._release()
+        if self._not_saved:
+            raise not_saved(where, self._not_saved)
+
+    def _release(self) -> None:
+        for name, one in self._service.hosted.items():
+            if name not in self._not_saved:
+                one.release()
+
     async def _save_all(self, timeout: float | None) -> int:
-        """Save all experts; return how many were updated since their last checkpoint. The rest is in ``_not_saved``."""
+        """Save all experts; return how many have changed since their last checkpoint. The rest is in ``_not_saved``."""
         saves = {asyncio.ensure_future(self._save(one)): one for one in list(self._service.hosted.values())}
         done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())
         failed = {saves[save].name: error for save in done if (error := save.exception()) is not None}
@@ -390,7 +431,7 @@ class ExpertServer:
     async def _save_again_and_again(self) -> None:
         while not await self._service.drains_within(self._save_every):
             for one in list(self._service.hosted.values()):
-                if not one.saving:  # one after the other, but for those that hang
+                if one.may_be_unsaved and not one.saving:  # one after the other, but for those that hang
                     await asyncio.wait([self._keep(asyncio.ensure_future(self._try_to_save(one)))], timeout=PATIENCE_S)
 
     async def _try_to_save(self, hosted: HostedExpert) -> None:
@@ -422,6 +463,18 @@ class ExpertServer:
     def __repr__(self) -> str:
         state = "draining" if self._service.draining else "not serving" if self._server is None else "serving"
         return f"<ExpertServer at {self.address}: {state} {', '.join(self._service.hosted)}>"
+
+
+def check_seconds(what: str, seconds: Any) -> float:
+    """Return ``seconds``; raises ValueError unless that is a number, 0 or more."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise ValueError(f"{what} must be a number of seconds, got {seconds!r}")
+    return seconds
+
+
+def tensors_of(backend: ExpertBackend) -> set[int]:
+    """Return the ids of all tensors that updates of the expert change."""
+    return {id(one) for one in (*backend.parameters(), *backend.buffers(), *optimized(backend.opt))}
 
 
 def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:

@@ -175,7 +175,7 @@ def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
     packed = []
     for tensor in tensors:
         name = encodings.dtype_name(tensor.dtype)
-        how = encodings.encoding_for(tensor.dtype, encoding)
+        how = encodings.encoding_for(tensor.dtype, tensor.shape, encoding)
         packed.append(Packed(name, list(tensor.shape), how, encodings.encode(tensor, how)))
     return packed
 

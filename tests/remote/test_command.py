@@ -110,6 +110,7 @@ def test_a_server_with_tls_and_a_token_is_reached_by_files(
         (["experts:WIDTH"], "there is no function 'WIDTH'"),
         (["experts:two", "--listen", "0.0.0.0:0"], "expected tls="),
         (["experts:two", "--token-file", "/no/such/file"], "No such file"),
+        (["experts:two", "--metrics-port", "99999"], "OverflowError"),
         (["experts:two", "--checkpoints", "/proc/nowhere", "--save-every", "-1"], "save_every must be a number"),
     ],
 )

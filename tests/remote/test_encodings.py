@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 
@@ -21,9 +22,9 @@ FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
 def sent(tensor: Tensor, encoding: str) -> Tensor:
-    how = encoding_for(tensor.dtype, encoding)
+    how = encoding_for(tensor.dtype, tensor.shape, encoding)
     data = encode(tensor, how)
-    assert data.nbytes == encoded_size(tensor.dtype, how, tensor.numel())
+    assert data.nbytes == encoded_size(tensor.dtype, tensor.shape, how)
     return decode(data, tensor.dtype, list(tensor.shape), how)
 
 
@@ -60,12 +61,17 @@ def test_bf16_keeps_numbers_to_a_256th(values: list[float]) -> None:
 
 
 @SOME
-@given(st.lists(FLOATS, min_size=1, max_size=600), st.sampled_from([torch.float32, torch.float64]))
-def test_int8_keeps_numbers_to_a_254th_of_their_block_s_largest(values: list[float], dtype: torch.dtype) -> None:
-    x = torch.tensor(values, dtype=dtype)
+@given(st.lists(FLOATS, min_size=1, max_size=600), st.sampled_from([torch.float32, torch.float64]), st.integers(1, 5))
+def test_int8_keeps_numbers_to_a_254th_of_their_block_s_largest(
+    values: list[float], dtype: torch.dtype, rows: int
+) -> None:
+    count = -(-len(values) // rows)
+    x = torch.tensor(values * rows, dtype=dtype)[: rows * count].view(rows, count)
     y = sent(x, "int8")
-    for begin in range(0, len(x), BLOCK):
-        block, came = x[begin : begin + BLOCK].double(), y[begin : begin + BLOCK].double()
+    for row, begin in itertools.product(range(rows), range(0, count, BLOCK)):
+        block, came = (one[row, begin : begin + BLOCK].double() for one in (x, y))
+        if same_bits(block, came):
+            continue
         if not block.isfinite().all():
             assert bool(came.isnan().all()), "nothing of such a block passes for a number"
             continue
@@ -77,7 +83,7 @@ def test_int8_keeps_numbers_to_a_254th_of_their_block_s_largest(values: list[flo
 def test_int8_does_not_make_infinity_of_the_largest_number() -> None:
     largest = torch.finfo(torch.float32).max
     for number in (largest, -largest, 3.4028e38):
-        assert bool(sent(torch.tensor([number]), "int8").isfinite().all())
+        assert bool(sent(torch.tensor([[number] * 9]), "int8").isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -91,14 +97,47 @@ def test_numbers_of_16_bits_are_rounded_to_their_dtype_on_arrival(dtype: torch.d
 
 
 def test_int8_takes_about_a_quarter_of_the_bytes() -> None:
-    assert encoded_size(torch.float32, "int8", 1 << 16) == (1 << 16) + 4 * (1 << 16) // BLOCK
-    assert encoded_size(torch.float32, "bf16", 1 << 16) == 2 << 16
+    shape = (16, 1 << 12)
+    assert encoded_size(torch.float32, shape, "int8") == (1 << 16) + 4 * (1 << 16) // BLOCK
+    assert encoded_size(torch.float32, shape, "bf16") == 2 << 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_no_encoding_makes_a_tensor_longer(encoding: str, dtype: torch.dtype) -> None:
+    for width in (0, 1, 2, 3, 5, BLOCK - 1, BLOCK, BLOCK + 1):
+        x = torch.randn(7, width).to(dtype)
+        how = encoding_for(dtype, x.shape, encoding)
+        assert encode(x, how).nbytes <= x.nbytes
+
+
+def test_what_a_row_becomes_depends_on_no_other_row() -> None:
+    """Blocks of 256 numbers took rows of several callers together: the NaN of one made the numbers of others NaN, and
+    its large numbers made their small ones 0.
+    """
+    x = torch.randn(6, 3, 100)
+    alone = [sent(row[None], "int8") for row in x]
+    for bad in (math.nan, math.inf, 1e30):
+        x[1, 0, 0] = x[4, 2, 99] = bad
+        together = sent(x, "int8")
+        for number in (0, 2, 3, 5):
+            assert same_bits(together[number : number + 1], alone[number])
+
+
+def test_narrow_rows_take_no_more_memory_than_wide_ones() -> None:
+    """A message must not unfold: each row of two numbers, padded to a block, would have taken a kilobyte."""
+    rows = 1 << 20
+    tensors = torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU])
+    with tensors as found:
+        sent(torch.ones(rows, 2), "int8")
+    largest = max(event.self_cpu_memory_usage for event in found.events())
+    assert largest <= 8 * rows * 4
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_what_arrives_is_aligned_memory_of_its_own(encoding: str) -> None:
-    data = bytes(1) + bytes(encode(torch.randn(300), encoding))
-    x = decode(memoryview(data)[1:], torch.float32, [300], encoding)
+    data = bytes(1) + bytes(encode(torch.randn(1, 300), encoding))
+    x = decode(memoryview(data)[1:], torch.float32, [1, 300], encoding)
     assert x.data_ptr() % 64 == 0 or encoding != "raw"
     x.add_(1)
     assert bytes(memoryview(data)[1:2]) == data[1:2]
@@ -111,7 +150,7 @@ def test_a_bool_is_true_or_false_whatever_its_byte() -> None:
 
 def test_a_scale_that_is_no_number_makes_no_number() -> None:
     for scale in (math.inf, math.nan, -math.inf):
-        x = decode(memoryview(struct.pack("<f3b", scale, 0, 1, -128)), torch.float32, [3], "int8")
+        x = decode(memoryview(struct.pack("<f3b", scale, 0, 1, -128)), torch.float32, [1, 3], "int8")
         assert bool(x.isnan().all())
 
 
@@ -126,7 +165,7 @@ def test_a_scale_that_is_no_number_makes_no_number() -> None:
         (0, torch.float32, [1 << 31, 1 << 31, 0], "raw", "cannot have the shape"),
         (16, torch.int64, [2], "bf16", "there is no encoding 'bf16' of torch.int64"),
         (16, torch.float32, [4], "zip", "there is no encoding 'zip'"),
-        (4, torch.float32, [4], "int8", "expected 8 bytes"),
+        (4, torch.float32, [1, 4], "int8", "expected 8 bytes"),
     ],
 )
 def test_bytes_that_are_no_such_tensor_are_refused(

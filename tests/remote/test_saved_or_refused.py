@@ -186,6 +186,7 @@ def outcome(folder: Path, place: str, make: Make) -> str:
             assert where in refusal or "told by JSON" in refusal
         assert not list(folder.glob("*/*")), "nothing is left of it"
         return "refused"
+    server.drain()
     state = backend.state_dict()
     again = backend_with(place, make(0), moments=1)
     ExpertServer(again, checkpoints=folder)
@@ -327,7 +328,7 @@ class Versioned(nn.Linear):
 def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
     """It took what it had saved itself for the state of an older version."""
     one, other = (of(Versioned(WIDTH, WIDTH), "e") for _ in range(2))
-    ExpertServer(one, checkpoints=tmp_path).save()
+    ExpertServer(one, checkpoints=tmp_path).drain()
     ExpertServer(other, checkpoints=tmp_path)
     assert torch.equal(one.expert.weight, other.expert.weight)
 
