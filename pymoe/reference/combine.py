@@ -76,9 +76,9 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     for choice in range(slot.shape[1]):
         row = slot[:, choice]
         kept = row >= 0
-        # A factor that is not finite would reach the other one's gradient, by a product whose own gradient is 0.
+        # Neither factor of a dropped choice is to reach the gradient of the other: 0 times what is not finite is NaN.
         term = torch.where(kept[:, None], y[row.clamp(min=0).long()].to(dtype), 0)
         if weights_TK is not None:
-            term = spread(torch.where(kept, weights_TK[:, choice], 0), 1, term.shape[1]) * term
+            term = spread(weights_TK[:, choice], 1, term.shape[1]) * term
         total = torch.where(kept[:, None], total + term, total)
     return total.to(y.dtype)
