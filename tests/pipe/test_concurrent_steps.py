@@ -118,9 +118,11 @@ def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_wi
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(evaluate)
         barriers[0].wait(LONG)
-        with pytest.raises(RuntimeError, match=r"ran at the same time.*running_"):
-            output.sum().backward()
-        barriers[1].wait(LONG)
+        try:
+            with pytest.raises(RuntimeError, match=r"ran at the same time.*running_"):
+                output.sum().backward()
+        finally:
+            barriers[1].wait(LONG)
         assert "ran at the same time" in str(waiting.result(LONG))
     assert all(parameter.grad is None for parameter in trained.parameters())
     assert isinstance(evaluate(), torch.Tensor)
