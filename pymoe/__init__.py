@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
 
 warn_of_newer_torch(torch.__version__)
+# MoE(expert_parallel=...) calls a package that is built on that of MoE.
+nn.moe.shard_layer = lambda layer, ranks: importlib.import_module("pymoe.ep").shard(layer, ranks)
 
 __version__ = "0.1.0"  # pyproject.toml takes it from here
 

@@ -49,11 +49,14 @@ PYTHON_MAY_USE = {
     "ep": {"reference", "ops", "nn", "ep", "_errors", "_torch_private"},
     "autograd": {"autograd", "_errors", "_native", "_runtime", "_torch_canaries", "_torch_private"},
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private"},
+    # Names of parallel and mixture are found in runtime, too, where other programs look for them.
+    "runtime/__init__": {"parallel", "mixture", "runtime", "autograd", "_errors", "_native", "_runtime"},
     "runtime": {"autograd", "runtime", "_errors", "_native", "_runtime", "_torch_private"},
     "mixture": {"autograd", "reference", "ops", "nn", "runtime", "mixture", "_errors", "_native", "_runtime"},
     "pipe": {"autograd", "pipe", "_errors", "_native", "_runtime", "_torch_canaries", "_torch_private"},
     "pipe/auxiliary": {"nn", "pipe"},
     "remote": {"runtime", "remote", "_errors"},
+    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
     "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "remote", "integrations"},
     "ep/simulate": {"reference", "ops", "nn", "ep", "bench"},
     "bench": {"reference", "ops", "nn", "bench"},
@@ -99,7 +102,10 @@ def imports(file, text):
                 test.body = []
             lazy.update(node for statement in test.body for node in ast.walk(statement))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            for module in modules_named_in(tree if isinstance(node.args[0], ast.Name) else node.args[0]):
+                yield module, node not in lazy
+        elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node not in lazy
         elif isinstance(node, ast.ImportFrom):
@@ -110,6 +116,13 @@ def imports(file, text):
                     yield f"pymoe.{alias.name}", node not in lazy
             else:
                 yield module, node not in lazy
+
+
+def modules_named_in(tree):
+    """Modules of pymoe that strings in ``tree`` name, for ``import_module``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"pymoe(\.\w+)+", str(node.value)):
+            yield node.value
 
 
 def python_faults(file, text):
@@ -127,7 +140,7 @@ def python_faults(file, text):
         elif root not in sys.stdlib_module_names:
             if layer == "reference" and root != "torch":
                 yield f"{file} imports {module}: the reference imports torch alone"
-            elif root in INSTALLED_WITH.get(layer, ()):
+            elif root in INSTALLED_WITH.get(parts[1], ()):
                 continue
             elif root not in ALWAYS_INSTALLED and (at_import_time or layer not in MAY_IMPORT_LAZILY):
                 yield f"{file} imports {module}: not among the package's requirements"
@@ -246,6 +259,9 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/ops/gate.py", "def f():\n    from pymoe.bench import compare"),
         ("pymoe/ops/gate.py", "import triton"),
         ("pymoe/nn/moe.py", "from pymoe.integrations import transformers"),
+        ("pymoe/nn/moe.py", "def f():\n    import_module('pymoe.ep').shard()"),
+        ("pymoe/nn/moe.py", "importlib.import_module('pymoe.ep.shard')"),
+        ("pymoe/runtime/top.py", "def f():\n    for name in ('pymoe.remote.cli',):\n        import_module(name)"),
         ("pymoe/nn/moe.py", "def f():\n    import transformers"),
         ("pymoe/nn/moe.py", "from pymoe.ep import shard"),
         ("pymoe/ep/shard.py", "from pymoe.pipe import Pipe"),

@@ -74,6 +74,11 @@ MEANING = {
 HEADER = len(MEANING) + 2  # and whether the rank has failed, and its number of tokens
 
 
+def message_length(numbers: int) -> int:
+    """Return how many int32 numbers a rank sends where it announces so many, such as the loads of its experts."""
+    return -(-(HEADER + numbers) // BLOCK) * BLOCK
+
+
 class Announced(NamedTuple):
     """What all ranks have said."""
 
@@ -138,8 +143,7 @@ class Announcement:
         error: BaseException | None = None,
     ) -> None:
         self._arrangement = arrangement
-        most = max(arrangement.announced, most_announced(arrangement.group))
-        length = -(-(HEADER + most) // BLOCK) * BLOCK
+        length = message_length(max(arrangement.announced, most_announced(arrangement.group)))
         device = torch.device(arrangement.mesh.device_type) if numbers is None else numbers.device
         if call is not None and numbers is not None:
             head = _on_device((*call, 0, tokens), device)

@@ -2,7 +2,8 @@
 
 - ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM or Ctrl-C;
 - ``python -m pymoe.remote info HOST:PORT`` shows what a server says of itself;
-- ``python -m pymoe.remote drain HOST:PORT`` has a server answer what is under way, save, and end.
+- ``python -m pymoe.remote drain HOST:PORT`` has a server answer what is under way, save, and end;
+- ``python -m pymoe.remote top HOST:PORT`` shows a server's pools, again and again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from pymoe.remote.errors import ProtocolError, ServerLost
 from pymoe.remote.schemas import read_schema
 from pymoe.remote.security import TLS
 from pymoe.remote.server import ExpertServer
+from pymoe.remote.viewer import WatchedServer
 from pymoe.runtime import ExpertBackend
-from pymoe.runtime.top import printable
+from pymoe.runtime.top import add_options, printable, show
 
 PROGRAM = "python -m pymoe.remote"
 DRAIN_CHECK_S = 0.1
@@ -41,10 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
-    for name, about in (("info", "what a server says of itself"), ("drain", "have a server save and end")):
+    abouts = {"info": "what a server says of itself", "drain": "have a server save and end", "top": "a live view"}
+    for name, about in abouts.items():
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("address", metavar="HOST:PORT")
         _add_security(command, "authorities that the server's certificate must be signed by")
+        if name == "top":
+            add_options(command)
+            continue
         seconds = 10.0 if name == "info" else 60.0  # a server answers what is under way, and saves, before it ends
         command.add_argument(
             "--timeout", type=float, default=seconds, metavar="SECONDS", help=f"(default: {seconds:g})"
@@ -53,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(arguments)
     try:
-        return {"serve": serve, "info": info, "drain": drain}[options.command](options)
+        return {"serve": serve, "info": info, "drain": drain, "top": watch}[options.command](options)
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError) as error:
         print(printable(f"{PROGRAM} {options.command}: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1
@@ -187,6 +193,11 @@ def described(address: str, found: wire.Info) -> str:
     if found.counts:
         lines.append("  calls: " + ", ".join(f"{count} {what}" for what, count in sorted(found.counts.items())))
     return "\n".join(map(printable, lines))
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Show a server's pools until Ctrl-C, or once."""
+    return show(WatchedServer(options.address, **security_of(options)), options, must_be_there=True)
 
 
 def drain(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""A server's pools for ``python -m pymoe.runtime.top --address``."""
+"""A server's pools for ``python -m pymoe.remote top``."""
 
 from __future__ import annotations
 

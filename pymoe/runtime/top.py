@@ -1,10 +1,10 @@
 """A live view of runtimes in a terminal.
 
-    python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER, or --address HOST:PORT]
+    python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER]
 
 shows the pools of every process of this user whose runtime has a monitor (``Runtime(..., monitor=True)``, or
-``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table, ``--address`` shows a server
-of :mod:`pymoe.remote`, on whichever machine. In the program itself,
+``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table. ``python -m pymoe.remote top HOST:PORT``
+shows a server, on any machine, in the same way. In the program itself,
 
     with pymoe.runtime.top.live(runtime):
         train()
@@ -15,7 +15,6 @@ draws the same view. With rich installed (``pip install rich``) it has colours a
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import socket
 import struct
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from pymoe.runtime.monitoring.formatting import COLUMNS, SIZES, Column, is_busy, lost, table
 from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOUT_S, private_folder
@@ -147,33 +146,58 @@ class Watched:
             viewer.close()
 
 
+class Watching(Protocol):
+    """Pools that are looked at again and again: those of this user's processes, or of a server."""
+
+    where: Any
+    """A socket, a folder or an address, for messages."""
+
+    def read(self) -> list[Report]:
+        """Return what there is now; raises NotARuntime where something else answers."""
+
+    def close(self) -> None:
+        """Let go of the connections."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if there is nothing to show."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m pymoe.runtime.top", description=description)
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
-    parser.add_argument("--once", action="store_true", help="print one plain table and end")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two views (default: 1)")
-    parser.add_argument("--address", metavar="HOST:PORT", help="a server of pymoe.remote")
-    for name, about in (
-        ("ca", "authorities of its certificate"),
-        ("cert", "to show it"),
-        ("key", "of the certificate"),
-    ):
-        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=about)
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that it asks for")
+    add_options(parser)
     options = parser.parse_args(arguments)
-    if not options.interval > 0:
-        parser.error("--interval must be positive")
-    if options.address is not None and options.where is not None:
-        parser.error("expected SOCKET|FOLDER or --address, got both")
     try:
-        watched = watch(options)
-    except (ImportError, OSError, ValueError) as error:
+        watched = Watched(private_folder() if options.where is None else options.where)
+    except OSError as error:
         print(error, file=sys.stderr)
         return 1
+    return show(watched, options, must_be_there=options.where is not None)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :func:`show`."""
+    parser.add_argument("--once", action="store_true", help="print one plain table and end")
+    help_ = "between two views (default: 1)"
+    parser.add_argument("--interval", type=_positive, default=1.0, metavar="SECONDS", help=help_)
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text}")
+    return seconds
+
+
+def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) -> int:
+    """Draw what ``watched`` reads until Ctrl-C, or print it once; return 1 if there is nothing to show.
+
+    Args:
+        watched: what to look at. It is closed at the end.
+        options: those of :func:`add_options`.
+        must_be_there: end where there is nothing at first, instead of waiting for it.
+    """
     try:
-        if not watched.read() and (options.once or options.where is not None):
+        if not watched.read() and (options.once or must_be_there):
             print(f"no runtime with a monitor at {watched.where}; see Runtime(..., monitor=True)", file=sys.stderr)
             return 1
         time.sleep(options.interval if options.once else 0.0)
@@ -191,14 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         watched.close()
-
-
-def watch(options: argparse.Namespace) -> Any:
-    """Return the source that the options name; raise ImportError, OSError or ValueError if a server is not there."""
-    if options.address is None:
-        return Watched(private_folder() if options.where is None else options.where)
-    security_of = importlib.import_module("pymoe.remote.cli").security_of  # a higher package
-    return importlib.import_module("pymoe.remote.viewer").WatchedServer(options.address, **security_of(options))
 
 
 @contextmanager

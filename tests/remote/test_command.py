@@ -16,7 +16,6 @@ from server_processes import ServerProcesses
 
 from pymoe.remote import ExpertServer, connect
 from pymoe.remote.cli import main
-from pymoe.runtime import top
 
 X = torch.randn(4, WIDTH)
 
@@ -88,10 +87,9 @@ def test_a_server_with_tls_and_a_token_is_reached_by_files(
     assert main(["info", server.address, *ca, "--token-file", str(token)]) == 0
     assert main(["info", server.address, *ca]) == 1
     assert "a token is needed" in capsys.readouterr().err
-    shown = ["--address", server.address, *ca, "--token-file", str(token), "--once", "--interval", "0.1"]
-    assert top.main(shown) == 0
+    assert main(["top", server.address, *ca, "--token-file", str(token), "--once", "--interval", "0.1"]) == 0
     assert "a_keyed_backward" in capsys.readouterr().out
-    assert top.main(["--address", server.address, *ca, "--once"]) == 1
+    assert main(["top", server.address, *ca, "--once"]) == 1
     assert "a token is needed" in capsys.readouterr().err
     assert main(["info", server.address]) == 1
     assert "does the server use TLS? (tls=TLS(ca=), --tls-ca)" in capsys.readouterr().err
@@ -154,14 +152,14 @@ def test_top_shows_a_server_as_it_shows_a_runtime(capsys: pytest.CaptureFixture[
         with connect(server.address) as there:
             for _ in range(3):
                 there.backends()[0].forward_pool(X)
-        assert top.main(["--address", server.address, "--once", "--interval", "0.05"]) == 0
+        assert main(["top", server.address, "--once", "--interval", "0.05"]) == 0
         shown = capsys.readouterr().out
         assert "held_forward" in shown
         assert f"{server.address} (process" in shown
         with pytest.raises(SystemExit):
-            top.main(["--address", server.address, "somewhere"])
-    capsys.readouterr()
-    assert top.main(["--address", server.address, "--once"]) == 1
+            main(["top", server.address, "--interval", "0"])
+        assert "expected a positive number of seconds, got 0" in capsys.readouterr().err
+    assert main(["top", server.address, "--once"]) == 1
     assert server.address in capsys.readouterr().err
 
 

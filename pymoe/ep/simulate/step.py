@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pymoe.ep.agreement import message_length
 from pymoe.ep.simulate.balance import Spread
 from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.machine import Machine, Network
 from pymoe.ep.simulate.timeline import Phases, Timeline, timeline
 from pymoe.ep.simulate.traffic import travelling
-
-HEADER = 8
-"""Additional numbers sent with the counts, by which ranks notice that they disagree."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,8 @@ class Layer:
         return Cut(deduplicate, tokens, tuple(found), clones)
 
     def counts_seconds(self) -> float:
-        """Return the time of an all-gather of every rank's E counts and header, 4 bytes each."""
-        received = 4.0 * (self.ranks - 1) * (self.block.experts + HEADER)
+        """Return the time of an all-gather of every rank's E counts, in the message that the layer sends."""
+        received = 4.0 * (self.ranks - 1) * message_length(self.block.experts)
         return self.network.latency + received / self.network.ring_bandwidth(self.ranks)
 
     def phases(self, cut: Cut, tokens: float, *, backward: bool) -> Phases:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from expert_counts import random_choices
 
+from pymoe.ep import agreement
 from pymoe.ep.simulate import MACHINES, NETWORKS, PRESETS, Block, Layer, Load, Machine, Network, simulate
 from pymoe.ep.simulate.balance import plans, spreads
 from pymoe.ep.simulate.memory import data_parallel, fully_sharded, optimizer_bytes_of
@@ -50,6 +52,28 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert (network.ring_bandwidth(8), network.ring_bandwidth(9)) == (10, 1)
 
 
+@pytest.mark.only_on("cpu")
+@pytest.mark.parametrize("experts", [6, 600])
+def test_counts_take_the_bytes_that_a_layer_sends(experts, tmp_path, monkeypatch):
+    """The simulator had a header of 8 numbers, and the layer sent 11 in blocks of 512: up to seven times as many."""
+    sent, gather = [], agreement.all_gather
+
+    def recorded(received, message, group):
+        sent.append(message)
+        return gather(received, message, group)
+
+    monkeypatch.setattr(agreement, "all_gather", recorded)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        MoE(4, 8, experts, 2, expert_parallel=dist.group.WORLD)(torch.ones(3, 4))
+    finally:
+        dist.destroy_process_group()
+    (message,) = sent
+    block = Block("other", 4, 8, experts, 2, layers=1, shared_ffn=0, dtype="float32")
+    layer = Layer(block, 3, Machine("any", 1.0, 1.0), Network("one byte a second", 0.0, 1.0))
+    assert layer.counts_seconds() == (3 - 1) * message.nbytes
+
+
 def test_the_phases_of_a_layer_are_those_of_the_formulas():
     """Four ranks, 10 tokens each, a network of 1 byte a second, products alone: the backward knows the counts."""
     layer = Layer(TINY, 4, Machine("computing", 1.0, 1e12), Network("slow", 0.5, 1.0))
@@ -57,7 +81,7 @@ def test_the_phases_of_a_layer_are_those_of_the_formulas():
     (spread,) = spreads("as it is", plans(1)["as it is"], load, 4, 10)
     cut = layer.cut(spread, 10, 1, deduplicate=False)
     forward, backward = (layer.phases(cut, 10, backward=back) for back in (False, True))
-    assert (forward.counts, backward.counts) == (0.5 + 4 * 3 * (6 + 8), 0)
+    assert (forward.counts, backward.counts) == (0.5 + 4 * 3 * 512, 0)
     assert (forward.gate, backward.gate) == (10 * 2 * 4 * 6, 0)
     assert backward.sum - forward.sum == 2 * forward.gate
     assert (backward.experts[0] == 2 * forward.experts[0]).all()
