@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     __syncwarp(kFullWarp);
     if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
     __syncwarp(kFullWarp);
-    if (i >= rows) continue;  // this round has no collective after this, and the next one includes all lanes
+    if (i >= rows) continue;  // without a collective after this, and with all lanes in the next round
     const bool kept = expert >= 0 && row < limit[expert];
     slot[i] = kept ? row : -1;
     if (kept) token[row] = static_cast<int32_t>(static_cast<uint32_t>(i) / static_cast<uint32_t>(choices));

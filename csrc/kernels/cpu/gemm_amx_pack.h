@@ -129,8 +129,7 @@ template <bool kRight>
 void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
                 RowsAhead& ahead) {
   const int64_t depth = (k + kTileDepth - 1) / kTileDepth;
-  if (source.steps != nullptr ||
-      (source.k_stride != 1 && source.item_stride == 1)) {  // memory is read in its own order
+  if (source.steps != nullptr || (source.k_stride != 1 && source.item_stride == 1)) {  // the loop follows memory
     for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
       const BFloat16* lines[kTileDepth];
       for (int64_t i = 0; i < kTileDepth; ++i) lines[i] = q + i < k ? source.at(first, p + q + i) : nullptr;

@@ -102,7 +102,7 @@ PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t row
     candidates = candidates - last * step < step ? candidates - last * step : step;
   }
   const int64_t begin = plan.bounds[expert], end = expert < experts ? int64_t{plan.bounds[expert + 1]} : rows;
-  // The block among those of the expert, in bands, of which the last may be lower.
+  // The block among the blocks of the expert, in bands; the last band may be lower.
   const unsigned own = static_cast<unsigned>(ceil_div(end - begin, tile_rows)), band_blocks = kBand * column_tiles;
   const unsigned in_expert = block - static_cast<unsigned>(plan.tiles[expert]) * column_tiles;
   const unsigned band = in_expert / band_blocks * kBand, in_band = in_expert % band_blocks;
