@@ -117,7 +117,7 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
   __syncthreads();
 
-  // All loads of a batch are issued at once; elements of a pack after the last one count 0.
+  // All loads of a batch are issued at once. Elements of a pack past the last choice add 0 to the counts.
   const int packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
   for (int batch = thread; batch < packs; batch += kLoads * threads) {
     Wide loaded[kLoads];

@@ -178,7 +178,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Raises:
             TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` not an int.
-            ValueError: the slot is not free, or no slot is; the name is taken; or the schemas are not the others'.
+            ValueError: the slot is taken, no slot is free, the name is taken, or the schemas differ from the others'.
         """
         check_schemas(backend, self._schemas)
         return self._slots.add(backend, slot, prepare=self._reset).slot
@@ -202,7 +202,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Raises:
             KeyError: the mixture has no backend ``old``.
-            ValueError: the name is taken, or the schemas are not the others'.
+            ValueError: the name is taken, or the schemas differ from the others'.
         """
         check_schemas(new, self._schemas)
         member = self._slots.replace(old, new)

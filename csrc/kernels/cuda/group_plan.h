@@ -27,8 +27,8 @@ inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) 
 
 inline constexpr int kPlanThreads = 256;
 
-// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value per
-// warp.
+// Inclusive scan: combines the values of all threads of the block up to the calling one. The block has kPlanThreads
+// threads. `scratch`: one value per warp.
 template <typename F>
 PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
