@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
 
 warn_of_newer_torch(torch.__version__)
-# MoE(expert_parallel=...) calls a package that is built on that of MoE.
+# MoE(expert_parallel=...) calls a package that is built on the package of MoE.
 nn.moe.shard_layer = lambda layer, ranks: importlib.import_module("pymoe.ep").shard(layer, ranks)
 
 __version__ = "0.1.0"  # pyproject.toml takes it from here
@@ -89,7 +89,7 @@ _NEED_MORE = ("remote", "integrations")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the parts that need ``pymoe._runtime`` or ``torch.distributed`` on first use: operators and layers work
+    """Import on first use the parts that need ``pymoe._runtime`` or ``torch.distributed``; operators and layers work
     without them.
     """
     if name in _LAZY_PACKAGES or name in _NEED_MORE:

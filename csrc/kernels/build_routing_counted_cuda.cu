@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
       if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
       __syncwarp();
     }
-    if (i >= end) continue;  // this round has no collective after this, and the next one includes all lanes
+    if (i >= end) continue;  // without a collective after this, and with all lanes in the next round
     const bool kept = row < limit[expert];
     s.slot[i] = kept ? row : -1;
     if (kept) s.token[row] = s.token_of(i);

@@ -117,7 +117,7 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
   __syncthreads();
 
-  // All loads of a batch are issued at once; elements of a pack after the last one count 0.
+  // All loads of a batch are issued at once. Elements of a pack past the last choice add 0 to the counts.
   const int packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
   for (int batch = thread; batch < packs; batch += kLoads * threads) {
     Wide loaded[kLoads];
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     __syncwarp(kFullWarp);
     if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
     __syncwarp(kFullWarp);
-    if (i >= rows) continue;  // this round has no collective after this, and the next one includes all lanes
+    if (i >= rows) continue;  // without a collective after this, and with all lanes in the next round
     const bool kept = expert >= 0 && row < limit[expert];
     slot[i] = kept ? row : -1;
     if (kept) token[row] = static_cast<int32_t>(static_cast<uint32_t>(i) / static_cast<uint32_t>(choices));

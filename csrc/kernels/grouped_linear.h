@@ -42,7 +42,7 @@ struct MatrixView {
   int64_t column_stride;
 };
 
-// The common arguments of all three.
+// The common arguments of the forward and of both gradients.
 struct GroupedArguments {
   const int32_t* offsets;          // (E + 1,)
   void* out;                       // y (S, N), the gradient of the weight (E, N, H) or of the bias (E, N)

@@ -20,7 +20,7 @@ namespace {
 // The number of rows of an expert from which tiles are faster than vectors.
 constexpr int64_t kFewestTileRows = 5;
 
-// The way in which rows are rounded, and multiplied by a tile of weights.
+// The functions that round rows and multiply them by a tile of weights, for one kind of instruction.
 template <typename T>
 struct Way {
   void (*round_block)(const T*, int64_t, int8_t*, RoundedBlock&);

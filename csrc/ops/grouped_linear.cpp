@@ -23,7 +23,7 @@ namespace pymoe::ops::grouped_linear_op {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
-constexpr int64_t kMostOffsets = int64_t{1} << 30;  // experts are counted in int32 on the GPU, and rounded up
+constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the GPU counts experts in int32, rounded up
 
 // `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,

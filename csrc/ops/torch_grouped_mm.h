@@ -31,7 +31,7 @@ inline bool aligned(std::initializer_list<int64_t> elements) {
   return true;
 }
 
-// Read once: the way in which a process computes does not change while it runs.
+// Read once, so that the choice of kernel does not change while a process runs.
 inline bool wanted() {
   static const bool answer = [] {
     const char* text = std::getenv("PYMOE_TORCH_GROUPED_MM");

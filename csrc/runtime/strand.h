@@ -34,8 +34,8 @@ namespace pymoe::runtime {
 template <typename Sync>
 class TaskPool;
 
-// Whether a waiting thread may run batches meanwhile. Inside a batch (of another strand) it must: it blocks
-// that strand, and may be the only thread that can continue.
+// Help by a waiting thread, which may run batches meanwhile. Inside a batch (of another strand) it must: it blocks that
+// strand, and may be the only thread that can continue.
 enum class Help { kNo, kYes, kInBatch };
 
 template <typename Sync>
@@ -81,7 +81,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
         pool->cancel_all("the request was cancelled: the runtime was shut down before it had started");
       }
       const std::lock_guard lock(mutex_);
-      made = plan(Sync::now());  // a request too large for one batch may have begun
+      made = plan(Sync::now());  // needed if a request that is too large for one batch has begun
     }
     carry_out(made);
   }

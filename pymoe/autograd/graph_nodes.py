@@ -85,7 +85,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the same, and all nodes of the graph, with ``entry`` and None but without the nodes behind ``entry``."""
+    """Return the same leaves, and all nodes of the graph: with ``entry`` and None, without nodes behind ``entry``."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]

@@ -150,7 +150,7 @@ class IsolatedCall:
         return found
 
     def _refuse_overlaps(self) -> None:
-        """Refuse in-place changes of which the aliases of other arguments would not learn."""
+        """Refuse in-place changes that the aliases of other arguments would not notice."""
         given = [*(alias.original for alias in self.aliases), *self._leaf_arguments]
         memory = [tensor for tensor in given if tensor.layout == torch.strided]
         places = [tensor.untyped_storage()._cdata for tensor in memory]

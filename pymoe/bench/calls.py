@@ -51,7 +51,7 @@ class BenchCase:
     source: str = ""
     """Name of the model or paper that publishes this shape."""
     baseline: Callable[..., Any] | None = None
-    """Equivalent with torch alone, as a user would write it, if the reference spends time on exactness."""
+    """Equivalent in plain torch, as a user would write it, if the reference spends time on exactness."""
     target: Target | None = None
     """Target of the line on a CPU; it is shown next to the result and is never a test."""
     cuda_target: Target | None = None

@@ -139,7 +139,7 @@ def training_step(
 
 
 def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
-    """Return the layer's function of its parameters, written with torch alone: sort, index, grouped_mm, add."""
+    """Return the layer's function of its parameters, written in plain torch: sort, index, grouped_mm, add."""
     router, w_in, w_out = layer.router.weight, layer.experts.w_in, layer.experts.w_out
     k = layer.top_k
 

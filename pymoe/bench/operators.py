@@ -60,7 +60,7 @@ def random_load(num_experts: int, generator: torch.Generator, dtype: torch.dtype
     return torch.randint(0, 9, (num_experts,), generator=generator).to(dtype)
 
 
-# --- baselines: equivalents written with torch alone ---
+# --- baselines: equivalents in plain torch ---
 
 
 def torch_build_routing(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,7 @@ def ask(
         The answers, and a (T,) mask on the CPU of the rows that got fewer answers than ``needed_T`` says.
 
     Raises:
-        TooFewAnswersError: there are such rows, and ``rules.raises``.
+        TooFewAnswersError: there are such rows, and ``rules.raises`` is true.
         ValueError, TypeError: a pool does not accept such tensors, which is a mistake of the caller, not of the
             backend. No request is left pending in this case, nor if the wait is interrupted.
     """

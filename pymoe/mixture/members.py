@@ -16,7 +16,7 @@ MAX_BACKOFF_DOUBLINGS = 6
 
 
 class Backoff:
-    """The time for which a backend that stopped answering is not asked. Thread-safe."""
+    """Tracks for how long a backend that stopped answering is not asked. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

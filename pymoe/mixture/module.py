@@ -178,7 +178,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Raises:
             TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` not an int.
-            ValueError: the slot is not free, or no slot is; the name is taken; or the schemas are not the others'.
+            ValueError: the slot is taken, no slot is free, the name is taken, or the schemas differ from the others'.
         """
         check_schemas(backend, self._schemas)
         return self._slots.add(backend, slot, prepare=self._reset).slot
@@ -202,7 +202,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Raises:
             KeyError: the mixture has no backend ``old``.
-            ValueError: the name is taken, or the schemas are not the others'.
+            ValueError: the name is taken, or the schemas differ from the others'.
         """
         check_schemas(new, self._schemas)
         member = self._slots.replace(old, new)
@@ -291,7 +291,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
         if not len(weights_TK):
             return weights_TK
-        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses read its load alone
+        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses read only its load
         weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
         return weights_TK
 
@@ -308,7 +308,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing_keys = args[2]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # a state of the gate alone: slots stay as they are
+        if (key := f"{prefix}_extra_state") in missing_keys:  # a state without the slots: they do not change
             missing_keys.remove(key)
 
     def extra_repr(self) -> str:

@@ -77,7 +77,7 @@ class Recorder:
 
     def __init__(self, around: Hooks) -> None:
         self.around = around
-        self.hooks: Hooks = (self._pack, _Saved.get)  # for the call
+        self.hooks: Hooks = (self._pack, _Saved.get)  # in force during the call
         self._saved: list[_Saved] = []
         self._handed_over: list[weakref.ref[_Saved]] | None = None
 

@@ -261,7 +261,7 @@ class ExpertBackend(nn.Module):
         """
         if self.opt is not None:
             self.opt.step()
-            self._rule.updates += 1  # made, even if the scheduler raises
+            self._rule.updates += 1  # counts even if the scheduler raises
             if not self._clears_itself:
                 zero_grad(self.opt)
                 clear_gradients([*self._placement.parameters, *optimized(self.opt)])
@@ -453,6 +453,6 @@ def look_again(backend: ExpertBackend, incompatible_keys: Any) -> None:
 
 
 def mark(error: BaseException, *, may_retry: bool) -> None:
-    """Mark ``error`` with whether the batch that raised it may run again."""
+    """Record in ``error`` whether the batch that raised it may run again."""
     with suppress(AttributeError):  # the exception does not accept attributes
         setattr(error, _MAY_RETRY, may_retry)

@@ -74,7 +74,7 @@ class RequestSchema:
     # --- arguments ---
 
     def flatten_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the flat inputs, under autocast in the dtypes of the schema. Their pool checks the tensors.
+        """Return the flat inputs, cast to the schema's dtypes under autocast. The pool checks the tensors later.
 
         Raises:
             TypeError: arguments that the schema does not have, or a tensor for a constant.

@@ -147,16 +147,16 @@ class Watched:
 
 
 class Watching(Protocol):
-    """Pools that are looked at again and again: those of this user's processes, or of a server."""
+    """Pools that are read repeatedly: of this user's processes, or of a server."""
 
     where: Any
     """A socket, a folder or an address, for messages."""
 
     def read(self) -> list[Report]:
-        """Return what there is now; raises NotARuntime where something else answers."""
+        """Return the current reports; raise NotARuntime if something else answers."""
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

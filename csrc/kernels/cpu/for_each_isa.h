@@ -82,7 +82,7 @@
         "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni"))), \
     apply_to = function)
 #else
-#pragma GCC target("avx512bf16,avx512vnni")  // beside those of v4
+#pragma GCC target("avx512bf16,avx512vnni")  // in addition to those of v4
 #endif
 #define PYMOE_ISA v4_bf16
 #undef PYMOE_ISA_HAS_BF16

@@ -123,14 +123,13 @@ PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t fir
 }
 #endif
 
-// The tiles of `items` items from `first` on and `k` steps from `p` on: groups of 16 items one after the other, along
-// k. Each tile prefetches from `ahead`.
+// Packs `items` items from `first` on and `k` steps from `p` on: for each 16 items their tiles along k, then the next
+// 16 items. Each tile also prefetches some of `ahead`.
 template <bool kRight>
 void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
                 RowsAhead& ahead) {
   const int64_t depth = (k + kTileDepth - 1) / kTileDepth;
-  if (source.steps != nullptr ||
-      (source.k_stride != 1 && source.item_stride == 1)) {  // memory is read in its own order
+  if (source.steps != nullptr || (source.k_stride != 1 && source.item_stride == 1)) {  // the loop follows memory
     for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
       const BFloat16* lines[kTileDepth];
       for (int64_t i = 0; i < kTileDepth; ++i) lines[i] = q + i < k ? source.at(first, p + q + i) : nullptr;

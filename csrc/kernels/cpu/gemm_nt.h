@@ -304,7 +304,7 @@ void gemm_nt(const Gemm<T>& g) {
       const auto tile = streams       ? nt_stream_for<T>(rows)
                         : passes == 1 ? nt_tile_for<T, 4>(rows)
                                       : nt_tile_for<T, 2>(rows);
-      // Of the four lines of a step of the next block: all, two in each of two passes, or one in each of four.
+      // Of a step's four lines in the next block: all in one pass, two in each of two, or one in each of four.
       const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1, line = std::min(pass * lines, kNtColumns - lines);
       int64_t p = 0;
       do {

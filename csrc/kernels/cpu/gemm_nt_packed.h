@@ -1,10 +1,10 @@
 // The sums of gemm_nt by packed panels, for many rows (see gemm.h; no include guard on purpose).
 //
-// A lane of gemm_nt's vectors sums every 16th element or pair along k (every 8th with AVX2), and its tiles read a line
-// of B for every few rows of A, which is too much for the second-level cache. Here panels keep the elements of a
-// lane together, one lane after the other: a tile of the micro-kernel's size is multiplied lane by lane, and the sums
-// of an element are added in the order of sum_lanes_of_four. So both give the same bits for a row of C, and many rows
-// cost only their arithmetic.
+// In gemm_nt a lane of a vector sums every 16th element or pair along k (every 8th with AVX2), and a tile reads a line
+// of B for every few rows of A, which is too much for the second-level cache. Here panels store the elements of one
+// lane after those of another. A tile of the micro-kernel's size is multiplied lane by lane, and the sums of an element
+// are added in the order of sum_lanes_of_four. So both files compute the same bits for a row of C, and many rows cost
+// only their arithmetic.
 
 namespace pymoe::cpu::PYMOE_ISA {
 

@@ -197,7 +197,7 @@ PYMOE_INLINE void load_two(const T* source, int64_t k_stride, int64_t left, vect
   two[1] = panel_vector(source + kStep<T>, k_stride, left);
 }
 
-// Stores a vector of panel elements as it is.
+// Stores a vector of panel elements unchanged.
 template <typename T>
 PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
   memcpy(target, &value, sizeof(value));

@@ -27,8 +27,8 @@ inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) 
 
 inline constexpr int kPlanThreads = 256;
 
-// combine(every value up to the thread's own), over the threads of a block of kPlanThreads. `scratch`: one value per
-// warp.
+// Inclusive scan: combines the values of all threads of the block up to the calling one. The block has kPlanThreads
+// threads. `scratch`: one value per warp.
 template <typename F>
 PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -102,7 +102,7 @@ PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t row
     candidates = candidates - last * step < step ? candidates - last * step : step;
   }
   const int64_t begin = plan.bounds[expert], end = expert < experts ? int64_t{plan.bounds[expert + 1]} : rows;
-  // The block among those of the expert, in bands, of which the last may be lower.
+  // The block among the blocks of the expert, in bands; the last band may be lower.
   const unsigned own = static_cast<unsigned>(ceil_div(end - begin, tile_rows)), band_blocks = kBand * column_tiles;
   const unsigned in_expert = block - static_cast<unsigned>(plan.tiles[expert]) * column_tiles;
   const unsigned band = in_expert / band_blocks * kBand, in_band = in_expert % band_blocks;

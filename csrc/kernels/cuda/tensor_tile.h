@@ -37,7 +37,7 @@ struct TensorOperand {
   const int32_t* order;  // or null
   int64_t count;
 
-  // Lets the operand begin at its i-th line.
+  // Moves the begin of the operand to its i-th line.
   PYMOE_DEVICE void begin_at(int64_t i) {
     if (order != nullptr) {
       order += i;

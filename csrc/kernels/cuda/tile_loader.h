@@ -21,7 +21,7 @@ struct ByOrder {
   static constexpr bool kGiven = true;
   const int32_t* order;
   int64_t count;
-  // -1: there is none.
+  // -1: no such place.
   PYMOE_DEVICE int64_t operator()(int64_t i) const {
     const int64_t place = order[i];
     return place < count ? place : -1;
@@ -81,7 +81,7 @@ struct TileLayout {
 template <typename T, int kRows, int kThreads, typename Places>
 struct TileLoader {
   static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
-  static constexpr int kPacks = kRows * 4 / kThreads;  // a thread's
+  static constexpr int kPacks = kRows * 4 / kThreads;  // per thread
   static_assert(kPacks * kThreads == kRows * 4);
 
   uint4 packs[kPacks];       // in the form of the loads: taking them apart would mean waiting for them

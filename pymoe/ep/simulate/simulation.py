@@ -195,7 +195,7 @@ def simulate(
     layer = Layer(block, ranks, machine, network)
     least = worth_of(layer) if worth is None else worth
     at_least("simulate", "worth", least, 1)
-    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # in the unit in which the load counts rows
+    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # for the tokens of the load
     ways = plans(counted)
     every = tuple(balance(name, plan, load, ranks, tokens) for name, plan in ways.items())
     chosen = every[BALANCES.index(spread)]
