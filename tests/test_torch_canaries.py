@@ -17,6 +17,7 @@ from pymoe import _torch_private as private
 from pymoe.autograd import isolated_graph, plain_state, random_streams, thread_state
 from pymoe.nn import plain_calls
 from pymoe.ops import function_calls as calls_of_operators
+from pymoe.pipe import loss_graph
 from pymoe.pipe.capture import function_calls
 
 dispatch = sys.modules["pymoe.ops.dispatch"]
@@ -29,6 +30,8 @@ CANARIES = {
     "function_calls": function_calls._functions_are_heard,
     "dispatch": dispatch._edits_are_counted,
 }
+NODES_OF_LOSSES = loss_graph._nodes_tell
+"""Exercises no name of pymoe/_torch_private.py, but the attributes of nodes that torch makes of its operators."""
 
 IS_A_CLASS = "a class, for isinstance: what is not recognised raises an assertion, or an error of torch's own"
 NOT_EXERCISED = {
@@ -94,9 +97,15 @@ def test_each_private_name_is_exercised_or_says_why_not():
     assert not exercised & set(NOT_EXERCISED)
 
 
-@pytest.mark.parametrize("canary", CANARIES)
+@pytest.mark.parametrize("canary", [*CANARIES.values(), NODES_OF_LOSSES], ids=lambda canary: canary.__name__)
 def test_this_torch_does_what_pymoe_relies_on(canary):
-    CANARIES[canary]()
+    canary()
+
+
+def test_a_node_of_a_loss_that_saves_its_weight_under_another_name_is_told(monkeypatch):
+    monkeypatch.setattr(loss_graph, "_saved", lambda node, name: None)
+    with pytest.raises(RuntimeError, match="private names of torch"):
+        NODES_OF_LOSSES.__wrapped__()
 
 
 class Nothing:
@@ -183,6 +192,7 @@ USES = {
     ),
     "_numbers_come_from_streams": (random_streams, random_streams.install),
     "_functions_are_heard": (function_calls, lambda: function_calls.FunctionCalls(int, bool).intercepted()),
+    "_nodes_tell": (loss_graph, lambda: loss_graph.read_loss(with_gradient(0).sum(), None)),
     "_edits_are_counted": (
         dispatch,
         lambda: pymoe.ops.dispatch(

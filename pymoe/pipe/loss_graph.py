@@ -4,14 +4,13 @@ The last steps of a loss compute numbers, and their nodes keep what they divide 
 cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over rows these
 are constants, or proportional to the number of rows. A graph is read from the loss on, as long as values are scalars.
 
-What a node saves is called ``_saved_`` and the name of an argument of its operator; :func:`_hear` makes sure of it.
+What a node saves is called ``_saved_`` and the name of an argument of its operator; :func:`_nodes_tell` tries it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -19,7 +18,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from pymoe._torch_private import FakeTensor, FunctionBase, disable_current_modes
+from pymoe import _torch_canaries as canaries
+from pymoe._torch_private import FakeTensor, FunctionBase
 from pymoe.pipe.loss_rows import LEAF, MEAN, PROPORTIONAL, SUM, UNKNOWN, Kind, follow, kind_of, of_total, of_whole
 
 MOST_NODES = 1000
@@ -82,7 +82,7 @@ def read_loss(loss: torch.Tensor, ends: Collection[Node | None] | None) -> LossR
     """
     if loss.grad_fn is None:
         return None
-    _hear()
+    _nodes_tell()
     return _read(loss.grad_fn, ends)
 
 
@@ -184,31 +184,24 @@ def _saved(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
-@cache
-def _hear() -> None:
-    """Make sure that nodes of this torch tell what they are asked.
-
-    Raises:
-        RuntimeError: they do not.
-    """
-    with disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        scores = torch.zeros(4, 2, requires_grad=True, device="cpu", dtype=torch.float64)
-        target = torch.tensor([0, 1, 1, -100], device="cpu")
-        losses = {
-            "the weight of a cross entropy": F.cross_entropy(scores, target),
-            "the elements of a mean": scores.view(-1)[:3].mean(),
-            "the elements of an mse_loss": F.mse_loss(scores.view(-1)[:3], scores.detach().view(-1)[:3]),
-            "the denominator of a quotient": scores.sum() / (target >= 0).sum(),
-            "the factor of a product": scores.sum() * (1 / torch.tensor(3.0, device="cpu", dtype=torch.float64)),
-        }
-        for what, loss in losses.items():
-            assert loss.grad_fn is not None
-            if [round(one.value, 9) for one in _numbers(_read(loss.grad_fn, None))] != [3.0]:
-                raise RuntimeError(f"pymoe.pipe: torch {torch.__version__} does not tell {what} in the graph of a loss")
-        root = F.mse_loss(scores, scores.detach(), reduction="sum").grad_fn
-        assert root is not None
-        if not _read(root, None).sums:
-            raise RuntimeError(f"pymoe.pipe: torch {torch.__version__} does not tell the reduction of an mse_loss")
+@canaries.canary
+def _nodes_tell() -> canaries.Exercises:
+    """Exercise what nodes of losses save, under the names of their operators' arguments."""
+    scores = torch.zeros(4, 2, requires_grad=True, device="cpu", dtype=torch.float64)
+    target = torch.tensor([0, 1, 1, -100], device="cpu")
+    losses = {
+        "the weight of a cross entropy": F.cross_entropy(scores, target),
+        "the elements of a mean": scores.view(-1)[:3].mean(),
+        "the elements of an mse_loss": F.mse_loss(scores.view(-1)[:3], scores.detach().view(-1)[:3]),
+        "the denominator of a quotient": scores.sum() / (target >= 0).sum(),
+        "the factor of a product": scores.sum() * (1 / torch.tensor(3.0, device="cpu", dtype=torch.float64)),
+    }
+    for name, loss in losses.items():
+        assert loss.grad_fn is not None
+        yield name, [round(one.value, 9) for one in _numbers(_read(loss.grad_fn, None))] == [3.0]
+    root = F.mse_loss(scores, scores.detach(), reduction="sum").grad_fn
+    assert root is not None
+    yield "the reduction of an mse_loss", bool(_read(root, None).sums)
 
 
 class _Number(NamedTuple):

@@ -78,8 +78,8 @@ FAULTS = [
     Fault(
         "layers of other sizes send messages of other lengths",
         "pymoe/ep/agreement.py",
-        "most = max(arrangement.announced, most_announced(arrangement.group))",
-        "most = arrangement.announced",
+        "message_length(max(arrangement.announced, most_announced(arrangement.group)))",
+        "message_length(arrangement.announced)",
         (MISTAKES, "-k", "many"),
     ),
     Fault(
