@@ -1,8 +1,8 @@
 """The private names of torch on which pymoe depends: what each does, and why no public name serves.
 
 No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``); the
-reference, which imports torch alone, uses a ``FakeTensor``. All of these were there in torch 2.11.0 and 2.13.0. After
-an update of torch the test says which ones are missing. The objects are torch's own, so a call costs what it did.
+reference, which imports torch alone, uses a ``FakeTensor``. All of these were there in torch 2.11.0, 2.13.0 and 2.15.0.
+After an update of torch the test says which ones are missing. The objects are torch's own, so a call costs what it did.
 
 Names keep torch's, without the underscore. Attributes of torch's objects, which cannot be handed on, are listed in
 ``ATTRIBUTES``.

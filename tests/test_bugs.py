@@ -374,3 +374,28 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
     """
     ended = run_python(script, prelude=f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n")
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_child_that_is_the_first_to_import_maps_has_torch_renew_its_engine():
+    """``import pymoe`` leaves maps, pipes and the runtime to their first use. Where that was in the child of a fork,
+    nobody had noticed the fork, and the threads of the child met in torch's old engine.
+    """
+    script = """
+    import sys
+    import torch
+    import pymoe
+    from processes import in_child
+
+    torch.ones((), requires_grad=True).exp().backward()
+
+    def check():
+        assert "pymoe.autograd.fork" not in sys.modules
+        from pymoe.autograd import fork
+        assert fork._is_stale
+        pymoe.map_with_parallel_backward(lambda t: t * 2, *[(torch.ones(2, requires_grad=True),)] * 5)
+        assert not fork._is_stale
+
+    assert in_child(check) == 0
+    """
+    ended = run_python(script, prelude=f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n")
+    assert ended.returncode == 0, ended.stderr
