@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import sys
 from importlib import metadata
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 DISTRIBUTION = "pymoe-runtime"  # the package index has another project called `pymoe`
+PROCESS = os.getpid()  # that imported pymoe; a fork's child may be the first to import a part of it
 
 
 def load_operators() -> ModuleType:

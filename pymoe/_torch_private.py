@@ -1,8 +1,9 @@
 """Private names of torch on which pymoe depends: what each does, and why no public name serves.
 
 No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``). The
-reference imports only torch, and uses a ``FakeTensor``. All of these names exist in torch 2.11.0 and 2.13.0. After an
-update of torch the test says which ones are missing. The objects are torch's own, so calls cost the same as before.
+reference imports only torch, and uses a ``FakeTensor``. All of these names exist in torch 2.11.0, 2.13.0 and 2.15.0.
+After an update of torch the test says which ones are missing. The objects are torch's own, so calls cost the same as
+before.
 
 The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
 """
@@ -169,6 +170,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch._ops.OpOverload": {
         "_schema": "names and kinds of its arguments",
     },
+    "torch.compiler": {"_is_exporting_flag": "torch.compile takes is_exporting() for true in torch 2.11"},
     "torch.autograd.forward_ad": {"_current_level": "how deep this process is in ``dual_level`` blocks; -1: in none"},
     "torch.distributed.ProcessGroup": {
         "_device_types": "the devices that it can send from",

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the modules that tests share: 
 import devices
 import limits
 import selection
+import torch
 from specs import WITHOUT_CUDA
 
 # The processes that tests start find them, too.
@@ -71,6 +72,10 @@ def pytest_configure(config):
     # the tests of interrupts would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Before a test compiles or exports: from then on torch's CUDA build pretends to have a GPU, and its first backward
+    # pass after that has it refuse all others in children of a fork.
+    if not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).exp().backward()
 
 
 def wanted_devices(config):

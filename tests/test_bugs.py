@@ -5,6 +5,7 @@ help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (
 here, if in more than one of these or in none.
 """
 
+import ast
 import concurrent.futures
 import ctypes
 import gc
@@ -374,3 +375,52 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
     """
     ended = run_python(script, prelude=f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n")
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_child_that_is_the_first_to_import_maps_has_torch_renew_its_engine():
+    """``import pymoe`` leaves maps, pipes and the runtime to their first use. Where that was in the child of a fork,
+    nobody had noticed the fork, and the threads of the child met in torch's old engine.
+    """
+    script = """
+    import sys
+    import torch
+    import pymoe
+    from processes import in_child
+
+    torch.ones((), requires_grad=True).exp().backward()
+
+    def check():
+        assert "pymoe.autograd.fork" not in sys.modules
+        from pymoe.autograd import fork
+        assert fork._is_stale
+        pymoe.map_with_parallel_backward(lambda t: t * 2, *[(torch.ones(2, requires_grad=True),)] * 5)
+        assert not fork._is_stale
+
+    assert in_child(check) == 0
+    """
+    ended = run_python(script, prelude=f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_whether_code_is_exported_is_not_asked_in_the_public_way():
+    """In code that torch 2.11 compiles, ``torch.compiler.is_exporting()`` is True.
+
+    A compiled layer took itself for an exported one, so ``moe.stats`` kept the values of the last eager call, or zeros.
+    """
+    sources = pathlib.Path(pymoe.__file__).parent.rglob("*.py")
+    asked = [
+        f"{path.name}:{node.lineno}"
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "is_exporting"
+    ]
+    assert not asked
+
+
+def test_a_compiled_layer_has_the_statistics_of_its_call():
+    layer = pymoe.nn.MoE(8, 8, num_experts=4, top_k=2)
+    layer(torch.randn(5, 8))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for tokens in (7, 3):
+        compiled(torch.randn(tokens, 8))
+        assert int(layer.stats.load.sum()) == 2 * tokens

@@ -1,11 +1,13 @@
 """Bugs of captured models that were met and mended, each with its story."""
 
 import copy
+import pathlib
 import random
 from collections import Counter
 
 import pytest
 import torch
+from processes import run_python
 from torch import nn
 
 import pymoe
@@ -214,3 +216,65 @@ def test_a_counter_that_the_forward_counts_with_kept_its_counts():
     with pytest.warns(UserWarning, match=r"'0' changes attributes .0\.calls"):
         pipeline(model, (torch.randn(2, 4),))
     assert model[0].calls == Counter(x=1)
+
+
+# What a script of a test's own begins with: the modules that tests share.
+SHARED = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
+
+
+def test_a_capture_before_the_first_backward_pass_left_children_of_a_fork_without_gradients():
+    """``torch.export`` makes tensors without values, for which a build of torch for CUDA pretends to have a GPU where
+    there is none. The first backward pass after it started a thread for that GPU, and torch refused every backward pass
+    in children of a fork. A build for CPUs never did.
+    """
+    script = """
+    import warnings
+    import torch
+    import pymoe
+    from processes import in_child
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    pipe = pymoe.pipeline(model, (torch.ones(2, 2),), split_spec={"1": pymoe.SplitPoint.BEGINNING}, chunks=2)
+
+    def step():
+        pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
+
+    step()
+    assert in_child(step) == 0
+    """
+    ended = run_python(script, SHARED)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch's build for CPUs refuses no backward pass in a child")
+def test_where_torch_refuses_gradients_in_a_child_all_else_works():
+    """The start of a runtime, or of a map's workers, has torch replace its engine in the child of a fork. Where torch
+    refuses that, because the parent's engine has threads for devices, the start failed, also without any gradients.
+    """
+    script = """
+    import warnings
+    import pytest
+    import torch
+    from torch._subclasses import FakeTensorMode
+    import pymoe
+    from processes import in_child
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+    with FakeTensorMode():
+        pass  # a GPU is there, or pretended from now on
+    torch.ones((), requires_grad=True).exp().backward()
+
+    def check():
+        pool = pymoe.TaskPool(torch.square, name="squares")
+        with pymoe.Runtime([pool]):
+            assert pool.submit_task(torch.full((1, 1), 3.0)).result(60).item() == 9
+        outputs = pymoe.map_with_parallel_backward(lambda t: t * 2, *[(torch.ones(2),)] * 5)
+        assert all(y.tolist() == [2, 2] for (y,) in outputs)
+        with pytest.raises(RuntimeError, match="autograd's threading in combination with fork"):
+            torch.ones((), requires_grad=True).exp().backward()
+
+    assert in_child(check) == 0
+    """
+    ended = run_python(script, SHARED)
+    assert ended.returncode == 0, ended.stderr

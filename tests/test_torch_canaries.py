@@ -51,6 +51,7 @@ NOT_EXERCISED = {
     "unwrap_if_dead": "operators unwrap such tensors themselves",
     "PipelineStageBase": "abstract: torch's schedules fail at a stage without the methods that they call",
     "fx_config": "switches without which captures of free sizes raise",
+    "_is_exporting_flag": "where it is not heard, exported programs hold what a layer counts, and fail to export",
     "_indices": "of sparse tensors: memory that is counted for balance alone",
     "_values": "the same",
     "_schema": "the names in it are looked up, and must be there",

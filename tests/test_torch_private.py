@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "pymoe" / "_torch_private.py").read_text()
-SEEN_IN = "2.11.0 and 2.13.0"
+SEEN_IN = "2.11.0, 2.13.0 and 2.15.0"
 
 # Beside the file itself, the reference: it imports torch alone.
 EXCEPTIONS = ("pymoe/_torch_private.py", "pymoe/integrations/transformers/interface.py", "pymoe/reference/")

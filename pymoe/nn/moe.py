@@ -26,7 +26,7 @@ from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_recorded
-from pymoe.ops.transforms import in_torch_func
+from pymoe.ops.transforms import in_torch_func, is_exporting
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated
@@ -416,7 +416,7 @@ class MoE(nn.Module):
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
         # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported
         # program holds the layer's parameters, and nothing that it could leave statistics in.
-        if in_torch_func() or torch.compiler.is_exporting():
+        if in_torch_func() or is_exporting():
             return
         logits: Tensor | None = None
         how: tuple[Any, ...] = ()

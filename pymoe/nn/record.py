@@ -75,11 +75,13 @@ class LastCall(Record):
 
     def keep(self, **values: Tensor) -> None:
         """Take the values of a call, one for every name and all on one device."""
-        self.pending = None
+        if self.pending is not None:
+            self.pending = None
         if self._may_hold(*values.values()):
             self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
             return
-        self.held = {}
+        if self.held:  # torch 2.11 refuses an attribute that is set within a compiled checkpoint
+            self.held = {}
         self.follow(next(iter(values.values())).device)
         with torch.no_grad():
             for name, value in values.items():

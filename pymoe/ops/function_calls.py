@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
+from pymoe.ops.transforms import is_exporting
 
 _Function = type[torch.autograd.Function]
 
@@ -76,7 +77,7 @@ def is_recorded(*values: Any) -> bool:
         values: the arguments of a call: tensors, and anything else.
     """
     if is_compiling():
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return True
     else:
         canaries.transforms()

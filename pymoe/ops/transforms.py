@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 from torch.autograd import forward_ad
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
+
+
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` runs this code.
+
+    ``torch.compiler.is_exporting()`` is True in all code that torch 2.11 compiles.
+    """
+    return compiler._is_exporting_flag
 
 
 def in_torch_func() -> bool:

@@ -269,7 +269,9 @@ def test_transforms_and_tangents_take_the_parts(ways):
     y, pulled = torch.func.vjp(layer, x[0])
     assert torch.equal(y, expected[0])
     assert pulled(torch.ones_like(y))[0].abs().sum() > 0
-    assert torch.equal(torch.func.vmap(layer)(x), expected)
+    torch.testing.assert_close(
+        torch.func.vmap(layer)(x), expected
+    )  # one product of other rows: torch's bits may differ
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
         layer(forward_ad.make_dual(x[0], x[1]))
     assert not any(ways)

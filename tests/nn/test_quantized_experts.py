@@ -101,6 +101,8 @@ def test_state_goes_through_safetensors_and_the_meta_device(bits, bias, tmp_path
     quantize_experts(other, bits)
     assert other.experts.w_in.packed.is_meta
     other.load_state_dict(load_file(tmp_path / "state"), assign=True)
+    # What safetensors loads does not begin where torch's allocations do: F.linear of the router may round otherwise.
+    moe.router.row_invariant = other.router.row_invariant = True
     x = torch.randn(30, 40)
     assert_same_bits(other(x), moe(x), "y")
 

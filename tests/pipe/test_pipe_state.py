@@ -123,10 +123,10 @@ def test_modes_reach_the_layers():
     x = torch.randn(4, WIDTH)
     pipe.eval()
     assert not any(module.training for module in model)
-    assert torch.equal(pipe(x), model[0](x))
+    torch.testing.assert_close(pipe(x), model[0](x))  # not bit for bit: torch's products of other numbers of rows
     pipe.train()
     assert all(module.training for module in model)
-    assert not torch.equal(pipe(x), model[0](x))
+    assert not torch.allclose(pipe(x), model[0](x))
 
 
 def test_a_pipe_is_not_moved():

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from pymoe import _torch_private
+from pymoe.autograd.fork import start_engine
 from pymoe.pipe.capture.arguments import Arguments, Like, Trial, trials
 from pymoe.pipe.capture.entry import Entry, ModelRun, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, branches_on_values, capture_error, stack_level
@@ -117,6 +118,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
 
 def _export(run: ModelRun, trial: Trial) -> Any:
     shapes, any_size = trial
+    start_engine()  # before torch.export pretends that there is a GPU
     with (
         _one_at_a_time,
         attributes_restored(run.model),

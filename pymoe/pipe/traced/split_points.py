@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import fx, nn
+from torch import compiler, fx, nn
 from torch.nn.utils import parametrize
 
 from pymoe._torch_private import OpOverload, OpOverloadPacket
@@ -33,7 +33,7 @@ def pipe_split() -> None:
 
     Does nothing when the model just runs. A boundary at the very beginning or end, or beside another, makes no stage.
     """
-    if torch.compiler.is_exporting():
+    if compiler._is_exporting_flag:
         refuse_boundary()
         torch.ops.pymoe_pipe.split()
 
