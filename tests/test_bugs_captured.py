@@ -5,6 +5,7 @@ import pathlib
 import random
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 from processes import run_python
@@ -238,7 +239,7 @@ def test_a_capture_before_the_first_backward_pass_left_children_of_a_fork_withou
     pipe = pymoe.pipeline(model, (torch.ones(2, 2),), split_spec={"1": pymoe.SplitPoint.BEGINNING}, chunks=2)
 
     def step():
-        pipe.step(torch.ones(4, 2), loss_fn=torch.sum)
+        pipe.step(torch.ones(4, 2), loss_fn=torch.mean)
 
     step()
     assert in_child(step) == 0
@@ -278,3 +279,24 @@ def test_where_torch_refuses_gradients_in_a_child_all_else_works():
     """
     ended = run_python(script, SHARED)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_change_in_an_array_of_objects_is_seen_after_one_of_numbers_was_looked_at():
+    """How to look into arrays was kept by their class: after one of numbers had come first, an array of objects was
+    compared by the addresses of its objects alone, and a pipe went on with what these had held in the capture.
+    """
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.numbers = numpy.ones(2)
+            self.objects = numpy.array([[2.0], None], dtype=object)
+
+        def forward(self, x):
+            return x * self.objects[0][0] * float(self.numbers[0])
+
+    model = Scaled()
+    pipe = pipeline(model, (torch.ones(2),))
+    assert pipe(torch.ones(2)).tolist() == [2, 2]
+    model.objects[0][0] = 3.0
+    assert pipe(torch.ones(2)).tolist() == [3, 3]

@@ -168,7 +168,7 @@ def _make_holder(kind: type, value: Any) -> Holder:
             return holder
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, (numpy.generic, numpy.ndarray)):
-        return _OBJECT_ARRAY if value.dtype.hasobject else _ARRAY
+        return _ARRAY
     if kind in _VIEWS:
         return _VIEWS[kind]
     base = next((holder for each, holder in _CONTAINERS.items() if issubclass(kind, each)), None)
@@ -381,8 +381,12 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-_ARRAY = Holder(state=lambda value: (str(value.dtype), value.shape, value.tobytes()))
-_OBJECT_ARRAY = Holder(lambda value: list(value.ravel()), lambda value: value.shape, is_plain=True)
+# One for all arrays of numpy: it is found by their class, which says nothing of their dtype.
+_ARRAY = Holder(
+    lambda value: list(value.ravel()) if value.dtype.hasobject else [],
+    lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),
+    is_plain=True,
+)
 _FUNCTION = Holder(_of_function, names=_names_of_function, by_identity=True, is_plain=True, glance=_glance_at_function)
 
 _KINDS: tuple[tuple[Any, Any], ...] = (
