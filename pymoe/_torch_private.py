@@ -5,6 +5,7 @@ reference imports only torch, and uses a ``FakeTensor``. All of these names exis
 update of torch the test says which ones are missing. The objects are torch's own, so calls cost the same as before.
 
 The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
+``ATTRIBUTES``.
 """
 
 from __future__ import annotations
