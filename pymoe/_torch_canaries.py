@@ -260,10 +260,8 @@ def _dispatch_modes() -> Exercises:
 
     class Hearing(private.TorchDispatchMode):
         @classmethod
-        def _should_skip_dynamo(
-            cls,
-        ) -> bool:  # True would import the compiler
-            return False
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # True would import the compiler
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             heard.append(func)
@@ -402,7 +400,7 @@ def modules() -> Exercises:
     for register, expected in kinds.items():
         hooked = nn.Identity()
         getattr(hooked, register)(print)
-        filled[expected] = [name for name in private.CALL_HOOKS if getattr(hooked, name)] if register else []
+        filled[expected] = [name for name in private.CALL_HOOKS if getattr(hooked, name)]
         yield expected, bool(getattr(hooked, expected))
     yield "CALL_HOOKS", all(expected in names for expected, names in filled.items())
     yield "global_call_hooks", all(map(_is_known_of_all_modules, kinds))

@@ -6,6 +6,7 @@ After an update of torch the test says which ones are missing. The objects are t
 before.
 
 The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
+``ATTRIBUTES``.
 """
 
 from __future__ import annotations

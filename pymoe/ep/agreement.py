@@ -31,7 +31,8 @@ LARGEST = 3e38  # a capacity factor in a message, as a float32
 FAILED = 1
 
 _layers: dict[int, str] = {}  # titles of layers, by what stands for them in a message
-_options: dict[int, str] = {}  # the same of options of layers
+_options: dict[int, str] = {}  # the same of options of layers, of the calls of late
+MOST_OPTIONS = 256
 _PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
 
 
@@ -255,10 +256,13 @@ def raise_for_difference(arrangement: Arrangement, said: list[list[int]]) -> Non
     _raise_for_disagreement(arrangement, [Call(*one[: len(MEANING)]) for one in said])
 
 
-@functools.lru_cache(maxsize=256, typed=True)
+@functools.lru_cache(maxsize=MOST_OPTIONS, typed=True)
 def _number_of_options(options: tuple[Any, ...]) -> int:
     text = ", ".join(f"{name}={value!r}" for name, value in zip(options[::2], options[1::2], strict=True))
     number = zlib.crc32(text.encode()) & 0x7FFFFFFF
+    if len(_options) >= MOST_OPTIONS:  # of coefficients that change in every step
+        _options.clear()
+        _number_of_options.cache_clear()
     _options[number] = text
     return number
 

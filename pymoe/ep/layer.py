@@ -23,10 +23,12 @@ from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.padded import PaddedShipment
 from pymoe.ep.parameters import check_parameters
 from pymoe.ep.shipment import Shipment
+from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.networks import as_rows
 from pymoe.nn.options import operators
 from pymoe.nn.record import Record
+from pymoe.nn.router import Router
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.types import Gate, RouterLosses
@@ -128,12 +130,17 @@ class ShardedMoE(MoE):
 
     def _compared_options(self) -> tuple[Any, ...]:
         router, losses = self.router, self.losses
-        return (
-            *("score", router.score, "renormalize", router.renormalize, "scale", float(router.scale)),
-            *("num_groups", router.num_groups, "topk_groups", router.topk_groups),
-            *("bias_update_rate", float(router.bias_update_rate), "activation", self.experts.activation),
-            *("aux_loss_coef", float(losses.aux_loss_coef), "z_loss_coef", float(losses.z_loss_coef)),
-        )
+        of_router: tuple[Any, ...] = "router", type(router).__name__  # others have options of their own
+        of_losses: tuple[Any, ...] = "losses", type(losses).__name__
+        if isinstance(router, Router):
+            of_router = (
+                *("score", router.score, "renormalize", router.renormalize, "scale", float(router.scale)),
+                *("num_groups", router.num_groups, "topk_groups", router.topk_groups),
+                *("bias_update_rate", float(router.bias_update_rate)),
+            )
+        if isinstance(losses, AuxiliaryLosses):
+            of_losses = "aux_loss_coef", float(losses.aux_loss_coef), "z_loss_coef", float(losses.z_loss_coef)
+        return *of_router, "activation", self.experts.activation, *of_losses
 
     def _shipment(self, gate: Gate) -> Shipment:
         arrangement = self.arrangement

@@ -43,17 +43,8 @@ _MOVES = {
 _CONTRACTIONS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Baddbmm", "Addmv", "Addbmm"}
 PROPORTIONAL = LINEAR | _MOVES | _CONTRACTIONS
 _OVER_A_DIMENSION = {
-    *(
-        "Softmax",
-        "LogSoftmax",
-        "SafeSoftmax",
-        "Logsumexp",
-        "Logcumsumexp",
-        "LinalgVectorNorm",
-        "Norm",
-        "Prod",
-        "Cumprod",
-    ),
+    *("Softmax", "LogSoftmax", "SafeSoftmax", "Logsumexp", "Logcumsumexp", "LinalgVectorNorm", "Norm", "Prod"),
+    "Cumprod",
     *("Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort", "Median"),
     *("Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
 }

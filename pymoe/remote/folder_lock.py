@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -45,8 +46,11 @@ class FolderLock:
 
 
 def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # also if a fork has not yet closed its own
-    os.close(descriptor)
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also if a fork has not yet closed its own
+    finally:
+        os.close(descriptor)
 
 
 def _leave_to_parent() -> None:

@@ -232,8 +232,10 @@ class ExpertServer:
             try:
                 if server is not None:
                     event_loop.run(self._stop(server, grace))
-                elif self._checkpoints is not None and any(one.unsaved for one in self._service.hosted.values()):
-                    event_loop.run(self._save_all(max(grace, 1.0)))  # never started, or an earlier drain was cut off
+                elif self._checkpoints is not None and (
+                    self._not_saved or any(one.unsaved for one in self._service.hosted.values())
+                ):  # never started, or an earlier drain was cut off or could not save
+                    event_loop.run(self._save_all(max(grace, 1.0)))
             finally:
                 self._server = None
                 try:
@@ -259,9 +261,8 @@ class ExpertServer:
                 # What still runs then is an expert that hangs: its checkpoint would wait for it.
                 await self._save_all(max(grace, 1.0))
         except asyncio.CancelledError:  # Ctrl-C: who waits for the end is told, too
-            unsaved = [
-                one.name for one in self._service.hosted.values() if self._checkpoints is not None and one.unsaved
-            ]
+            hosted = self._service.hosted.values() if self._checkpoints is not None else ()
+            unsaved = [one.name for one in hosted if one.may_be_unsaved]
             self._not_saved = {name: RuntimeError(f"{name!r}: the drain was interrupted") for name in unsaved}
             raise
         finally:
@@ -360,8 +361,8 @@ class ExpertServer:
                 if self._checkpoints is not None:
                     event_loop.run(self._save(hosted))
             except BaseException:
-                self.runtime.add(hosted)
                 self._service.hosted[name] = hosted
+                self.runtime.add(hosted)
                 raise
             hosted.release()
             return hosted.backend
@@ -466,9 +467,9 @@ class ExpertServer:
 
 
 def check_seconds(what: str, seconds: Any) -> float:
-    """Return ``seconds``; raises ValueError unless that is a number, 0 or more."""
+    """Return ``seconds``; raise ValueError unless that is a number, 0 or more."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise ValueError(f"{what} must be a number of seconds, got {seconds!r}")
+        raise ValueError(f"{what} must be a number of seconds, 0 or more, got {seconds!r}")
     return seconds
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import socket
 import struct
 import sys
@@ -182,8 +183,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text}")
     return seconds
 

@@ -6,6 +6,7 @@ from ep_cases import shuffled
 from failures import told, without_models
 from parallel import E, data, model
 from rank_setup import mesh_of, same_bits
+from torch import nn
 
 from pymoe import ep
 from pymoe.ep.exchange import Crossing
@@ -91,3 +92,26 @@ def moved_without_another_layer(rank, world, tied):
             said[1] = without_models(said[1])
     ep.redistribute(spread, contiguous(E, 4))
     return moving, calling, same_bits(spread(x), y)
+
+
+class Wrapped(nn.Module):
+    """A router in a module that has nothing but what it is called for."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.router = router
+
+    @property
+    def weight(self):
+        return self.router.weight
+
+    def forward(self, x):
+        return self.router(x)
+
+
+def router_in_a_wrapper(rank, world):
+    """Whether a layer whose router is in a wrapper gives the bits that it gave before."""
+    layer, x, _ = prepared(rank, case("float32"))
+    y = layer(x)
+    layer.router = Wrapped(layer.router)
+    return same_bits(layer(x), y)

@@ -4,6 +4,8 @@ import bugs
 import calls
 import pytest
 
+from pymoe.ep import agreement
+
 
 def test_the_share_of_a_groups_losses_is_as_precise_in_padded_buffers(ranks):
     """The share was divided on the device as integers are, in float32, and widened too late: float64 losses lost it."""
@@ -41,3 +43,18 @@ def test_a_layer_that_shares_its_experts_does_not_move_alone(ranks, tied):
             assert calling[0] == "ValueError"
             assert text in calling[1]
         assert works
+
+
+def test_a_router_in_a_wrapper_needs_no_options(ranks):
+    """The comparison of options between ranks asked it for those of a Router."""
+    assert all(ranks.run(bugs.router_in_a_wrapper))
+
+
+def test_options_that_change_in_every_call_are_not_kept():
+    """A coefficient with a schedule left a text in every step."""
+    for step in range(3 * agreement.MOST_OPTIONS):
+        agreement._number_of_options(("z_loss_coef", step / 7))
+    assert len(agreement._options) <= agreement.MOST_OPTIONS
+    number = agreement._number_of_options(("z_loss_coef", 0.5))
+    assert agreement._options[number] == "z_loss_coef=0.5"
+    assert number == agreement._number_of_options(("z_loss_coef", 0.5))

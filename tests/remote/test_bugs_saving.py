@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
 import os
 import shutil
@@ -247,6 +249,42 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
     assert restored(lambda: of(SlowToSave(), "a"), tmp_path).updates == 3
 
 
+def test_a_further_drain_saves_what_the_first_could_not(tmp_path: Path) -> None:
+    """Of an expert that had changed without an update it did not try, and raised the first error again."""
+    backend = mlp("a")
+    server = ExpertServer(backend, checkpoints=tmp_path, save_every=0)
+    server.start()
+    assert server.save() == 1
+    with torch.no_grad():
+        backend.expert[0].weight.fill_(7)
+    folder = tmp_path / "expert-a"
+    folder.rename(tmp_path / "away")
+    folder.write_text("in the way")
+    for _ in range(2):
+        with pytest.raises(OSError, match="'a' cannot be saved"):
+            server.drain()
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    server.drain()
+    assert bool((restored(lambda: mlp("a"), tmp_path).expert[0].weight == 7).all())
+
+
+def test_a_file_system_without_locks_is_warned_of_and_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The release failed as the lock had, so drain() raised after all was saved, and the folder stayed open."""
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    opened = len(os.listdir("/proc/self/fd"))
+    lock = FolderLock(tmp_path)
+    assert "cannot be locked" in caplog.text
+    lock.release()
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 def test_a_grace_of_any_length_ends_the_server() -> None:
     """An infinite one raised OverflowError at the end of drain(), and run() and wait() waited for ever."""
     server = ExpertServer(mlp("a"), grace=math.inf)
@@ -259,7 +297,7 @@ def test_a_grace_of_any_length_ends_the_server() -> None:
 def test_what_is_no_number_of_seconds_is_refused_before_anything_ends(tmp_path: Path, seconds: Any) -> None:
     with ExpertServer(mlp("a"), checkpoints=tmp_path) as server:
         for call in (lambda: server.drain(seconds), lambda: server.save(seconds)):
-            with pytest.raises(ValueError, match="must be a number of seconds, got"):
+            with pytest.raises(ValueError, match="must be a number of seconds, 0 or more, got"):
                 call()
         train(server)
 

@@ -157,9 +157,10 @@ def test_top_shows_a_server_as_it_shows_a_runtime(capsys: pytest.CaptureFixture[
         shown = capsys.readouterr().out
         assert "held_forward" in shown
         assert f"{server.address} (process" in shown
-        with pytest.raises(SystemExit):
-            main(["top", server.address, "--interval", "0"])
-        assert "expected a positive number of seconds, got 0" in capsys.readouterr().err
+        for seconds in ("0", "inf", "soon"):  # an OverflowError, and a message that named a private function
+            with pytest.raises(SystemExit):
+                main(["top", server.address, "--interval", seconds])
+            assert f"expected a positive number of seconds, got {seconds}" in capsys.readouterr().err
     assert main(["top", server.address, "--once"]) == 1
     assert server.address in capsys.readouterr().err
 

@@ -145,7 +145,7 @@ def _parts(block: Any, plan: Plan) -> list[_Part]:
 
 _OF_LAYERS = ("pymoe.nn.",)
 _OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
-"""What the modules of Python begin with whose classes a block, or a layer, consists of."""
+"""Prefixes of the Python modules whose classes a layer, or a block, consists of."""
 
 
 def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:

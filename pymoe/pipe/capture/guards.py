@@ -52,7 +52,7 @@ class Guards:
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
         self._sharing = self._sharing_now()
-        self._is_shared_alike = True
+        self._is_shared_alike: bool | None = True  # None: not known since a parameter or buffer was replaced
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
@@ -75,15 +75,14 @@ class Guards:
         for dictionary, size in expected.sizes:
             if len(dictionary) != size:  # hasattr() may have been told that there is none
                 return "a parameter or buffer"
-        has_another = False
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
             now = dictionary.get(name)
             if now is not value:
                 if _shape(now) != shape:
                     return f"the shape of {label!r}"
-                entry[2], has_another = now, True
-        if has_another:
+                entry[2], self._is_shared_alike = now, None
+        if self._is_shared_alike is None:
             self._is_shared_alike = self._sharing_now() == self._sharing
         if not self._is_shared_alike:  # a graph has one name for all places of a parameter
             return "which parameters or buffers are one and the same"
@@ -108,7 +107,7 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What of the world outside of the model cannot be in a copy is left out: the copy captures again."""
+        """Leave out what of the world outside of the model cannot be in a copy: the copy captures again."""
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()

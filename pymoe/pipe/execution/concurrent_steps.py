@@ -62,7 +62,7 @@ class _Overlap:
         self._names.update((id(cell.place), cell.name) for cell in layout.cells)
 
     def end(self) -> None:
-        """One of the steps has ended."""
+        """Note that one of the steps has ended."""
         if names := self._held.changes(self._seen):
             self.fail(names[0])
 
@@ -78,7 +78,7 @@ class _Overlap:
 
 @contextmanager
 def running(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
-    """A context in which a step runs; :meth:`RunningStep.refuse_conflict` is for after it.
+    """Let a step run in the block; :meth:`RunningStep.refuse_conflict` is for after it.
 
     ``around``: the owners of steps that this one is a part of.
     """

@@ -76,11 +76,11 @@ class Seen(NamedTuple):
     contents: Sequence[Any]
     stamps: Sequence[int]
     moment: int
-    """Of the fingerprints."""
+    """The number of the look at which the fingerprints were taken."""
     fingerprints: Sequence[int]
-    """Of the memory that the layout watches."""
+    """The fingerprints of the memory that the layout watches."""
     copies: dict[int, torch.Tensor]
-    """Of tensors, by their number in the layout."""
+    """Copies of tensors, by their number in the layout."""
     generators: Sequence[Any]
     """The states of random number generators."""
 
@@ -189,7 +189,7 @@ class HeldState:
 
     @contextmanager
     def put_back(self, seen: Seen) -> Iterator[None]:
-        """A context in which a forward is recomputed: it sees what it has seen, and leaves no trace.
+        """Let a forward be recomputed in the block: it sees what it has seen, and leaves no trace.
 
         Raises:
             RuntimeError: something has begun to change since that was not copied; or the recomputation has written to
@@ -265,9 +265,7 @@ class HeldState:
         stale = []  # what a graph may have kept that was made meanwhile, and autograd would not notice
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
-            if _same(cell.contents(), wanted):
-                continue
-            if not cell.is_fixed(wanted):
+            if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
                 cell.put(wanted)
         after = layout.stamps()
         for number, copy in copies.items():

@@ -45,7 +45,7 @@ from pymoe.pipe.execution.graph import memory_of, version_of
 SMALL_BYTES = 1 << 16
 """Tensors of modules up to this size, parameters excepted, are copied before every forward that may run again."""
 MANY = 1000
-"""Of containers with more items only the number of items is compared."""
+"""If a container has more items, only their number is compared."""
 PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
 """Values that nobody can change, and that are equal if their contents are."""
 
@@ -61,7 +61,7 @@ _version, _nbytes, _is_cpu = attrgetter("_version"), attrgetter("nbytes"), attrg
 
 
 class View:
-    """What an object that is no container holds, as if it were one."""
+    """Shows what an object that is no container holds, as if it were one."""
 
     def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
         self._read = read
@@ -127,7 +127,7 @@ class Layout:
         self.shareable: dict[Any, tuple[str, Any]] = {}
         """What other stages may have, too: modules, tensors (by their memory) and containers, with their names."""
         self.generators: list[Any] = []
-        """Of random numbers: they have ``get_state`` and ``set_state``."""
+        """Random number generators: they have ``get_state`` and ``set_state``."""
         self.opaque: list[str] = []
         """The names of what may change without anybody seeing it."""
         self._found: dict[int, Any] = {}  # also keeps the ids

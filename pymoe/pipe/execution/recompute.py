@@ -80,7 +80,7 @@ class StageRecompute:
 
     @contextmanager
     def put_back(self, seen: Seen) -> Iterator[None]:
-        """A context in which a forward is recomputed: it sees what it has seen, and leaves no trace."""
+        """Let a forward be recomputed in the block: it sees what it has seen, and leaves no trace."""
         with self._lock:
             try:
                 with self.held.put_back(seen):

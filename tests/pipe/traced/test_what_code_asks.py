@@ -251,6 +251,19 @@ def test_a_parameter_that_is_no_longer_tied_is_used_and_trained():
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
 
 
+def test_a_capture_that_was_left_for_a_shape_learns_that_a_parameter_is_no_longer_tied():
+    """It noted the parameter, left the look at what is shared to the next call, and that found nothing replaced."""
+    model = TwoHeads()
+    pipe = pipeline(model, (rows(2),), chunks=2)
+    assert_is_model(pipe, model)
+    bias = model.second.bias
+    model.second.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    model.second.bias = nn.Parameter(torch.randn(1))
+    assert_is_model(pipe, model)
+    model.second.bias = bias
+    assert_is_model(pipe, model)
+
+
 ENTROPY = {
     "a generator of Python": lambda: random.Random().random(),
     "the system's": lambda: random.SystemRandom().random(),
