@@ -9,23 +9,59 @@ What a node saves is called ``_saved_`` and the name of an argument of its opera
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import FakeTensor, FunctionBase
-from pymoe.pipe.loss_rows import LEAF, MEAN, PROPORTIONAL, SUM, UNKNOWN, Kind, follow, kind_of, of_total, of_whole
+from pymoe.pipe.loss_rows import (
+    LEAF,
+    MEAN,
+    PROPORTIONAL,
+    SUM,
+    UNKNOWN,
+    Kind,
+    Label,
+    follow,
+    kind_of,
+    of_total,
+    of_whole,
+)
 
 MOST_NODES = 1000
 """That are read of one loss."""
 MOST_FOLLOWED = 10_000
 """For whose rows to be followed."""
+MOST_OF_PARAMETERS = 100
+"""That are read of a number to find that it depends on parameters alone."""
+_OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
+_HIDE_NO_DATA = {
+    *_OF_TWO,
+    *("Abs", "Clamp", "Exp", "Log", "Log1P", "LogSigmoidForward", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt"),
+    *("Sigmoid", "Softmax", "Softplus", "Sqrt", "Tanh"),
+    *(
+        "Alias",
+        "Clone",
+        "Expand",
+        "Permute",
+        "Select",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unsqueeze",
+        "View",
+        "ReshapeAlias",
+    ),
+    *("Cat", "LinalgVectorNorm", "Mean", "Mm", "Norm", "Split", "Stack", "Sum", "ToCopy", "Unbind"),
+}
+"""Operators whose results depend on no tensors except those that get gradients (an embedding depends on indices)."""
 _FUSED = "linear_cross_entropy"
 """In the names of nodes of torch that hide a cross entropy with its weights."""
 
@@ -107,6 +143,10 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
             reading.divisors.append(divisors)
             continue
         inner = [(number, child) for number, (child, _) in enumerate(node.next_functions) if child is not None]
+        if rows is None and kind not in PROPORTIONAL and _is_of_parameters(node):
+            continue
+        if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor is multiplied by what differs in any loss
+            inner = [one for one in inner if not _is_factor(one[1], labels)] or inner
         totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is Kind.TOTAL]
         reduction = getattr(node, "_saved_reduction", None)
         is_sum = reduction == SUM and (label is None or label.kind is not Kind.CONSTANT)
@@ -133,6 +173,31 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
         todo += [(child, (*divisors, *_divisor(node, kind, number))) for number, child in totals]
     reading.is_opaque |= bool(todo)
     return reading
+
+
+def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
+    """Return whether a number does not depend on the model's outputs; if these are not known, on parameters alone."""
+    return labels[node].kind is Kind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
+
+
+def _is_of_parameters(node: Node) -> bool:
+    """Return whether a value is known to depend on nothing but parameters and numbers."""
+    todo = [node]
+    for _ in range(MOST_OF_PARAMETERS):
+        if not todo:
+            return True
+        one = todo.pop()
+        if one.name() == LEAF:
+            if not isinstance(one.variable, nn.Parameter):  # type: ignore[attr-defined]
+                return False
+            continue
+        kind = kind_of(one)
+        children = [child for child, _ in one.next_functions if child is not None]
+        is_with_data = len(children) < len(one.next_functions) and not (kind in _OF_TWO and _is_scalar(one))
+        if kind not in _HIDE_NO_DATA or is_with_data:
+            return False
+        todo += children
+    return False
 
 
 def _is_mean_of_one(root: Node, ends: Collection[Node | None]) -> bool:

@@ -62,7 +62,8 @@ class Structure:
 
 def have_same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
     """Return whether two dictionaries have the same objects under the same names, in the same order."""
-    return len(now) == len(then) and [*now] == [*then] and all(map(is_, now.values(), then.values()))
+    # By keys(), since the dictionaries of TorchScript are no iterables.
+    return [*now.keys()] == [*then.keys()] and all(map(is_, now.values(), then.values()))
 
 
 def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Module | None]) -> str:

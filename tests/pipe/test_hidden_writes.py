@@ -7,6 +7,7 @@ import torch
 from kinds_of_hidden_state import KINDS
 from kinds_of_state import CHUNKS, LARGE
 from torch import nn
+from torch.nn import functional as F
 
 import pymoe
 from pymoe.pipe import Pipe
@@ -121,6 +122,57 @@ def test_a_graph_that_needs_a_parameter_that_was_put_back_and_has_changed_since_
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         Pipe(model, CHUNKS, "always", balance=[2, 1]).step(batch(0), loss_fn=loss_fn)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class ScalesByBuffer(nn.Linear):
+    """Its graph keeps a buffer that later forwards change behind autograd's back."""
+
+    def __init__(self, elements):
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(elements))
+
+    def forward(self, x):
+        self.scale.data.mul_(0.5)
+        return super().forward(x) * self.scale[:4]
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 15], ids=["small", "large"])
+def test_a_graph_that_needs_a_buffer_that_was_put_back_and_has_changed_since_raises(elements):
+    """Small buffers, which are copied in any case, gave wrong gradients in silence."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ScalesByBuffer(elements), nn.Linear(4, 1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Pipe(model, CHUNKS, "always", balance=[2, 1]).step(batch(0), loss_fn=loss_fn)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class OwnBatchNorm(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("moving_mean", torch.zeros(channels))
+        self.register_buffer("moving_var", torch.ones(channels))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.moving_mean, self.moving_var, training=True)
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, OwnBatchNorm])
+@pytest.mark.parametrize("channels", [4, 1 << 15], ids=["small", "large"])
+def test_batch_norms_of_any_width_are_recomputed(make, channels):
+    """Their nodes keep running statistics without need: the second micro-batch of a wide one raised torch's error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, channels), make(channels), nn.Linear(channels, 1))
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, CHUNKS, "always", balance=[2, 1])
+    for step in range(3):
+        x = batch(step)
+        pipe.step(x, loss_fn=loss_fn)
+        for rows in x.tensor_split(CHUNKS):
+            (loss_fn(plain(rows)) * (len(rows) / len(x))).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 class Part(nn.Module):

@@ -202,6 +202,72 @@ EQUAL |= {
 }
 
 
+class Uncertainty(nn.Module):
+    """Kendall et al. (2018): the weights of several losses are learnt. Also a regulariser of its parameters."""
+
+    def __init__(self, weighted) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.tensor([0.3, -0.2], dtype=D))
+        self.weighted = weighted
+
+    def forward(self, z: Tensor, y: Tensor | None = None) -> Tensor:
+        losses = [z.square().mean(), z.abs().mean() if y is None else F.mse_loss(z, y)]
+        return sum([self.weighted(s, loss) for s, loss in zip(self.scales, losses, strict=True)])
+
+
+LEARNT = {
+    "exponentials": lambda s, loss: torch.exp(-s) * loss + s,
+    "quotients": lambda s, loss: loss / (2 * s.exp() ** 2) + torch.log(1 + s.exp() ** 2),
+    "the factors themselves": lambda s, loss: loss * (0.5 * s) + s.square(),
+    "softplus": lambda s, loss: F.softplus(s) * loss,
+    "a norm": lambda s, loss: s * loss + 0.1 * torch.linalg.vector_norm(s.expand(3)),
+}
+
+
+@pytest.mark.parametrize("chunks", [2, 3, ROWS])
+@pytest.mark.parametrize("name", LEARNT)
+def test_losses_may_have_learnt_weights(name: str, chunks: int) -> None:
+    """A weight's own path through a product, on which the factor is the loss, told of losses that differ."""
+    loss_fn = Uncertainty(LEARNT[name])
+    plain = copy.deepcopy(loss_fn)
+    model = model_of()
+    of_plain = copy.deepcopy(model)
+    x, y = torch.randn(ROWS, 3, dtype=D), torch.randn(ROWS, WIDTH, dtype=D)
+    plain(of_plain(x), y).backward()
+    Pipe(model, chunks, balance=[2, 1]).step(x, target=y, loss_fn=loss_fn)
+    pairs = [*zip([*model.parameters(), loss_fn.scales], [*of_plain.parameters(), plain.scales], strict=True)]
+    torch.testing.assert_close([a.grad for a, _ in pairs], [b.grad for _, b in pairs])
+
+
+@pytest.mark.parametrize("balance", [[1, 3], [3, 1]])
+@pytest.mark.parametrize("name", LEARNT)
+def test_a_models_own_loss_may_have_learnt_weights(name: str, balance: list[int]) -> None:
+    model = nn.Sequential(*model_of(), Uncertainty(LEARNT[name]))
+    plain, called = copy.deepcopy(model), copy.deepcopy(model)
+    x = torch.randn(ROWS, 3, dtype=D)
+    plain(x).backward()
+    Pipe(model, 3, balance=balance).step(x)
+    Pipe(called, 3, balance=balance).step(x, reduction=len)
+    expected = [parameter.grad for parameter in plain.parameters()]
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+    torch.testing.assert_close([parameter.grad for parameter in called.parameters()], expected)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_learnt_weights_hide_no_loss_that_is_no_mean(chunks: int) -> None:
+    """A weight that depends on the target, or a sum under a weight, is still seen."""
+    scale = nn.Parameter(torch.tensor(0.3, dtype=D))
+    of_target = nn.Linear(WIDTH, 1).to(D)
+    assert outcome(lambda z, y: scale.exp() * (z - y).square().sum(), chunks) == "refused"
+    assert outcome(lambda z, y: of_target(y).mean() * z.square().mean(), chunks) == "refused"
+    assert outcome(lambda z, y: scale * z.square().mean() / (y > 0).sum(), chunks) == "refused"
+    embedding = nn.Embedding(4, 2)
+    for function in (torch.linalg.vector_norm, lambda x: x.mean() * x.exp().mean(), lambda x: scale * x.mean().exp()):
+        pipe = Pipe(nn.Sequential(embedding, Last(function)), 2)
+        with pytest.raises(ValueError, match="the loss"):
+            pipe.step(torch.tensor([0, 1, 2, 3]))
+
+
 def model_of() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, WIDTH)).to(D)

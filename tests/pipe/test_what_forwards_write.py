@@ -220,3 +220,39 @@ def test_a_graph_that_needs_what_a_later_forward_has_changed_raises(checkpoint):
     model = with_layer(ReadAfterWriting)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         by_pipe(model, [2, 2], checkpoint, "gpipe")(batch(0))
+
+
+class CountsInScript(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) / self.count.clone()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Pipe.step:UserWarning")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_modules_of_torchscript_are_layers_like_others(checkpoint, shared):
+    """Their dictionaries of modules and parameters are of classes of their own, which cannot be iterated over."""
+
+    def make():
+        torch.manual_seed(0)
+        first = torch.jit.script(CountsInScript())
+        traced = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+        return nn.Sequential(first, traced, first if shared else torch.jit.script(nn.Sequential(nn.BatchNorm1d(4))))
+
+    plain, model = make(), make()
+    pipe = Pipe(model, 3, checkpoint)
+    for step in range(3):
+        x = torch.randn(9, 4, generator=torch.Generator().manual_seed(step))
+        pipe.step(x, loss_fn=lambda output: output.square().mean(), schedule="gpipe")
+        for rows in x.tensor_split(3):
+            (plain(rows).square().mean() / 3).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)

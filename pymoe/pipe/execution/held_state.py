@@ -33,6 +33,9 @@ from pymoe.pipe.execution.held_values import PLAIN, Cell, Layout
 _FRESH = 1 << 24
 """Added to the version of a tensor while it holds what it held earlier: graphs made then are of no use afterwards."""
 
+_OF_BATCH_NORMS = "mean", "var"
+"""Ends of the names of what batch norms write behind autograd's back; their nodes keep it, but do not read it."""
+
 _NOT_THE_SAME = (
     "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the "
     "same both times; use checkpoint='never'"
@@ -261,7 +264,7 @@ class HeldState:
         ``now``: the contents of cells, by id of the place; of others they were what the first run saw. ``stamps`` and
         ``copies`` are those of the tensors in the layout.
         """
-        lost, layout, watched = [], seen.layout, {*seen.layout.watched}
+        lost, layout = [], seen.layout
         stale = []  # what a graph may have kept that was made meanwhile, and autograd would not notice
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
@@ -273,7 +276,8 @@ class HeldState:
             if not _alike(tensor, copy):
                 tensor.data = copy
                 continue
-            if number in watched and stamps[number] == after[number] and not torch.equal(tensor, copy):
+            is_read = tensor.is_cpu and not layout.name(number).endswith(_OF_BATCH_NORMS)
+            if is_read and stamps[number] == after[number] and not torch.equal(tensor, copy):
                 stale.append(number)
             tensor.data.copy_(copy)
         for number in {*layout.written(stamps, after)}:

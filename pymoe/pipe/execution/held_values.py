@@ -7,7 +7,8 @@ number generators the state is known, and of most iterators how far they are. Wh
 generators, and iterators that do not tell how far they are.
 
 Not followed are globals, hooks, weak references, caches of ``functools``, and objects of the standard library's and
-torch's own classes. Of containers with more than a thousand items the number of items alone is known.
+torch's own classes; of modules of TorchScript tensors alone are. Of containers with more than a thousand items the
+number of items alone is known.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ class Layout:
                 continue
             if id(item) not in self._found:
                 self._found[id(item)] = item
-                self._cells[1].append(Cell(item, cell.name))
+                if isinstance(item, dict):  # not so in modules of TorchScript, whose names are fixed
+                    self._cells[1].append(Cell(item, cell.name))
             for child, held in item.items():
                 yield held, path + child, False
         yield from self._visit_slots(value, cell.name)

@@ -138,7 +138,7 @@ def _only_reads(root: Any) -> bool:
 
 def _writing_unseen(layout: Layout) -> list[nn.Module]:
     """Return the layers whose kernels are taken to write to them: a look at their buffers would wait for a device."""
-    layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers)]
+    layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
 
