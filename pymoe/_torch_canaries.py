@@ -174,15 +174,6 @@ class _Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _CountingTensor(Tensor):
-    calls = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.calls += 1
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 def _switches(get: Callable[[], bool], put: Callable[[bool], Any]) -> bool:
     """Return whether ``get`` returns the value that was put last."""
     usual, answers = get(), []
@@ -227,8 +218,16 @@ def thread_states() -> Exercises:
 
 
 def _function_modes() -> Exercises:
+    class CountingTensor(Tensor):  # one for each thread that tries this at the same time
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
     plain = torch.ones(1, dtype=torch.float64, device="cpu")
-    mode, other = _Counting(), plain.as_subclass(_CountingTensor)
+    mode, other = _Counting(), plain.as_subclass(CountingTensor)
     private.push_on_torch_function_stack(mode)
     torch.add(plain, 1)
     yield "push_on_torch_function_stack", mode.calls == 1
@@ -244,10 +243,10 @@ def _function_modes() -> Exercises:
     asked = []
     for state in (states.SUBCLASSES_DISABLED, states.ALL_DISABLED, states.ENABLED):
         private.set_torch_function_state(state)
-        before = _CountingTensor.calls
+        before = CountingTensor.calls
         torch.add(other, 1)
         about = private.is_torch_function_enabled(), private.is_torch_function_all_disabled()
-        asked.append((_CountingTensor.calls > before, *about))
+        asked.append((CountingTensor.calls > before, *about))
     heard = [heard for heard, _, _ in asked] == [False, False, True]
     yield "set_torch_function_state", heard
     yield "TorchFunctionState", heard

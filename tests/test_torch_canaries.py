@@ -213,3 +213,24 @@ def test_what_relies_on_a_name_calls_its_canary_first(use, monkeypatch):
     monkeypatch.setattr(plain_calls, "_as_written", {})
     with pytest.raises(RuntimeError, match="told first"):
         function()
+
+
+def test_threads_that_try_names_at_the_same_time_do_not_disturb_each_other():
+    """A class counted the calls of all of them: a map in several threads failed now and then in its first calls."""
+    failures = []
+
+    def run():
+        try:
+            for check in CANARIES.values():
+                if check is not CANARIES["function_calls"]:  # captures run one after the other
+                    check.__wrapped__()
+        except RuntimeError as error:
+            failures.append(error)
+
+    for _ in range(5):
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures

@@ -46,11 +46,11 @@ class ExpertClient(nn.Module):
     the server's work: the two streams must wait for each other around the call, and again around its node in the
     backward pass, where gradients are requested.
 
+    A call and its backward pass raise the errors below.
+
     Args:
         backend: the backend whose pools are asked.
         timeout: the most seconds that a request may take, in either pass and however it is waited for; None: no limit.
-
-        A call and its backward pass raise the following.
 
     Raises:
         TypeError: arguments that the expert does not take, a missing tensor, or another dtype.

@@ -134,7 +134,7 @@ def thousand_steps() -> int:
     assert stress.outcomes.keys() == {"right", "forward", "recomputation", "loss", "backward"}, stress.outcomes
     assert stress.outcomes["right"] > STEPS / 3
     (tensors, threads, memory), (tensors_now, threads_now, memory_now) = used
-    assert tensors_now == tensors
+    assert tensors_now <= tensors  # others may have left some, which are gone by now
     assert threads_now <= threads
     assert memory_now - memory <= 8 << 20
     return threads_now

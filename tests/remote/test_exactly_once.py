@@ -90,13 +90,15 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
                 server = processes.start(tmp_path / str(number + 1), *options, "--listen", address)
                 assert server.address == address
             answered, others = job.result()
-        counts = counted(counter, keys)
+            more, none = train(remote, range(keys, keys + 8), 8)  # on a busy machine no checkpoint may hold the others
+        counts = counted(counter, keys + 8)
         there.close()
+    assert (sorted(more), dict(none)) == ([*range(keys, keys + 8)], {})
+    assert counts[keys:].tolist() == [1] * 8
     assert int(counts.max()) == 1, "a gradient was applied twice"
     assert len(answered) + sum(others.values()) == keys
     assert set(others) <= {"AppliedError"}
     lost = [key for key in answered if not counts[key]]
-    assert len(lost) < len(answered), "checkpoints hold something"
     print(f"{keys} gradients, {kills} kills, {proxy.cuts} cuts: {len(lost)} answered ones lost, {dict(others)}")
 
 
