@@ -113,7 +113,8 @@ class Channel:
         A call of health waits until the server is there; then another stays with it, and ends when the connection does,
         or the server drains. (gRPC's own subscriptions to a channel's state do not survive that it is closed.)
         """
-        self._start(self._health, self._found, wait_for_ready=True)
+        # The server may have gone since it was last heard of: a call that waits would end only when it is back.
+        self._start(self._health, self._found, wait_for_ready=not self._reachable)
 
     def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
         with suppress(ValueError):  # the channel was closed
@@ -125,8 +126,12 @@ class Channel:
         if health.code() is grpc.StatusCode.OK and health.result() == SERVING:
             self._reachable = True
             self._start(self.methods["Stay"], self._left)
+        elif health.code() is grpc.StatusCode.UNAVAILABLE and self._reachable:
+            self._reachable = False
+            self.watch()
         else:
             drains = health.code() is grpc.StatusCode.OK
+            self._reachable = self._reachable and not drains
             self._look_later(DRAINS_S if drains else LOOK_AGAIN_S)
 
     def _left(self, stay: Any) -> None:

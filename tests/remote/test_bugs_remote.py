@@ -35,6 +35,7 @@ from pymoe.remote import (
     wire,
 )
 from pymoe.remote import server as server_module
+from pymoe.remote.channel import Channel
 from pymoe.remote.journal import IN_PART
 from pymoe.remote.service import Service
 from pymoe.runtime import ExpertBackend, ExpertClient
@@ -269,6 +270,20 @@ def test_a_client_of_a_server_that_is_gone_says_so(coalesce: bool) -> None:
         assert "no Runtime" not in str(found.value)
         assert a.forward_pool.why_unserved == f"the server at {server.address} cannot be reached"
     assert a.forward_pool.why_unserved == "the connection is closed"
+
+
+def test_a_server_that_is_gone_before_anybody_stays_with_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the first call of health came after the server had gone. It waited for the server's return, and
+    until then pools counted as served.
+    """
+    watch = Channel.watch
+    monkeypatch.setattr(Channel, "watch", lambda channel: None)
+    with ExpertServer(mlp("a")) as server:
+        there = connect(server.address)
+    monkeypatch.setattr(Channel, "watch", watch)
+    with there:
+        there.watch()
+        eventually(lambda: not there.reachable)
 
 
 class OwnUpdates(ExpertBackend):
