@@ -94,8 +94,9 @@ def running(stages: Sequence[HeldState], owner: object, around: Sequence[object]
         with _lock:
             if step in _running:  # not so in the child of a fork
                 _running.remove(step)
-            for overlap in [one for one in _overlaps if step in one.steps]:
-                _overlaps.remove(overlap)
+            mine = [one for one in _overlaps if step in one.steps]
+            _overlaps[:] = [one for one in _overlaps if one not in mine]
+            for overlap in mine:
                 overlap.end()
 
 
