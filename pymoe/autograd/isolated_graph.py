@@ -228,7 +228,6 @@ def isolate(
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
         return calls
-    canaries.graphs()
     entering: list[Alias] = []
     for call in calls:
         assert call._args is not None
@@ -254,6 +253,7 @@ def isolate(
             else:
                 alias.tensor = value.detach()
     if entering:
+        canaries.graphs()
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         guard, *tensors = apply_directly(_Entry, anchor, *[alias.original for alias in entering])
         entry = guard.grad_fn
@@ -271,6 +271,8 @@ def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]
+    if outputs:
+        canaries.graphs()
     nodes: list[Any] = [output.grad_fn for output in outputs]
     guard = keep_nodes(outputs, nodes)
     numbers = [output.output_nr for output in outputs]
