@@ -127,8 +127,7 @@ class Channel:
             self._reachable = True
             self._start(self.methods["Stay"], self._left)
         elif health.code() is grpc.StatusCode.UNAVAILABLE and self._reachable:
-            self._reachable = False
-            self.watch()
+            self._left(health)
         else:
             drains = health.code() is grpc.StatusCode.OK
             self._reachable = self._reachable and not drains
