@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 warn_of_newer_torch(torch.__version__)
 # MoE(expert_parallel=...) calls a package that is built on the package of MoE.
-nn.moe.shard_layer = lambda layer, ranks: importlib.import_module("pymoe.ep").shard(layer, ranks)
+nn.MoE._shard = lambda layer, ranks: importlib.import_module("pymoe.ep").shard(layer, ranks)
 
 __version__ = "0.1.0"  # pyproject.toml takes it from here
 

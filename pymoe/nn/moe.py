@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,14 +36,6 @@ from pymoe.reference.types import ActivationKind, RouterLosses, Routing, Score
 MOST_HELD_LOGITS = 1 << 22
 """Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in
 float32. Of more it computes the losses at once, which by then take about as long as the host needs to ask for them."""
-
-
-def shard_layer(layer: MoE, ranks: DeviceMesh | dist.ProcessGroup) -> None:
-    """Keep the experts of this rank: :func:`pymoe.ep.shard`, which ``pymoe`` puts in the place of this function.
-
-    :mod:`pymoe.ep` is built on this package, which therefore does not import it.
-    """
-    raise NotImplementedError("expert_parallel= needs pymoe.ep")
 
 
 class Stats(NamedTuple):
@@ -142,6 +135,8 @@ class MoE(nn.Module):
     """
 
     shared: SharedExperts | None
+    _shard: ClassVar[Callable[[MoE, DeviceMesh | dist.ProcessGroup], object]]
+    """Keeps the experts of this rank. :mod:`pymoe.ep` has it, and is built on this package: ``pymoe`` sets it."""
 
     def __init__(
         self,
@@ -319,7 +314,7 @@ class MoE(nn.Module):
 
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
         """Keep this rank's experts, and give memory to what is not there yet."""
-        shard_layer(self, ranks)
+        self._shard(ranks)
         device = self.router.weight.device
         if device.type != "meta":
             for part in (self.experts, *(() if self.shared is None else (self.shared,))):
