@@ -77,7 +77,7 @@ class _Overlap:
 
 
 @contextmanager
-def running(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
+def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
     """Let a step run in the block; :meth:`RunningStep.refuse_conflict` is for after it.
 
     ``around``: the owners of steps that this one is a part of.

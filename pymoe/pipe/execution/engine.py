@@ -12,9 +12,8 @@ import torch
 
 from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import graphs_are_made
-from pymoe.pipe import context
-from pymoe.pipe.context import MicroBatch
-from pymoe.pipe.execution.concurrent_steps import running
+from pymoe.pipe.context import MicroBatch, running
+from pymoe.pipe.execution.concurrent_steps import running_step
 from pymoe.pipe.execution.gradients import accumulate, attach, end_history
 from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
 from pymoe.pipe.execution.held_values import Layout
@@ -174,7 +173,7 @@ class Engine:
         with workers.lock:
             around = inside.workers
             held = [stage.held for stage in state.recompute]
-            with running(held, workers, (*around, *state.around)) as step:
+            with running_step(held, workers, (*around, *state.around)) as step:
                 try:
                     inside.workers = (*around, workers)
                     plan = self._plan(state, schedule, kinds)
@@ -243,7 +242,7 @@ def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[li
         made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
         for number, stage in enumerate(pipeline.stages):
             about = MicroBatch(index, len(micro_batches.rows), micro_batches.weights[index], stage=number)
-            with context.running(about):
+            with running(about):
                 found = stage.function(*[made[source] for source in stage.inputs])
             made.update((Source(number, output), value) for output, value in enumerate(found))
         outputs.append([made[source] for source in pipeline.outputs])
