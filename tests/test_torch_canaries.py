@@ -17,6 +17,7 @@ from pymoe import _torch_private as private
 from pymoe.autograd import isolated_graph, plain_state, random_streams, thread_state
 from pymoe.nn import plain_calls
 from pymoe.ops import function_calls as calls_of_operators
+from pymoe.ops import transforms
 from pymoe.pipe import loss_graph
 from pymoe.pipe.capture import function_calls
 
@@ -186,7 +187,7 @@ USES = {
         thread_state.canaries,
         lambda: thread_state.in_state(thread_state.current(), int),
     ),
-    "transforms": (calls_of_operators.canaries, lambda: calls_of_operators.is_recorded(1)),
+    "transforms": (transforms.canaries, lambda: calls_of_operators.is_recorded(1)),
     "modules": (
         plain_calls.canaries,
         lambda: plain_calls.is_called_plainly(torch.nn.Linear(1, 1), torch.nn.Linear),
