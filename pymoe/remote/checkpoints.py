@@ -20,8 +20,10 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +44,36 @@ SUFFIX = ".safetensors"
 logger = logging.getLogger("pymoe.remote")
 
 
-class Checkpoint(NamedTuple):
+@dataclass
+class Checkpoint:
     """An expert between two updates."""
 
     state: Mapping[str, Any]
     """What ``state_dict()`` of its backend returned."""
     updates: int
     keys: Keys
+
+    @cached_property
+    def told(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The state as what JSON can hold, and copies of its tensors by the names that stand for them there.
+
+        Raises what :func:`write_checkpoint` does.
+        """
+        tensors: dict[str, Tensor] = {}
+
+        def write(leaf: Any, where: str) -> str:
+            name = f"{len(tensors)}"
+            tensors[name] = _dense(leaf, where)
+            return name
+
+        versions = getattr(self.state, "_metadata", None)
+        return {"state": to_tree(self.state, write), "versions": to_tree(versions, write)}, tensors
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that tells the state from one of other content. Raises what :func:`write_checkpoint` does."""
+        content, tensors = self.told
+        return zlib.crc32(_json(content), _crc(tensors))
 
 
 def folder_of(root: Path, name: str) -> Path:
@@ -90,17 +115,17 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    told, tensors = _told(checkpoint.state)
+    state, tensors = checkpoint.told
     content = {
-        **told,
+        **state,
         "updates": checkpoint.updates,
         "keys": {client: [low, applied] for client, (low, applied) in checkpoint.keys.items()},
     }
     try:
-        _checkpoint_of(json.loads(json.dumps({**content, "keys": {}})), tensors)
-    except ValueError as error:  # an int of more digits than Python reads
-        raise TypeError(f"the state cannot be told by JSON: {error}") from None
-    tensors[CONTENT] = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+        _checkpoint_of(json.loads(_json({**content, "keys": {}})), tensors)
+    except ValueError as error:
+        raise _not_told(error) from None
+    tensors = {**tensors, CONTENT: torch.frombuffer(bytearray(_json(content)), dtype=torch.uint8)}
     metadata = {"format": str(FORMAT), "crc32": str(_crc(tensors))}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = folder / f".{uuid.uuid4().hex}.part"
@@ -118,23 +143,15 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
     return temporary
 
 
-def digest_of(state: Mapping[str, Any]) -> int:
-    """Return a number that tells a state from one of other content. Raises what :func:`write_checkpoint` does."""
-    told, tensors = _told(state)
-    return zlib.crc32(json.dumps(told).encode(), _crc(tensors))
+def _json(content: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(content).encode()
+    except ValueError as error:  # an int of more digits than Python writes
+        raise _not_told(error) from None
 
 
-def _told(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a state as what JSON can hold, and its tensors by the names that stand for them there."""
-    tensors: dict[str, Tensor] = {}
-
-    def write(leaf: Any, where: str) -> str:
-        name = f"{len(tensors)}"
-        tensors[name] = _dense(leaf, where)
-        return name
-
-    versions = getattr(state, "_metadata", None)
-    return {"state": to_tree(state, write), "versions": to_tree(versions, write)}, tensors
+def _not_told(error: ValueError) -> TypeError:
+    return TypeError(f"the state cannot be told by JSON: {error}")
 
 
 def _dense(leaf: Any, where: str) -> Tensor:

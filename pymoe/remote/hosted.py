@@ -15,14 +15,7 @@ from torch import Tensor
 
 from pymoe._errors import describe_error
 from pymoe.remote import wire
-from pymoe.remote.checkpoints import (
-    Checkpoint,
-    digest_of,
-    folder_of,
-    read_newest,
-    try_checkpoint,
-    write_checkpoint,
-)
+from pymoe.remote.checkpoints import Checkpoint, folder_of, read_newest, try_checkpoint, write_checkpoint
 from pymoe.remote.errors import RemoteExpertError
 from pymoe.remote.event_loop import in_thread
 from pymoe.remote.folder_lock import FolderLock
@@ -183,10 +176,12 @@ class HostedExpert:
         answered = self._answered
         state = await in_thread(self.backend.state_dict)
         updates: int = state["_extra_state"]["updates"]
-        changed = updates != self._saved_updates or await in_thread(digest_of, state) != self._saved_digest
+        checkpoint = Checkpoint(state, updates, {})
+        digest = await in_thread(lambda: checkpoint.digest)
+        changed = (updates, digest) != (self._saved_updates, self._saved_digest)
         if changed:
             await self.journal.settled()
-            checkpoint = Checkpoint(state, updates, self.journal.keys(updates))
+            checkpoint.keys = self.journal.keys(updates)
             write = asyncio.ensure_future(self._write(root, checkpoint))
             self._writes.add(write)
             write.add_done_callback(self._writes.discard)
@@ -195,14 +190,10 @@ class HostedExpert:
         return changed
 
     async def _write(self, root: Path, checkpoint: Checkpoint) -> None:
-        def write() -> int:
-            write_checkpoint(folder_of(root, self.name), checkpoint)
-            return digest_of(checkpoint.state)
-
         async with self._writing:  # first come, first served
             self._claim(root)
-            self._saved_digest = await in_thread(write)
-            self._saved_updates = checkpoint.updates
+            await in_thread(write_checkpoint, folder_of(root, self.name), checkpoint)
+            self._saved_updates, self._saved_digest = checkpoint.updates, checkpoint.digest
 
     async def _try_first_update(self, root: Path) -> None:
         """Look whether the state can still be saved: what an optimizer keeps often comes with its first step."""
@@ -255,7 +246,7 @@ class HostedExpert:
                 )
             load_exactly(self.backend, found.state)
             self.journal.restore(found.keys)
-            self._saved_updates, self._saved_digest = found.updates, digest_of(found.state)
+            self._saved_updates, self._saved_digest = found.updates, found.digest
         try:
             check_loadable(self.backend)
             self._try(root)

@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "keys are not saved",
         HOSTED,
-        "self.journal.keys(updates))",
-        "{})",
+        "checkpoint.keys = self.journal.keys(updates)",
+        "checkpoint.keys = {}",
         (ONCE, "-k", "restarted_server"),
     ),
     Fault(

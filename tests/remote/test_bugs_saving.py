@@ -20,7 +20,7 @@ from experts import ROW, WIDTH, mlp, of
 from limits import LONG
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, connect, event_loop
+from pymoe.remote import ExpertServer, checkpoints, connect, event_loop
 from pymoe.remote.folder_lock import FolderLock
 from pymoe.runtime import ExpertBackend
 
@@ -202,7 +202,8 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
     server = ExpertServer(of(module, "a"), checkpoints=tmp_path, save_every=0)
     server.start()
     train(server, count=3)
-    monkeypatch.setattr(server._service, "_drain", lambda: None)  # the client alone waits for the end
+    asked = threading.Event()
+    monkeypatch.setattr(server._service, "_drain", asked.set)  # the client alone waits for the end
     told: list[Any] = []
     with connect(server.address, timeout=LONG, coalesce=False) as there:
 
@@ -214,6 +215,7 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
 
         asking = threading.Thread(target=ask)
         asking.start()
+        assert asked.wait(LONG)
         module.may.clear()
         module.asked.clear()
         run = event_loop.run
@@ -345,3 +347,36 @@ def test_callers_whose_rows_meet_in_a_message_share_no_block_of_int8() -> None:
             found = [float(one.result()[0][0, 0]) for one in sent]
             assert found[0] == found[3] == pytest.approx(0.01)
             assert math.isnan(found[1])
+
+
+def test_a_state_that_json_cannot_tell_is_refused_alike_after_a_change_that_is_no_update(tmp_path: Path) -> None:
+    """A save after an update raised TypeError, and one after another change the ValueError of Python."""
+    backend = mlp("a")
+    with ExpertServer(backend, checkpoints=tmp_path) as server:
+        train(server)
+        assert server.save() == 1
+        backend.opt.param_groups[0]["note"] = 10**5000
+        with pytest.raises(TypeError, match="told by JSON"):
+            server.save()
+        del backend.opt.param_groups[0]["note"]
+
+
+def test_a_save_looks_at_the_state_once_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor was copied and summed up for the file, and all of it again for the next comparison."""
+    looks: list[str] = []
+    dense = checkpoints._dense
+
+    def look(leaf: Any, where: str) -> Tensor:
+        looks.append(where)
+        return dense(leaf, where)
+
+    monkeypatch.setattr(checkpoints, "_dense", look)
+    backend = mlp("a")
+    with ExpertServer(backend, checkpoints=tmp_path) as server:
+        train(server)
+        server.save()
+        looks.clear()
+        train(server)
+        assert server.save() == 1
+        assert looks
+        assert len(looks) == len(set(looks))
