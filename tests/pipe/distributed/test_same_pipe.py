@@ -1,13 +1,11 @@
 """Every process must have the same pipe: another cut is noticed; parameters may be tied and untied between steps."""
 
-import copy
-
 import pytest
 import torch
-from pipe_models import WIDTH, batches
+from pipe_models import WIDTH
 from torch import nn
 from torch.nn import functional as F
-from training import EXACT, compare, linear_model, make, run
+from training import EXACT, compare, in_two_stages, make, run, step_of_both
 
 import pymoe
 
@@ -30,24 +28,14 @@ def test_processes_that_have_cut_the_model_otherwise_are_refused(ranks, name):
 
 def retied(rank, world, kind, ties):
     """Differences of gradients in steps before which a weight of two stages is tied or untied in every process."""
-    torch.manual_seed(0)
-    model = linear_model(1)
-    if kind == "stages":
-        pipe = pymoe.Pipe.from_stages(nn.ModuleList(copy.deepcopy(model)), checkpoint="never")
-    else:
-        pipe = pymoe.Pipe(copy.deepcopy(model), balance=[1, 1], checkpoint="never")
-    schedule, stages = make("Schedule1F1B", pipe, rank, world, 4, F.mse_loss)
+    model, pipe, schedule, stages = in_two_stages(kind, rank, world)
     worst = []
     for number, tied in enumerate(ties):
         for one in (model, pipe.staged.module):
             torch.manual_seed(number)
             own = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=one[0][0].weight.dtype))
             one[1][0].weight = one[0][0].weight if tied else own
-        model.zero_grad()
-        pipe.zero_grad()
-        (x, y), *_ = batches(1, [8])
-        F.mse_loss(model(x), y).backward()
-        run(schedule, stages, (x,), target=y)
+        step_of_both(model, pipe, schedule, stages)
         worst.append(compare(model, pipe, stages))
     return worst
 

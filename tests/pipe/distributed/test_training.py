@@ -1,15 +1,10 @@
 """Pipes on several processes train as the unsplit model does, under torch's schedules."""
 
-import copy
-
 import pytest
 import torch
-from pipe_models import WIDTH, batches
+from pipe_models import WIDTH
 from torch import nn
-from torch.nn import functional as F
-from training import EXACT, SCHEDULES, compare, linear_model, make, run, steps
-
-import pymoe
+from training import EXACT, SCHEDULES, compare, in_two_stages, step_of_both, steps
 
 
 @pytest.mark.slow
@@ -23,24 +18,14 @@ def test_twenty_steps_equal_the_unsplit_model(ranks, schedule, world):
 
 def replaced(rank, world, kind):
     """A step, then one in which every process has another layer, whose weight an earlier layer shares."""
-    torch.manual_seed(0)
-    model = linear_model(1)
-    if kind == "stages":
-        pipe = pymoe.Pipe.from_stages(nn.ModuleList(copy.deepcopy(model)), checkpoint="never")
-    else:
-        pipe = pymoe.Pipe(copy.deepcopy(model), balance=[1, 1], checkpoint="never")
-    schedule, stages = make("Schedule1F1B", pipe, rank, world, 4, F.mse_loss)
+    model, pipe, schedule, stages = in_two_stages(kind, rank, world)
     for edited in (False, True):
         if edited:
             for one in (model, pipe.staged.module):
                 torch.manual_seed(1)
                 one[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
                 one[0][0].weight = one[1][0].weight
-        model.zero_grad()
-        pipe.zero_grad()
-        (x, y), *_ = batches(1, [8])
-        F.mse_loss(model(x), y).backward()
-        run(schedule, stages, (x,), target=y)
+        step_of_both(model, pipe, schedule, stages)
     return compare(model, pipe, stages)
 
 

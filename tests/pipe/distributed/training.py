@@ -49,6 +49,26 @@ def run(schedule, stages, args, kwargs=None, target=None, **options):
     return schedule.step(*(args if first else ()), **(kwargs or {} if first else {}), **options), losses
 
 
+def in_two_stages(kind, rank, world):
+    """A model of two layers, a pipe of its copy made in that way, and what runs this rank's share of a step."""
+    torch.manual_seed(0)
+    model = linear_model(1)
+    if kind == "stages":
+        pipe = pymoe.Pipe.from_stages(nn.ModuleList(copy.deepcopy(model)), checkpoint="never")
+    else:
+        pipe = pymoe.Pipe(copy.deepcopy(model), balance=[1, 1], checkpoint="never")
+    return model, pipe, *make("Schedule1F1B", pipe, rank, world, 4, F.mse_loss)
+
+
+def step_of_both(model, pipe, schedule, stages):
+    """A step of the model and of its pipe on the same rows, from no gradients."""
+    model.zero_grad()
+    pipe.zero_grad()
+    (x, y), *_ = batches(1, [8])
+    F.mse_loss(model(x), y).backward()
+    run(schedule, stages, (x,), target=y)
+
+
 def gradients(module):
     return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
