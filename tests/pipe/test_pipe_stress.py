@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +41,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def tensors_alive() -> int:
-    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+def tensors_alive() -> list[torch.Tensor]:
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
 
 
 class Stress:
@@ -121,6 +122,7 @@ def wait_for_threads(most: int) -> None:
 
 def thousand_steps() -> int:
     """Returns how many threads there are while the pipe is there."""
+    others = {id(one): weakref.ref(one) for one in tensors_alive()}  # which may go meanwhile
     stress = Stress(0.01)
     used = []
     for number in range(STEPS):
@@ -130,11 +132,12 @@ def thousand_steps() -> int:
             gc.collect()
             if used:
                 wait_for_threads(used[0][1])  # those that others have left behind, too, may have ended by now
-            used.append((tensors_alive(), threads_of_this_process(), resident_bytes()))
+            own = sum(id(one) not in others or others[id(one)]() is not one for one in tensors_alive())
+            used.append((own, threads_of_this_process(), resident_bytes()))
     assert stress.outcomes.keys() == {"right", "forward", "recomputation", "loss", "backward"}, stress.outcomes
     assert stress.outcomes["right"] > STEPS / 3
     (tensors, threads, memory), (tensors_now, threads_now, memory_now) = used
-    assert tensors_now <= tensors  # others may have left some, which are gone by now
+    assert tensors_now == tensors
     assert threads_now <= threads
     assert memory_now - memory <= 8 << 20
     return threads_now

@@ -74,7 +74,8 @@ def test_nothing_is_lost_or_applied_twice_where_connections_are_cut(coalesce: bo
 def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerProcesses, tmp_path: Path) -> None:
     """Gradients that were answered after the last checkpoint may be lost with a kill; none is there twice."""
     kills, keys = rounds(2, 20), rounds(1000, 12_000)
-    options = ["experts:counter", "--checkpoints", str(tmp_path / "saved"), "--save-every", "0.1"]
+    saved = tmp_path / "saved"
+    options = ["experts:counter", "--checkpoints", str(saved), "--save-every", "0.1"]
     server = processes.start(tmp_path / "0", *options)
     address = server.address
     with CuttingProxy(address, mean=0.3) as proxy:
@@ -86,19 +87,21 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
             for number in range(kills):
                 while not job.done() and remote._expert.keys._next < (number + 1) / (kills + 1) * keys / 4:
                     time.sleep(0.01)
+                deadline = time.monotonic() + LONG  # a busy machine may have answered all before it saves any
+                while all(one.name.endswith("-0.safetensors") for one in saved.rglob("*.safetensors")):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
                 server.kill()
                 server = processes.start(tmp_path / str(number + 1), *options, "--listen", address)
                 assert server.address == address
             answered, others = job.result()
-            more, none = train(remote, range(keys, keys + 8), 8)  # on a busy machine no checkpoint may hold the others
-        counts = counted(counter, keys + 8)
+        counts = counted(counter, keys)
         there.close()
-    assert (sorted(more), dict(none)) == ([*range(keys, keys + 8)], {})
-    assert counts[keys:].tolist() == [1] * 8
     assert int(counts.max()) == 1, "a gradient was applied twice"
     assert len(answered) + sum(others.values()) == keys
     assert set(others) <= {"AppliedError"}
     lost = [key for key in answered if not counts[key]]
+    assert len(lost) < len(answered), "checkpoints hold something"
     print(f"{keys} gradients, {kills} kills, {proxy.cuts} cuts: {len(lost)} answered ones lost, {dict(others)}")
 
 
