@@ -20,6 +20,7 @@ from pymoe.ops import function_calls as calls_of_operators
 from pymoe.ops import transforms
 from pymoe.pipe import loss_graph
 from pymoe.pipe.capture import function_calls
+from pymoe.pipe.execution import gradients
 
 dispatch = sys.modules["pymoe.ops.dispatch"]
 CANARIES = {
@@ -182,6 +183,12 @@ def with_gradient(_):
 
 USES = {
     "graphs": (isolated_graph.canaries, lambda: pymoe.map_with_parallel_backward(lambda x: 2 * x, [with_gradient(0)])),
+    "graphs of leaves that calls find": (
+        isolated_graph.canaries,
+        lambda: pymoe.map_with_parallel_backward(lambda x: x * with_gradient(0), [torch.ones(2)]),
+    ),
+    "graphs of stages": (gradients.canaries, gradients.LeafSums),
+    "transforms around maps": (isolated_graph.canaries, isolated_graph.functorch_is_active),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),
     "thread_states of maps": (
         thread_state.canaries,
@@ -219,6 +226,7 @@ def test_what_relies_on_a_name_calls_its_canary_first(use, monkeypatch):
 def test_threads_that_try_names_at_the_same_time_do_not_disturb_each_other():
     """A class counted the calls of all of them: a map in several threads failed now and then in its first calls."""
     failures = []
+    interval = sys.getswitchinterval()
 
     def run():
         try:
@@ -228,10 +236,14 @@ def test_threads_that_try_names_at_the_same_time_do_not_disturb_each_other():
         except RuntimeError as error:
             failures.append(error)
 
-    for _ in range(5):
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    try:
+        sys.setswitchinterval(1e-6)
+        for _ in range(10):
+            threads = [threading.Thread(target=run) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert not failures

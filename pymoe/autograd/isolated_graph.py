@@ -253,7 +253,6 @@ def isolate(
             else:
                 alias.tensor = value.detach()
     if entering:
-        canaries.graphs()
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         guard, *tensors = apply_directly(_Entry, anchor, *[alias.original for alias in entering])
         entry = guard.grad_fn
