@@ -15,8 +15,9 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from pymoe._torch_private import unwrap_if_dead
-from pymoe.ops.transforms import in_torch_func, is_exporting
+from pymoe import _torch_canaries as canaries
+from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
+from pymoe.ops.transforms import is_exporting
 
 _Function = type[torch.autograd.Function]
 
@@ -78,8 +79,10 @@ def is_recorded(*values: Any) -> bool:
     if is_compiling():
         if is_exporting():
             return True
-    elif in_torch_func() or forward_ad._current_level >= 0:
-        return True
+    else:
+        canaries.transforms()
+        if are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return True
     return is_grad_enabled() and _any_requires_grad(values)
 
 
@@ -101,7 +104,8 @@ def call(function: _Function, *args: Any) -> Any:
     """
     if is_compiling():
         return function.apply(*args)
-    if in_torch_func():
+    canaries.transforms()
+    if are_functorch_transforms_active():
         return _transformable(function).apply(*args)
     if forward_ad._current_level >= 0:
         function = _transformable(function)
