@@ -424,3 +424,44 @@ def test_a_compiled_layer_has_the_statistics_of_its_call():
     for tokens in (7, 3):
         compiled(torch.randn(tokens, 8))
         assert int(layer.stats.load.sum()) == 2 * tokens
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+@pytest.mark.parametrize("kind", ["expert parallelism", "a pipe"])
+def test_a_rank_waits_at_exit_until_the_threads_of_gloo_are_idle(kind, tmp_path):
+    """A rank aborted once it was done: "terminate called without an active exception".
+
+    A thread of gloo let go of its last tensor after Python had begun to end, and asked for the interpreter's lock.
+    Here a thread with gloo's name is still at work then, and it is cut short unless the exit waits for it.
+    """
+    ran = run_python(
+        f"""
+        import ctypes, hashlib, os, pathlib, threading
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        import pymoe
+
+        dist.init_process_group("gloo", "file://{tmp_path}/meeting", rank=0, world_size=1)
+        model = nn.Sequential(nn.Linear(8, 32), pymoe.nn.MoE(32, 64, num_experts=4, top_k=2), nn.Linear(32, 8))
+        if {kind!r} == "a pipe":
+            pymoe.Pipe(model, chunks=2, balance=[3]).build_stage(0, "cpu")
+        else:
+            pymoe.ep.shard(model, init_device_mesh("cpu", (1,)))
+        name = "pt_gloo_runloop"
+        assert name in [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+        dist.destroy_process_group()
+        is_named = threading.Event()
+
+        def compute():
+            ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+            is_named.set()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+            os.write(1, b"done")
+
+        threading.Thread(target=compute, daemon=True).start()
+        is_named.wait()
+        """
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "done"

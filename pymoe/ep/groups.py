@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from pymoe._gloo_at_exit import wait_for_gloo_at_exit
+
 
 @dataclass
 class _Layers:
@@ -22,6 +24,7 @@ _layers: WeakKeyDictionary[dist.ProcessGroup, _Layers] = WeakKeyDictionary()
 
 def next_model(group: dist.ProcessGroup) -> int:
     """Return the number of a model that is spread over a group: 1, then 2, ..."""
+    wait_for_gloo_at_exit()
     layers = _layers.setdefault(group, _Layers())
     layers.models += 1
     return layers.models

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe.pipe.distributed.peers import (
     HEARTBEAT_S,
     PAGE_BYTES,
@@ -77,6 +78,7 @@ class FailureDetector:
         self._write()
         # Not atexit, which the processes of multiprocessing, and so of torch's spawn, do not run.
         Finalize(None, self._leave, exitpriority=10)
+        wait_for_gloo_at_exit()
 
     # ------------------------------------------------------------------------------------------ the rank's own thread
 

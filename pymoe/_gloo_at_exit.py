@@ -1,0 +1,52 @@
+"""Lets the threads of gloo finish before the interpreter is finalized.
+
+A thread of gloo still has the tensors of a collective for a moment after the rank has been told that it is done, and
+needs the interpreter's lock to let go of them. Before 3.14, CPython ends a thread that asks for this lock during
+finalization, and the process aborts: "terminate called without an active exception".
+``torch.distributed.destroy_process_group`` does not help: such threads live until the group is freed, and the caches of
+DTensor keep it. See https://github.com/pytorch/pytorch/pull/179291.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+__all__ = ["wait_for_gloo_at_exit"]
+
+THREAD_NAME = "pt_gloo_runloop"
+LONGEST_WAIT_S = 5.0
+IDLE_LOOKS = 3  # in a row: a thread that waits for a lock sleeps, too
+
+
+@cache
+def wait_for_gloo_at_exit() -> None:
+    """Wait at exit until the threads of gloo sleep, at most 5 seconds. Later calls do nothing.
+
+    Without Linux's ``/proc`` there is no wait.
+    """
+    # The priority is lower than those of the pipes' failure detectors, which still use their groups.
+    Finalize(None, _wait, exitpriority=0)
+
+
+def _wait() -> None:
+    end = time.monotonic() + LONGEST_WAIT_S
+    idle_looks = 0
+    while idle_looks < IDLE_LOOKS and time.monotonic() < end:
+        idle_looks = 0 if _is_busy() else idle_looks + 1
+        time.sleep(0.001)  # which gives the interpreter's lock away
+
+
+def _is_busy() -> bool:
+    """Return whether a thread of gloo runs, or waits for a processor."""
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            if thread.joinpath("comm").read_text().strip() == THREAD_NAME:
+                state = thread.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+                if state != "S":
+                    return True
+        except OSError:  # the thread has ended
+            continue
+    return False
