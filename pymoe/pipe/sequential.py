@@ -12,8 +12,7 @@ from torch import nn
 
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.devices import place
-from pymoe.pipe.skip import skip_routes, tracking, verify_skippables
-from pymoe.pipe.skip.tracker import InPlace, Key
+from pymoe.pipe.skip import InPlace, Key, skip_routes, tracking, verify_skippables
 from pymoe.pipe.staged import LayersAsStages
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 

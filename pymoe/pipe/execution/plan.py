@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError
-from pymoe.pipe.schedules.validate import run as in_order
+from pymoe.pipe.schedules.schedule import run as in_order
 
 INLINE_LIMIT_S = 500e-6
 """Actions that take less are best run inline, on the caller's thread."""

@@ -14,8 +14,7 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pymoe._torch_private import FakeTensorMode, pytree
-from pymoe.pipe.balance.cost import balance_cost, least_maximum
-from pymoe.pipe.balance.profile import now
+from pymoe.pipe.balance import balance_cost, least_maximum, now
 from pymoe.pipe.capture.graph import opaque_modules
 from pymoe.pipe.capture.infer_shapes import example_tensor
 from pymoe.pipe.capture.opaque import OpaqueModule

@@ -1,16 +1,25 @@
-"""Measures what every layer of a sequential model costs: time, and memory.
+"""Chooses how many layers each stage of a pipeline has: by measured time, or by memory.
 
-A copy of the model runs layer by layer, and leaves no trace in the model itself.
+::
+
+    balance = balance_by_time(2, model, sample)     # of a micro-batch's size
+    pipe = Pipe(model, chunks=8, balance=balance)
+
+A copy of the model runs layer by layer to measure what each layer costs, and leaves no trace in the model itself. Names
+and arguments are those of torchgpipe (Kim et al., 2020).
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,8 +27,89 @@ from torch import nn
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.micro_batches import split
-from pymoe.pipe.skip import tracking
-from pymoe.pipe.skip.tracker import Key
+from pymoe.pipe.skip import Key, tracking
+
+__all__ = [
+    "LayerSize",
+    "LayerTime",
+    "balance_by_size",
+    "balance_by_time",
+    "balance_cost",
+    "profile_sizes",
+    "profile_times",
+]
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | int | None = None,
+) -> list[int]:
+    """Return layers per stage that make the slowest stage as fast as can be, by the times of :func:`profile_times`.
+
+    Args:
+        partitions: the number of stages.
+        module: the model. It is left as it was.
+        sample: an input, preferably of a micro-batch's size: times need not be proportional to the rows.
+        timeout: seconds to measure.
+        device: where to measure; None: where the model is.
+
+    Returns:
+        What ``Pipe`` takes as ``balance``.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
+        ValueError: there are more stages than layers, or less than one; ``timeout`` is negative.
+    """
+    _check(partitions, module)
+    times = profile_times(module, sample, timeout=timeout, device=device)
+    return balance_cost([layer.total for layer in times], partitions)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | int | None = None,
+) -> list[int]:
+    """Return layers per stage that make the largest stage as small as can be, by the bytes of :func:`profile_sizes`.
+
+    ``param_scale`` is how many copies of its parameters training holds: 2 for parameters and gradients (SGD), 3 with
+    momentum, 4 for Adam.
+
+    Args:
+        partitions: the number of stages.
+        module: the model. It is left as it was.
+        input: a mini-batch of the size to train with.
+        chunks: the number of micro-batches; the activations of one are counted.
+        param_scale: see above.
+        device: where to measure; None: where the model is.
+
+    Returns:
+        What ``Pipe`` takes as ``balance``.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
+        ValueError: there are more stages than layers, or less than one; ``chunks`` is less than 1; ``param_scale`` is
+            negative.
+    """
+    _check(partitions, module)
+    if not param_scale >= 0:
+        raise ValueError(f"balance_by_size: param_scale must not be negative, got {param_scale}")
+    sizes = profile_sizes(module, input, chunks=chunks, device=device)
+    return balance_cost([layer.total(param_scale) for layer in sizes], partitions)
+
+
+def _check(partitions: int, module: nn.Sequential) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
+    check_partitions(partitions, len(module))
 
 
 @dataclass(frozen=True)
@@ -272,3 +362,74 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
+    """Cut a row of costs into consecutive blocks, so that the greatest sum of a block is as small as can be.
+
+    The slowest stage sets the pace of a pipeline: that is what is minimised, exactly. Of several ways to reach it the
+    one with the least sum of squared costs is taken (the most even one); of several of these the one with the most even
+    numbers of layers. No block is empty. Sums are exact, also of floats.
+
+    Args:
+        costs: of every layer, in any unit; not negative.
+        partitions: the number of blocks.
+
+    Returns:
+        The number of layers of every block.
+
+    Raises:
+        TypeError: ``partitions`` is not an integer.
+        ValueError: there are more blocks than layers, less than one, or a cost is negative or not finite.
+    """
+    check_partitions(partitions, len(costs))
+    if any(not math.isfinite(cost) or cost < 0 for cost in costs):
+        raise ValueError(f"balance_cost: costs must be finite and not negative, got {list(costs)}")
+    sums, _ = _exact_sums(costs)
+    limit, layers = _least_maximum(sums, partitions), len(costs)
+    Way = tuple[int, int, tuple[int, ...]]
+    best: dict[int, Way] = {0: (0, 0, ())}  # by layers: least squares of costs, and of sizes; the sizes of blocks
+    for blocks_left in reversed(range(partitions)):
+        further: dict[int, Way] = {}
+        for start, (squares, size_squares, sizes) in best.items():
+            for end in range(start + 1, layers - blocks_left + 1):
+                cost, size = sums[end] - sums[start], end - start
+                if cost > limit:
+                    break
+                way = squares + cost * cost, size_squares + size * size, (*sizes, size)
+                further[end] = min(way, further.get(end, way))
+        best = further
+    return list(best[layers][2])
+
+
+def least_maximum(costs: Sequence[float], partitions: int) -> float:
+    """Return the greatest sum of a block in the best way to cut ``costs``, as :func:`balance_cost` does."""
+    check_partitions(partitions, len(costs))
+    sums, unit = _exact_sums(costs)
+    return _least_maximum(sums, partitions) / unit
+
+
+def check_partitions(partitions: int, layers: int) -> None:
+    """Raise TypeError or ValueError unless ``partitions`` is from 1 to ``layers``."""
+    if not isinstance(partitions, int) or isinstance(partitions, bool):
+        raise TypeError(f"balance: partitions must be an integer, got {partitions!r}")
+    if not 1 <= partitions <= layers:
+        raise ValueError(f"balance: partitions must be from 1 to the number of layers, {layers}, got {partitions}")
+
+
+def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
+    """Return the sums of the first 0, 1, ... costs in a unit that makes them integers, and how many of it are 1."""
+    ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
+    unit = math.lcm(*[denominator for _, denominator in ratios])
+    return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit
+
+
+def _least_maximum(sums: Sequence[int], partitions: int) -> int:
+    """Return the least limit at which blocks that take all they can reach the end, found by bisection."""
+    low, high = 0, sums[-1]
+    while low < high:
+        limit, end = (low + high) // 2, 0
+        for _ in range(partitions):
+            end = bisect.bisect_right(sums, sums[end] + limit) - 1
+        low, high = (low, limit) if end == len(sums) - 1 else (limit + 1, high)
+    return low
