@@ -112,23 +112,26 @@ def _check(partitions: int, module: nn.Sequential) -> None:
     check_partitions(partitions, len(module))
 
 
+# Measurements.
+
+
 @dataclass(frozen=True)
 class LayerTime:
     """Seconds that a layer took: medians over several passes."""
 
     name: str
     forward: float
-    """Of one pass."""
+    """Seconds of one pass."""
     backward: float
-    """Of one pass; 0 where nothing requires gradients."""
+    """Seconds of one pass; 0 where nothing requires gradients."""
     forward_spread: float
-    """The distance between the quartiles."""
+    """Distance between the quartiles."""
     backward_spread: float
     passes: int
 
     @property
     def total(self) -> float:
-        """The seconds of forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward + self.backward
 
 
@@ -138,11 +141,11 @@ class LayerSize:
 
     name: str
     parameters: int
-    """Those that require gradients."""
+    """Bytes of parameters that require gradients."""
     fixed: int
     """Buffers, and parameters that do not require gradients."""
     activations: int
-    """What autograd keeps of one micro-batch between forward and backward."""
+    """Bytes that autograd keeps of one micro-batch between forward and backward."""
 
     def total(self, param_scale: float = 1.0) -> float:
         """Return the sum, with ``param_scale`` times the trained parameters."""
@@ -171,8 +174,8 @@ def profile_times(
     """
     if timeout < 0:
         raise ValueError(f"profile_times: timeout must not be negative, got {timeout}")
-    skips = Skips(separate)
-    with copied(module, sample, device, skips) as (layers, value, where):
+    skips = _KeptSkips(_separate)
+    with _copied(module, sample, device, skips) as (layers, value, where):
         _pass(layers, value, where, skips)
         end = now(where) + timeout
         passes = [_pass(layers, value, where, skips)]
@@ -211,7 +214,7 @@ def profile_sizes(
         raise ValueError(f"profile_sizes: chunks must be a positive integer, got {chunks!r}")
     storages = _Storages()
     micro_batch = split([input], chunks).values[0][0]
-    with copied(module, micro_batch, device, Skips(lambda value: value)) as (layers, value, _):
+    with _copied(module, micro_batch, device, _KeptSkips(lambda value: value)) as (layers, value, _):
         held = []
         for _, layer in layers:
             trained = storages.add([parameter for parameter in layer.parameters() if parameter.requires_grad])
@@ -251,18 +254,18 @@ class _Storages:
 
 
 def _pass(
-    layers: list[tuple[str, nn.Module]], value: Any, device: torch.device, skips: Skips
+    layers: list[tuple[str, nn.Module]], value: Any, device: torch.device, skips: _KeptSkips
 ) -> list[tuple[float, float]]:
     """Run all layers once. Return the seconds of forward and backward of each."""
     times = []
     for name, layer in layers:
         skips.stashed.clear()
-        value = separate(value)
+        value = _separate(value)
         begin = now(device)
         with _naming(f"in layer '{name}'"):
             value = layer(value)
         middle = now(device)
-        ends = [tensor for tensor in tensors_of((value, skips.stashed)) if tensor.requires_grad]
+        ends = [tensor for tensor in _tensors_of((value, skips.stashed)) if tensor.requires_grad]
         gradients = [torch.ones_like(tensor) for tensor in ends]
         restart = now(device)
         if ends:
@@ -308,12 +311,12 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-class Skips:
-    """Keeps skips for any number of pops; ``hand_over`` makes of a skip what a layer gets."""
+class _KeptSkips:
+    """Keeps skips for any number of pops; ``hand_over`` converts a skip for the layer that gets it."""
 
     def __init__(self, hand_over: Callable[[Any], Any]) -> None:
         self.kept: dict[Key, Any] = {}
-        self.stashed: list[Any] = []  # by the layer that runs
+        self.stashed: list[Any] = []  # values that the running layer has stashed
         self._hand_over = hand_over
 
     def save(self, key: Key, value: Any) -> None:
@@ -325,8 +328,8 @@ class Skips:
 
 
 @contextmanager
-def copied(
-    module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: Skips
+def _copied(
+    module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: _KeptSkips
 ) -> Iterator[tuple[list[tuple[str, nn.Module]], Any, torch.device]]:
     """Copy the model's layers, with their names, and its input to a device. Yields both, and the device.
 
@@ -335,7 +338,7 @@ def copied(
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
     if device is None:
-        tensors = (*module.parameters(), *module.buffers(), *tensors_of(value))
+        tensors = (*module.parameters(), *module.buffers(), *_tensors_of(value))
         where = tensors[0].device if tensors else torch.device("cpu")
     else:
         where = torch.device(device)
@@ -347,21 +350,24 @@ def copied(
         tracking(skips),
     ):
         layers = copy.deepcopy(module).to(where)
-        given = map_tensors(lambda x: x.detach().to(where, copy=True).requires_grad_(x.requires_grad), value)
+        given = _map_tensors(lambda x: x.detach().to(where, copy=True).requires_grad_(x.requires_grad), value)
         yield list(layers._modules.items()), given, where  # type: ignore[arg-type]
 
 
-def separate(value: Any) -> Any:
+def _separate(value: Any) -> Any:
     """Return the same values with a graph that begins here; a layer may write into them."""
-    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
+    return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, function, value)
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+def _tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# The best cut of a row of costs.
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
@@ -388,7 +394,9 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     sums, _ = _exact_sums(costs)
     limit, layers = _least_maximum(sums, partitions), len(costs)
     Way = tuple[int, int, tuple[int, ...]]
-    best: dict[int, Way] = {0: (0, 0, ())}  # by layers: least squares of costs, and of sizes; the sizes of blocks
+    best: dict[int, Way] = {
+        0: (0, 0, ())
+    }  # by number of layers: least squares of costs and of sizes, and the sizes of blocks
     for blocks_left in reversed(range(partitions)):
         further: dict[int, Way] = {}
         for start, (squares, size_squares, sizes) in best.items():

@@ -20,7 +20,7 @@ The modules in between do not know of the skip. The model runs like any other; w
 from the stage of its stash straight to the stages of its pops.
 
 A skippable module knows names alone. It hands what it stashes to the tracker of its thread, and asks the tracker for
-what it pops. Outside a pipeline that is an :class:`InPlace`, which keeps skips for the modules that run next in the
+what it pops. Outside a pipeline that is an ``InPlace``, which keeps skips for the modules that run next in the
 same thread; inside, it is the pipeline's own, which sends them to other stages.
 
 The interface is that of torchgpipe (Kim et al., 2020: "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
@@ -54,6 +54,9 @@ __all__ = [
     "tracking",
     "verify_skippables",
 ]
+
+
+# Trackers and namespaces.
 
 
 class Namespace:
@@ -162,12 +165,15 @@ def tracking(tracker: SkipTracker) -> Iterator[None]:
         _current.tracker = before
 
 
+# Skippable modules.
+
 Value = TypeVar("Value")
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class stash(Generic[Value]):
-    """``yield stash(name, value)`` in the ``forward`` of a skippable module: keep a value for those who pop the name.
+    """Keeps a value for the modules that pop its name: ``yield stash(name, value)`` in a skippable module's
+    ``forward``.
 
     ``value`` is a tensor of any dtype, None, or anything else that may cross the boundary of a stage; ``tensor`` is
     another name for it. Without the ``yield`` nothing is stashed, and the module raises.
@@ -191,7 +197,7 @@ class stash(Generic[Value]):
 
     @property
     def tensor(self) -> Value:
-        """The value."""
+        """Return the value."""
         return self.value
 
     @tensor.setter
@@ -203,7 +209,7 @@ class stash(Generic[Value]):
 
 
 class pop:
-    """``value = yield pop(name)`` in the ``forward`` of a skippable module: the value stashed under the name."""
+    """Asks for the value stashed under a name: ``value = yield pop(name)`` in a skippable module's ``forward``."""
 
     __slots__ = ("name",)
 
@@ -215,7 +221,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """What :func:`skippable` adds to a module.
+    """Adds to a module what :func:`skippable` declares.
 
     Modules that were written for torchgpipe or ``torch.distributed.pipeline`` find ``module_cls``, ``namespaces``,
     ``namespaced(name)`` and ``dispatch(input, handle_stash, handle_pop)``, too, where the decorated class has nothing
@@ -355,13 +361,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     return decorate
 
 
-class _Running(threading.local):
+class _Innermost(threading.local):
     """The module whose commands this thread carries out."""
 
     innermost: Skippable | None = None
 
 
-_running = _Running()
+_running = _Innermost()
 
 
 def _dispatch(
@@ -448,6 +454,9 @@ def _names(where: str, argument: str, names: Iterable[str]) -> frozenset[str]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in sorted(names))
+
+
+# Routes from stashes to pops.
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class SplitBackward:
         cut = cut_graph([root.node for root, _ in given], [edge.node for edge in inputs], numbers, is_compiled)
         early = [number for number in range(len(leaves)) if number not in cut.late_leaves]
         now = [(root, grad) for root, grad in given if root.node not in cut.late]
-        with Recorder(cut.deferred) as recorder:
+        with DeferredGradients(cut.deferred) as deferred:
             found = differentiate(
                 [root for root, _ in now],
                 [grad for _, grad in now],
@@ -90,7 +90,7 @@ class SplitBackward:
         if not is_compiled:  # these are free
             free_saved_tensors([node for node in cut.input_side if node not in cut.deferred])
         self._is_compiled = is_compiled
-        self._recorder: Recorder | None = recorder
+        self._deferred: DeferredGradients | None = deferred
         self._late_roots = [(root, grad) for root, grad in given if root.node in cut.late]
         self._late_leaves = {number: leaves[number] for number in cut.late_leaves}
 
@@ -100,11 +100,11 @@ class SplitBackward:
         Returns:
             A gradient for every one of ``leaves``; None for one that the roots with gradients do not depend on.
         """
-        recorder, roots, leaves = self._recorder, self._late_roots, self._late_leaves
-        if recorder is None:
+        deferred, roots, leaves = self._deferred, self._late_roots, self._late_leaves
+        if deferred is None:
             raise RuntimeError("SplitBackward: the gradients of the weights are computed once")
-        self._recorder, self._late_roots, self._late_leaves = None, [], {}
-        edges, values = recorder.gradients()
+        self._deferred, self._late_roots, self._late_leaves = None, [], {}
+        edges, values = deferred.gradients()
         found = differentiate(
             [*edges, *[root for root, _ in roots]],
             [*values, *[grad for _, grad in roots]],
@@ -143,7 +143,8 @@ def cut_graph(
     nodes of ``torch.compile``.
     """
     behind = set(inputs)
-    parents: dict[Node, list[tuple[Node, int]]] = {}  # of every node but the roots: whose edges lead to it, and which
+    # For every node except the roots: the nodes whose edges lead to it, and which edges these are.
+    parents: dict[Node, list[tuple[Node, int]]] = {}
     leaf_nodes: dict[Node, int] = {}
     seen = set(roots) - behind
     stack = list(seen)
@@ -165,7 +166,7 @@ def cut_graph(
 
     input_side = _with_users(behind, parents)
     weight_side = _with_users([node for node in leaf_nodes if node not in input_side], parents, input_side)
-    cuts: dict[Node, list[tuple[int, Node]]] = {}  # of nodes of the input side: edges to weight sides
+    cuts: dict[Node, list[tuple[int, Node]]] = {}  # by node of the input side: edges to weight sides
     for after in weight_side:
         for node, place in parents.get(after, ()):
             if node in input_side:
@@ -212,6 +213,8 @@ def _add_connected(
                 early.add(other)
                 stack.append(other)
 
+
+# Nodes that compute gradients of weights later.
 
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
@@ -280,16 +283,17 @@ class _WithinBackward(torch.autograd.Function):
         raise _Enough
 
 
-class Recorder:
+class DeferredGradients:
     """Keeps the gradients that arrive at nodes in part one, after all hooks, for their weights in part two."""
 
     def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
         self._edges = deferred
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}  # in the order in which the nodes have run
-        self._places: dict[Any, list[int]] = {}  # of Python functions: which argument each edge belongs to, -1 for none
+        # Python functions only: index of the input of each edge; -1 if it has none.
+        self._places: dict[Any, list[int]] = {}
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> DeferredGradients:
         for node, edges in self._edges.items():
             self._hooks.append(node.register_prehook(partial(self._arrived.__setitem__, node)))
             if isinstance(node, FunctionBase):
@@ -337,8 +341,8 @@ class Recorder:
             others = [end for end in ends if not _is_leaf(end)]
             with torch.enable_grad():
                 anchor = torch.empty(0, device=device, requires_grad=True)
-                # Leaves come after it in the pass, and others have been made before it: so it is the first to run. The
-                # gradients given to these only mark them as part of the pass, which ends before it comes to them.
+                # Leaves come after it in the pass, and others have been made before it, so this node is the first to
+                # run. The gradients given to the others only mark them as part of the pass, which ends before them.
                 start = apply_directly(_WithinBackward, work, anchor, *leaves)
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
             roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)

@@ -27,13 +27,13 @@ OTHER_NAMES = {
     "schedule1f1b": "1f1b",
     "scheduleinterleaved1f1b": "interleaved-1f1b",
 }
-"""What other packages, ``torch.distributed.pipelining`` among them, call the same schedules; in small letters."""
+"""Names of the same schedules in other packages, such as ``torch.distributed.pipelining``, in small letters."""
 NOT_HERE = {"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"}
 """Schedules of torch that have no equal here, in small letters."""
 
 
 def register(name: str) -> Callable[[Builder], Builder]:
-    """Decorates the function that builds the schedule ``name``. Raises ValueError if the name is taken."""
+    """Decorate the function that builds the schedule ``name``. Raises ValueError if the name is taken."""
 
     def remember(builder: Builder) -> Builder:
         if name in _builders:
@@ -98,11 +98,14 @@ def _builder(name: str) -> Callable[..., Schedule]:
     raise ValueError(f"no schedule {name!r}: there are {', '.join(names())}{why}")
 
 
+# The schedules.
+
+
 @register("gpipe")
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2018), arXiv
-    1811.06965. One stage a worker; with p stages and m micro-batches the bubble is (p - 1) / (m + p - 1) of the time,
-    and every worker holds all m activations.
+    """Build the schedule of Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism" (2018), arXiv 1811.06965. One stage a worker; with p stages and m micro-batches the bubble is (p - 1) /
+    (m + p - 1) of the time, and every worker holds all m activations.
 
     The paper's figure runs backwards from the last micro-batch to the first. Here, as in every schedule of this
     package, a stage runs them from the first to the last: the bubble is the same, and gradients are summed in the same
@@ -117,8 +120,9 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 @register("1f1b")
 def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
-    """Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush, 2021), arXiv 2006.09503;
-    the alternation is that of PipeDream (2019), arXiv 1806.03377, with a flush at the end of the step.
+    """Build the schedule of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
+    2021), arXiv 2006.09503; the alternation is that of PipeDream (2019), arXiv 1806.03377, with a flush at the end of
+    the step.
 
     One stage a worker. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m micro-batches, and
     worker r holds min(m, p - r) activations instead of m. ``live_limit`` lowers that further, at the price of time: no
@@ -138,8 +142,8 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int
 
 @register("interleaved-1f1b")
 def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, virtual_stages: int = 2) -> Schedule:
-    """Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), arXiv
-    2104.04473, section 2.2.
+    """Build the schedule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM" (2021), arXiv 2104.04473, section 2.2.
 
     ``virtual_stages`` v stages a worker, stage s on worker s mod p, p = ceil(stages / v) workers. Compared with 1F1B of
     the same model cut into p stages, the time lost is divided by v: with m a multiple of p the bubble is
@@ -173,7 +177,7 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
 
 @register("zero-bubble")
 def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
-    """ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (2023), arXiv 2401.10241, section 2.
+    """Build ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (2023), arXiv 2401.10241, section 2.
 
     One stage a worker. Worker r starts as in 1F1B, and runs the backward of weights r micro-batches after the backward
     of inputs, so every worker holds at most min(m, p) activations (from forward to backward of weights), no more than

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.Enum):
-    """What is done; the value is the letter in pictures and messages.
+    """Names what is done; the value is the letter in pictures and messages.
 
     A backward is done at once (``BACKWARD``) or in two actions (``BACKWARD_INPUT``, then ``BACKWARD_WEIGHT``, which
     no other action waits for). The letters F, B and W of the zero-bubble paper are F, I and W here: B is the whole.
@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
     @property
     def frees(self) -> bool:
-        """Whether its end frees the activations of its forward."""
+        """Return whether its end frees the activations of its forward."""
         return self is Kind.BACKWARD or self is Kind.BACKWARD_WEIGHT
 
 
@@ -51,7 +51,7 @@ class ScheduleError(ValueError):
     def __init__(
         self, message: str, *, worker: int | None = None, position: int | None = None, action: Action | None = None
     ) -> None:
-        """The message gets the place in front of it: worker, position in its order (from 0), action."""
+        """Put the place in front of the message: worker, position in its order (from 0), action."""
         self.worker, self.position, self.action = worker, position, action
         place = [f"worker {worker}"] * (worker is not None) + [f"position {position}"] * (position is not None)
         place += [f"action {action}"] * (action is not None)
@@ -73,21 +73,21 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     """The actions of every worker, in the order in which it runs them."""
     live_limits: tuple[int, ...] | None = None
-    """For every worker, how many activations it may hold at once; None: no promise."""
+    """The number of activations that every worker may hold at once; None: no promise."""
 
     @property
     def stages(self) -> int:
-        """The number of stages of the model."""
+        """Return the number of stages of the model."""
         return len(self.placement)
 
     @property
     def workers(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
         return len(self.orders)
 
     @cached_property
     def places(self) -> dict[Action, tuple[int, int]]:
-        """(worker, position) of every action."""
+        """Return (worker, position) of every action."""
         return {action: (w, i) for w, order in enumerate(self.orders) for i, action in enumerate(order)}
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
@@ -128,8 +128,11 @@ def peak_live(actions: Iterable[Action]) -> int:
     return max(live_counts(actions), default=0)
 
 
+# Validation.
+
+
 def validate(schedule: Schedule) -> None:
-    """Raises :class:`ScheduleError`, which names worker, position and action, unless
+    """Raise :class:`ScheduleError`, which names worker, position and action, unless
 
     - every action is on the worker of its stage, and its stage and micro-batch exist;
     - every micro-batch has in every stage one forward and one backward, whole or split into its two parts;
@@ -143,8 +146,8 @@ def validate(schedule: Schedule) -> None:
 def run(
     schedule: Schedule, others: Mapping[Action, tuple[Action, ...]] | None = None
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Validates, and meanwhile yields (worker, action, its dependencies) in an order in which all can run: each action
-    after its dependencies and after its worker's predecessors. ``others``: dependencies of actions besides.
+    """Validate, and meanwhile yield (worker, action, its dependencies) in an order in which all can run: each action
+    after its dependencies and after its worker's predecessors. ``others``: further dependencies of actions.
 
     A worker that has to wait is looked at again when what it waits for has ended, so this takes time proportional to
     the number of actions.
@@ -237,7 +240,7 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follows from ``worker`` who waits for whom until the chain closes, and blames a link of the ring."""
+    """Follow from ``worker`` which worker waits for which until the chain closes; return an error about a link."""
     chain: dict[int, str] = {}
     while worker not in chain:
         head = schedule.orders[worker][position[worker]]
