@@ -287,7 +287,7 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/runtime/pool.py", "from pymoe.ops import dispatch"),
         ("pymoe/mixture/routing.py", "from pymoe.pipe import Pipe"),
         ("pymoe/runtime/pool.py", "from pymoe.pipe.schedules import build"),
-        ("pymoe/pipe/schedules/gpipe.py", "from pymoe.nn import MoE"),
+        ("pymoe/pipe/schedules/builders.py", "from pymoe.nn import MoE"),
         ("pymoe/pipe/schedules/pictures.py", "from matplotlib.figure import Figure"),
         ("pymoe/bench/plot.py", "import matplotlib.pyplot as plt"),
         ("pymoe/bench/plot.py", "try:\n    import rich\nexcept ImportError:\n    rich = None"),

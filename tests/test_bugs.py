@@ -23,7 +23,7 @@ from limits import LONG
 from processes import run_python
 
 import pymoe
-from pymoe.autograd.leaf_hooks import keep_hooks_outside, within_call
+from pymoe.autograd.isolated_graph import keep_hooks_outside, within_call
 
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():

@@ -149,7 +149,7 @@ def test_ctrl_c_as_a_worker_starts_waits_for_it_and_leaves_torchs_generators(mon
             return future
 
     monkeypatch.setattr("pymoe.pipe.execution.plan.ALWAYS_THREADS", True)
-    monkeypatch.setattr("pymoe.pipe.execution.workers.WorkerPool", Interrupted)
+    monkeypatch.setattr("pymoe.pipe.execution.plan.WorkerPool", Interrupted)
     edges = [[Source(INPUT, 0)], [Source(INPUT, 1)]]
     pipe = Pipe.from_stages([nn.Linear(4, 4), Slow(4, 4)], takes=edges, outputs=[0, 1], chunks=2)
     with pytest.raises(KeyboardInterrupt):

@@ -19,7 +19,7 @@ from pymoe.nn import plain_calls
 from pymoe.ops import function_calls as calls_of_operators
 from pymoe.ops import transforms
 from pymoe.pipe import loss_graph
-from pymoe.pipe.capture import function_calls
+from pymoe.pipe.capture import interception
 from pymoe.pipe.execution import gradients
 
 dispatch = sys.modules["pymoe.ops.dispatch"]
@@ -29,7 +29,7 @@ CANARIES = {
     "transforms": canaries.transforms,
     "modules": canaries.modules,
     "random_streams": random_streams._numbers_come_from_streams,
-    "function_calls": function_calls._functions_are_heard,
+    "function_calls": interception._functions_are_heard,
     "dispatch": dispatch._edits_are_counted,
 }
 NODES_OF_LOSSES = loss_graph._nodes_tell
@@ -163,7 +163,7 @@ def test_a_name_that_does_nothing_is_told(canary, name, monkeypatch):
     check, replaced = CANARIES[canary], getattr(private, name)
     by_nothing = silent(name)
     monkeypatch.setattr(private, name, by_nothing)
-    for module in (random_streams, function_calls):
+    for module in (random_streams, interception):
         for bound in [bound for bound, value in vars(module).items() if value is replaced]:
             monkeypatch.setattr(module, bound, by_nothing)
     with pytest.raises(RuntimeError, match=r"private names of torch.*results would be wrong") as told:
@@ -200,7 +200,7 @@ USES = {
         lambda: plain_calls.is_called_plainly(torch.nn.Linear(1, 1), torch.nn.Linear),
     ),
     "_numbers_come_from_streams": (random_streams, random_streams.install),
-    "_functions_are_heard": (function_calls, lambda: function_calls.FunctionCalls(int, bool).intercepted()),
+    "_functions_are_heard": (interception, lambda: interception.FunctionCalls(int, bool).intercepted()),
     "_nodes_tell": (loss_graph, lambda: loss_graph.read_loss(with_gradient(0).sum(), None)),
     "_edits_are_counted": (
         dispatch,

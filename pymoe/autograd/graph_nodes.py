@@ -1,11 +1,16 @@
 """Nodes and edges of autograd's graphs: found, kept alive and made in less time than torch's own functions take.
 
-The module also adds gradients as autograd does.
+The module also adds gradients as autograd does, and finds nodes of ``torch.compile``, which can be differentiated only
+once: their backward works in the buffers that their forward has saved ("donated" buffers), and refuses to run if the
+graph is kept. Graphs of isolated calls are kept, although each is differentiated once, because they may lead into other
+graphs that are still needed (of a weight that was computed before the call, say). Graphs with compiled nodes are not
+kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +30,11 @@ def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
 # ``detect_anomaly()`` releases the interpreter's lock meanwhile: two threads that use a leaf without an accumulator can
 # then deadlock. So everything that outlives a call uses this leaf.
 ANCHOR, _accumulator_of_the_anchor = _make_anchor()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often the tensor was changed in place; -1 for tensors of inference mode, which do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -130,3 +140,34 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
             continue
         for node in by_number[number]:
             node._set_sequence_nr(limit)
+
+
+_FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
+
+_NATIVE: set[type] = set()  # types of nodes that no class of Python makes
+_latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
+_found = False
+
+
+def _anything_is_compiled() -> bool:
+    global _latest, _found
+    classes = torch.autograd.Function.__subclasses__()  # in the order in which they were made
+    if classes and classes[-1] is not _latest():
+        _found = any([cls.__name__ == _FUNCTION for cls in classes])
+        _latest = weakref.ref(classes[-1])
+    return _found
+
+
+def are_compiled(nodes: Iterable[Node | None]) -> bool:
+    """Return whether one of ``nodes``, all nodes of a graph, comes from ``torch.compile``."""
+    kinds = {*map(type, nodes)}
+    if kinds <= _NATIVE:
+        return False
+    of_python = {kind for kind in kinds if issubclass(kind, FunctionBase)}
+    _NATIVE.update(kinds - of_python)
+    return any([kind.__name__ == _NODE for kind in of_python])
+
+
+def has_compiled_nodes(nodes: Sequence[Node], entry: Node | None) -> bool:
+    """Return whether a backward pass from ``nodes`` that stops at ``entry`` can reach a node of ``torch.compile``."""
+    return _anything_is_compiled() and are_compiled(find_leaves_and_nodes(nodes, entry)[1])

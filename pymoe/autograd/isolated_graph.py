@@ -12,14 +12,17 @@
 
 Tensors that leave a call otherwise than as outputs (in an object, as a module's attribute) keep their history:
 gradients pass through the aliases to the caller's tensors, as in a backward pass that the call makes itself.
+
+Hooks of leaves run on the sum of all calls' gradients, and not when the gradients of one call are computed.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -27,9 +30,70 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import get_sequence_nr, peek_interpreter_stack, pytree, run_backward
-from pymoe.autograd.compiled_nodes import has_compiled_nodes
-from pymoe.autograd.graph_nodes import apply_directly, edge_of, find_leaves_and_nodes, keep_nodes, make_edge, put_behind
-from pymoe.autograd.leaf_hooks import entry_of_this_thread, keep_hooks_outside, within_call
+from pymoe.autograd.graph_nodes import (
+    apply_directly,
+    edge_of,
+    find_leaves_and_nodes,
+    has_compiled_nodes,
+    keep_nodes,
+    make_edge,
+    put_behind,
+)
+
+Result = TypeVar("Result")
+
+
+class _Differentiated(threading.local):
+    """The entry of the graph of the call that this thread differentiates."""
+
+    entry: Any = None
+
+
+_running = _Differentiated()
+_NONE = object()  # the entry of a graph without an entry
+_everywhere: set[object] = set()  # one object for every call that some thread differentiates
+
+
+def entry_of_this_thread() -> Any:
+    """Return the entry of the call that this thread differentiates, or None."""
+    return _running.entry
+
+
+def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    """Call ``function(*args)``, which differentiates a call on this thread: hooks of leaves do not run."""
+    token = object()
+    before, _running.entry = _running.entry, entry or _NONE
+    _everywhere.add(token)
+    try:
+        return function(*args, **options)
+    finally:
+        _everywhere.discard(token)
+        _running.entry = before
+
+
+class _OutsideCalls:
+    """A hook of a leaf that does not run within calls.
+
+    On the host a backward pass runs on the thread that asks for it. Nodes of other devices run on autograd's own
+    threads, which do not know that thread: there the hook does not run while any thread differentiates a call.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        if _running.entry is not None or (_everywhere and not grad.is_cpu):
+            return None
+        return self.hook(grad)
+
+
+def keep_hooks_outside(leaf: torch.Tensor) -> None:
+    """Wrap the hooks of ``leaf``: autograd would also run them when ``autograd.grad`` computes its gradient."""
+    hooks: Any = leaf._backward_hooks
+    for key, hook in list(hooks.items()) if hooks else ():
+        if type(hook) is not _OutsideCalls and key in hooks:
+            hooks[key] = _OutsideCalls(hook)
+
 
 SECOND_BACKWARD = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -55,7 +119,7 @@ def functorch_is_active() -> bool:
     return peek_interpreter_stack() is not None
 
 
-class _Entry(torch.autograd.Function):
+class _CallInputs(torch.autograd.Function):
     """Makes the aliases: as results of an operation they may be modified in place."""
 
     @staticmethod
@@ -254,7 +318,7 @@ def isolate(
                 alias.tensor = value.detach()
     if entering:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        guard, *tensors = apply_directly(_Entry, anchor, *[alias.original for alias in entering])
+        guard, *tensors = apply_directly(_CallInputs, anchor, *[alias.original for alias in entering])
         entry = guard.grad_fn
         for number, (alias, tensor) in enumerate(zip(entering, tensors, strict=True), 1):
             alias.tensor, alias.edge = tensor, GradientEdge(entry, number)

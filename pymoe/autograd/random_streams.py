@@ -77,11 +77,11 @@ _SPREAD = 0x9E3779B97F4A7C15  # odd: different positions get different seeds, al
 _SEEDS = 1 << 63
 
 
-class _Thread(threading.local):
-    stream: Stream | None = None
+class _ThreadStream(threading.local):
+    stream: RandomStream | None = None
 
 
-this_thread = _Thread()
+this_thread = _ThreadStream()
 """Random stream of the current thread in ``stream``; code that sets it also calls :func:`begin_drawing`."""
 _defaults_in_use = threading.Lock()  # held while a default generator temporarily has the state of a call
 _changing = threading.Lock()  # held while kernels are registered, or torch.random changes
@@ -90,7 +90,7 @@ _calling: set[int] = set()  # threads that run a call
 _is_changed = False  # true while torch.random shows each thread the generator of its call
 
 
-class Source:
+class RandomSource:
     """The random streams of the calls of one map, by the position of the call."""
 
     def __init__(self, eager: bool = False) -> None:
@@ -99,8 +99,8 @@ class Source:
         self._lock = threading.Lock()
         self._base = draw(self._surrounding) if eager else None
 
-    def stream(self, position: int) -> Stream:
-        return Stream(self, position)
+    def stream(self, position: int) -> RandomStream:
+        return RandomStream(self, position)
 
     def seed(self, position: int) -> int:
         with self._lock:
@@ -109,12 +109,12 @@ class Source:
             return (self._base + position * _SPREAD) % _SEEDS
 
 
-class Stream:
+class RandomStream:
     """The random numbers of one call, of its forward pass and then of its backward pass."""
 
     __slots__ = ("_generators", "_position", "_source")
 
-    def __init__(self, source: Source, position: int) -> None:
+    def __init__(self, source: RandomSource, position: int) -> None:
         self._source = source
         self._position = position
         self._generators: dict[tuple[str, int | None], torch.Generator] | None = None
@@ -145,7 +145,7 @@ class Stream:
                 default.set_state(before)
 
 
-def with_stream(stream: Stream, function: Callable[..., Result], *args: Any) -> Result:
+def with_stream(stream: RandomStream, function: Callable[..., Result], *args: Any) -> Result:
     """Run ``function(*args)`` with random numbers from ``stream``."""
     thread = this_thread
     before, thread.stream = thread.stream, stream
@@ -173,7 +173,7 @@ def end_drawing() -> None:
     _calling.discard(get_ident())
 
 
-def draw(stream: Stream | None) -> int:
+def draw(stream: RandomStream | None) -> int:
     """Return one number of a stream, or, for None, of the process's default generator for the CPU."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
     with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # unseen by modes
@@ -217,7 +217,7 @@ def _install() -> None:
 @canaries.canary
 def _numbers_come_from_streams() -> canaries.Exercises:
     """Exercise the names that give a call its own generator."""
-    source, expected = Source.__new__(Source), torch.Generator("cpu")
+    source, expected = RandomSource.__new__(RandomSource), torch.Generator("cpu")
     source._lock, source._base = threading.Lock(), 1
     expected.manual_seed(source.seed(1))
 
@@ -240,7 +240,7 @@ def _change() -> None:
     with _changing:
         if _is_changed:
             return
-        torch.random.__class__ = _Random
+        torch.random.__class__ = _RandomModule
         vars(torch.random)["default_generator"] = _Default()
         _is_changed = True
         _change_cuda()
@@ -323,12 +323,12 @@ class _Default:
         return getattr(_of_this_thread(), name)
 
 
-class _Random(types.ModuleType):
+class _RandomModule(types.ModuleType):
     """The module ``torch.random`` for code other than its own functions, which reads its attributes."""
 
     @property
     def default_generator(self) -> torch.Generator:
-        """The process's generator, or within a call the generator of the call."""
+        """Return the process's generator, or within a call the generator of the call."""
         set_by_others = vars(self)["default_generator"]
         return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
 

@@ -96,7 +96,7 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
             "which they are saved; checkpoint within the function, or use map_with_parallel_backward, whose calls save "
             "in a fixed order"
         )
-    stream = random_streams.Source(eager=True).stream(0)
+    stream = random_streams.RandomSource(eager=True).stream(0)
     bound = functools.partial(func, *args, **kwargs)
 
     def call() -> Result:

@@ -33,7 +33,7 @@ class EmulatedAutogradContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The arguments of ``save_for_backward``."""
+        """Return the arguments of ``save_for_backward``."""
         return tuple(self.to_save)
 
 
@@ -47,7 +47,7 @@ class IsolatedContext(EmulatedAutogradContext):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The arguments of ``ctx.save_for_backward``, if ``func`` is an ``autograd.Function`` and its graph exists."""
+        """Return the arguments of ``ctx.save_for_backward`` of an ``autograd.Function`` whose graph exists."""
         roots = () if self._call is None else self._call.roots
         nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()

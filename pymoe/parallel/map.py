@@ -28,9 +28,9 @@ from pymoe.autograd.isolated_graph import (
     map_outputs,
     trace,
 )
-from pymoe.autograd.random_streams import Stream
+from pymoe.autograd.random_streams import RandomStream
 from pymoe.parallel.run_concurrently import likeness, run_concurrently
-from pymoe.parallel.saved_tensors import Recorder
+from pymoe.parallel.saved_tensors import SavedTensors
 from pymoe.parallel.workers import Visit
 
 NAME = "map_with_parallel_backward"
@@ -116,32 +116,32 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
     graphs = graphs_are_made()
     calls = isolate(function, args_per_call, graphs, share=True)
 
-    source = random_streams.Source()
+    source = random_streams.RandomSource()
     streams = [source.stream(number) for number in range(len(calls))]
     like = likeness(func)
-    recorders = run_concurrently(f"{NAME} forward", lambda number: calls[number].run(), streams, like)
+    saved = run_concurrently(f"{NAME} forward", lambda number: calls[number].run(), streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
     # On this thread: calls that end at the same time would contend for the interpreter's lock.
     fresh = trace(calls, hand_through=True)
-    return _join(calls, fresh, streams, like, recorders)
+    return _join(calls, fresh, streams, like, saved)
 
 
-class _Plan:
+class _MapCalls:
     """The calls of a map, and the inputs and outputs of its node to which their gradients belong."""
 
     def __init__(
         self,
         calls: list[IsolatedCall],
         fresh: list[list[torch.Tensor]],
-        streams: Sequence[Stream],
+        streams: Sequence[RandomStream],
         like: int,
-        recorders: list[Recorder],
+        saved: list[SavedTensors],
     ) -> None:
         self.calls: list[IsolatedCall] | None = calls
         self.streams = streams
         self.like = like
-        self.recorders = recorders  # record what calls have saved; empty without hooks
+        self.saved = saved  # record what calls have saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
         self.targets: list[list[int]] = []  # per call: the input to which each of its gradients belongs
         self.sources: list[list[int]] = []  # per call: the output of the node that each of its roots is
@@ -184,7 +184,7 @@ class _ParallelMap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, outputs: list[torch.Tensor], tied: set[int], *tensors: torch.Tensor
+        ctx: Any, plan: _MapCalls, outputs: list[torch.Tensor], tied: set[int], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -199,7 +199,7 @@ class _ParallelMap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        plan: _Plan = ctx.plan
+        plan: _MapCalls = ctx.plan
         calls = plan.calls
         if calls is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -209,18 +209,18 @@ class _ParallelMap(torch.autograd.Function):
         def backward(number: int) -> None:
             gradients[number] = calls[number].gradients([grads[output] for output in plan.sources[number]], keep)
 
-        recorders = [
-            recorder
-            for recorder, sources in zip(plan.recorders, plan.sources, strict=False)
+        saved = [
+            of_call
+            for of_call, sources in zip(plan.saved, plan.sources, strict=False)
             if any([grads[output] is not None for output in sources])
         ]
         try:
-            for recorder in recorders:
-                recorder.fetch()
+            for of_call in saved:
+                of_call.fetch()
             run_concurrently(f"{NAME} backward", backward, plan.streams, plan.like, plan.inline)
         finally:
-            for recorder in recorders:
-                recorder.release()
+            for of_call in saved:
+                of_call.release()
         totals: list[torch.Tensor | None] = [None] * plan.inputs
         for targets, own in zip(plan.targets, gradients, strict=True):
             for target, gradient in zip(targets, own, strict=True):
@@ -229,19 +229,19 @@ class _ParallelMap(torch.autograd.Function):
                     totals[target] = gradient if before is None else add_gradients(before, gradient)
         if not keep:
             plan.calls = None
-            plan.recorders = []
+            plan.saved = []
         return None, None, None, *(once_only(NAME, totals) if torch.is_grad_enabled() else totals)
 
 
 def _join(
     calls: list[IsolatedCall],
     fresh: list[list[torch.Tensor]],
-    streams: list[Stream],
+    streams: list[RandomStream],
     like: int,
-    recorders: list[Recorder],
+    saved: list[SavedTensors],
 ) -> tuple[tuple[Any, ...], ...]:
     """Return the calls' outputs as outputs of one node."""
-    plan = _Plan(calls, fresh, streams, like, recorders)
+    plan = _MapCalls(calls, fresh, streams, like, saved)
     inner = [output for own in fresh for output in own]
     tied = set().union(*[call.tied for call in calls if call.tied])
     outer: dict[int, torch.Tensor] = {}

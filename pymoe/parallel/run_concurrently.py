@@ -16,24 +16,25 @@ import torch
 from pymoe._errors import describe_error
 from pymoe._runtime import Profiled, parallel_for
 from pymoe._torch_private import profiler_enabled
-from pymoe.autograd.random_streams import Stream, restore, with_stream
+from pymoe.autograd.random_streams import RandomStream, restore, with_stream
 from pymoe.autograd.thread_state import ThreadState, current, in_state, known
-from pymoe.parallel.saved_tensors import Recorder, hand_over_all
+from pymoe.parallel.saved_tensors import SavedTensors, hand_over_all
 from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 
 # Limit below which calls stay on the calling thread: a worker would spend as much time on the interpreter's lock.
+# (Pipes decide by run, since their actions wait for each other: pymoe.pipe.execution.plan.InlinePolicy.)
 INLINE_LIMIT_S = 100e-6
 # The same limit for functions whose calls were all that short last time: checking on them wakes a worker, which costs
 # more than they do. Calls that turn out to be long delay others by this much, twice: the first time may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
-_MOST_TRUSTED = 1000
+_MAX_TRUSTED = 1000
 
 _trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: true if the last one took long after all
 
 
 def run_concurrently(
-    name: str, function: Callable[[int], None], streams: Sequence[Stream], like: int = 0, inline: bool = False
-) -> list[Recorder]:
+    name: str, function: Callable[[int], None], streams: Sequence[RandomStream], like: int = 0, inline: bool = False
+) -> list[SavedTensors]:
     """Call ``function(i)`` for every ``i``, each in the state of this thread, drawing from ``streams[i]``.
 
     Return when all calls have ended. This thread makes calls, too, so a call may do the same again even if there are
@@ -53,14 +54,14 @@ def run_concurrently(
     run = _Run(state, function, streams)
     known.state = state
     try:
-        if inline or len(streams) == 1 or (run.recorders and state.dispatch_modes):
+        if inline or len(streams) == 1 or (run.saved and state.dispatch_modes):
             for number in range(len(streams)):
                 run.call(number)
         else:
             _on_workers(run, (name, like))
         raise_first(name, run.errors)
-        hand_over_all(run.recorders)
-        return run.recorders
+        hand_over_all(run.saved)
+        return run.saved
     finally:
         known.state = before
         run.function = _nothing  # a worker may drop its reference to the run later
@@ -83,7 +84,7 @@ def _on_workers(run: _Run, kind: tuple[str, int]) -> None:
 
 def _remember(kind: tuple[str, int], short: bool) -> None:
     if short:
-        if kind not in _trusted and len(_trusted) >= _MOST_TRUSTED:
+        if kind not in _trusted and len(_trusted) >= _MAX_TRUSTED:
             _trusted.clear()
         _trusted[kind] = False
     elif _trusted.get(kind) is False:
@@ -104,9 +105,9 @@ def likeness(func: Any) -> int:
 class _Run:
     """The calls of one :func:`run_concurrently`."""
 
-    __slots__ = ("contexts", "errors", "function", "helped", "recorders", "state", "states", "streams")
+    __slots__ = ("contexts", "errors", "function", "helped", "saved", "state", "states", "streams")
 
-    def __init__(self, state: ThreadState, function: Callable[[int], None], streams: Sequence[Stream]) -> None:
+    def __init__(self, state: ThreadState, function: Callable[[int], None], streams: Sequence[RandomStream]) -> None:
         self.state = state
         self.function = function
         self.streams = streams
@@ -114,8 +115,8 @@ class _Run:
         self.errors: list[BaseException | None] = [None] * len(streams)
         self.helped = False  # a worker has helped
         hooks = state.saved_tensor_hooks
-        self.recorders = [] if hooks is None else [Recorder(hooks) for _ in streams]
-        self.states = [state._replace(saved_tensor_hooks=recorder.hooks) for recorder in self.recorders]
+        self.saved = [] if hooks is None else [SavedTensors(hooks) for _ in streams]
+        self.states = [state._replace(saved_tensor_hooks=of_call.hooks) for of_call in self.saved]
 
     def call(self, number: int) -> None:
         if known.state is not self.state:

@@ -2,9 +2,9 @@
 
 Hooks may depend on that order: ``torch.utils.checkpoint`` identifies tensors by the order in which they were saved, in
 forward and when it runs its block again. Calls that run at the same time save in any order. Each call therefore records
-what it saves (:class:`Recorder`). When all calls have ended, the caller's hooks pack everything, call by call, on the
-caller's thread. Before the calls' backward passes begin, the backward pass of the map's node lets the caller's hooks
-unpack everything again, in the same order: a checkpoint around a map runs its block once more, not once per call.
+what it saves (:class:`SavedTensors`). When all calls have ended, the caller's hooks pack everything, call by call, on
+the caller's thread. Before the calls' backward passes begin, the backward pass of the map's node lets the caller's
+hooks unpack everything again, in the same order: a checkpoint around a map runs its block once more, not once per call.
 
 This has two consequences. The saved tensors are in memory until all calls have ended, and again while their backward
 passes run. And a tensor that is modified in place after it was saved and before it is packed is lost: a gradient that
@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from pymoe.autograd.graph_nodes import version_of
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -38,20 +40,20 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.edited = False
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
         self._packed: Any = None
         self._unpack: Callable[[Any], torch.Tensor] | None = None  # None: not packed yet
 
     def pack(self, hooks: Hooks) -> None:
         tensor = self.tensor
         assert tensor is not None
-        self.edited = _version(tensor) != self._version
+        self.edited = version_of(tensor) != self._version
         self._packed, self._unpack = hooks[0](tensor), hooks[1]
         self.tensor = None
 
     def get(self) -> torch.Tensor:
         tensor = self.tensor
-        if tensor is not None and (self._unpack is not None or _version(tensor) == self._version):
+        if tensor is not None and (self._unpack is not None or version_of(tensor) == self._version):
             return tensor
         if tensor is not None or self.edited or self._unpack is None:
             raise RuntimeError(_EDITED)
@@ -66,11 +68,7 @@ class _Saved:
             self.tensor = None
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class Recorder:
+class SavedTensors:
     """The tensors that one call saves under hooks of its caller."""
 
     __slots__ = ("_handed_over", "_saved", "around", "hooks")
@@ -109,15 +107,15 @@ class Recorder:
         return [saved for reference in self._handed_over or () if (saved := reference()) is not None]
 
 
-def hand_over_all(recorders: Sequence[Recorder]) -> None:
+def hand_over_all(saved: Sequence[SavedTensors]) -> None:
     """Let hooks pack what calls have saved, after their end and on the thread that asked for them."""
     with torch.no_grad():  # autograd calls hooks in this mode
-        for recorder in recorders:
-            recorder.hand_over()
+        for of_call in saved:
+            of_call.hand_over()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
     """Return whether these are the hooks of ``torch.utils.checkpoint``, or record for such hooks in a call."""
-    while hooks is not None and isinstance(recorder := getattr(hooks[0], "__self__", None), Recorder):
-        hooks = recorder.around
+    while hooks is not None and isinstance(of_call := getattr(hooks[0], "__self__", None), SavedTensors):
+        hooks = of_call.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -20,7 +20,7 @@ from typing import Any
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
-MOST_THREADS = 512  # including waiting ones; each costs some tens of KiB
+MAX_THREADS = 512  # including waiting ones; each costs some tens of KiB
 WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # for maps of daemon threads
 END_IDLE_THREAD_AFTER_S = 5.0  # for threads that were added because calls wait
 
@@ -83,7 +83,7 @@ def shared_pool() -> WorkerPool:
     with _lock:
         if _pool is None:
             renew_engine()
-            most = 0 if _count else MOST_THREADS
+            most = 0 if _count else MAX_THREADS
             # Long enough for a thread that waits for the interpreter's lock to poll it at least once.
             still = max(1.6 * sys.getswitchinterval(), 1e-3)
             _pool = WorkerPool(get_parallel_workers(), most=most, still=still, idle=END_IDLE_THREAD_AFTER_S)

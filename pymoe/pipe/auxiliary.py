@@ -1,6 +1,6 @@
-"""Weights losses that layers inject (``pymoe.nn.inject_loss``) by the micro-batch's share of the rows.
+"""Weights the losses that layers inject (``pymoe.nn.inject_loss``) by the micro-batch's share of the rows.
 
-They do not pass through the loss of the pipeline, and so are not scaled with it.
+They do not pass through the loss of the pipeline, so they are not scaled with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def keeps_counts(layer: nn.Module) -> bool:
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
-    """Have auxiliary losses in ``module`` weighted by the running micro-batch while a stage's ``function`` runs."""
+    """Weight auxiliary losses in ``module`` by the running micro-batch while a stage's ``function`` runs."""
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
     return partial(_weighted, function, losses) if losses else function
 

@@ -55,7 +55,7 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
 
 
 class _Owned:
-    """What belongs to some stages of a pipe, among all that its ``state_dict`` has names for."""
+    """Tells which entries of a pipe's ``state_dict`` belong to some of its stages."""
 
     def __init__(self, pipe: Any, stages: Iterable[int] | None) -> None:
         parts = pipe.staged.present_parts()
@@ -109,10 +109,10 @@ def save(
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
-        folder: for the files; the same for all processes.
-        stages: those that this process runs; None: all.
-        optimizer: of parameters of these stages.
-        group: whose processes run the pipe; None: the default group, or this process alone if there is none.
+        folder: the folder for the files; the same for all processes.
+        stages: the stages that this process runs; None: all.
+        optimizer: the optimizer of parameters of these stages.
+        group: the processes that run the pipe; None: the default group, or this process alone without one.
     """
     from torch.distributed.checkpoint import state_dict_saver
 
@@ -133,10 +133,10 @@ def load(
 
     Args:
         pipe: a :class:`pymoe.Pipe` of the same model.
-        folder: of the files.
-        stages: those that this process runs; None: all.
-        optimizer: of parameters of these stages.
-        group: as for :func:`save`.
+        folder: the folder of the files.
+        stages: the stages that this process runs; None: all.
+        optimizer: the optimizer of parameters of these stages.
+        group: see :func:`save`.
 
     Raises:
         torch.distributed.checkpoint.CheckpointException: files or keys are missing, there are keys that the model does
@@ -200,8 +200,8 @@ def save_safetensors(
     Args:
         pipe: a :class:`pymoe.Pipe`.
         folder: for the files; made if it is not there.
-        stages: those that this process runs; None: all.
-        group: whose processes run the pipe; None: the default group, or this process alone if there is none.
+        stages: the stages that this process runs; None: all.
+        group: the processes that run the pipe; None: the default group, or this process alone without one.
 
     Raises:
         ImportError: the package safetensors is not installed.

@@ -1,4 +1,4 @@
-"""What a module can ask while a pipeline runs it: which micro-batch this is, and whether it is being recomputed."""
+"""Tells a module, while a pipeline runs it, which micro-batch this is and whether it is being recomputed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pymoe.autograd import random_streams
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.autograd.random_streams import Stream
+from pymoe.autograd.random_streams import RandomStream
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +29,7 @@ class MicroBatch:
     stage: int = 0
     """The stage that runs: a module that several stages contain is called by each."""
     is_last: bool | None = None
-    """Whether no other micro-batch of the mini-batch comes to this stage after it; None: they come by their index."""
+    """True if no other micro-batch of the mini-batch comes to this stage after it; None: they come by their index."""
     mini_batch: object = None
     """An object that all micro-batches of a mini-batch have, and no others; None: not known."""
 
@@ -47,14 +47,14 @@ class MicroBatch:
         )
 
 
-class _Thread(threading.local):
+class _ThreadMicroBatch(threading.local):
     micro_batch: MicroBatch | None = None
 
 
-this_thread = _Thread()
+this_thread = _ThreadMicroBatch()
 """``this_thread.micro_batch`` is what this thread runs, for those who set it themselves; see :func:`count_threads`."""
 _lock = threading.Lock()
-_threads = 0  # that run pipelines now
+_threads = 0  # the number of threads that run pipelines now
 
 
 # torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.
@@ -85,7 +85,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
-    """A context in which this thread runs a stage's forward for ``micro_batch``."""
+    """Note, within the block, that this thread runs a stage's forward for ``micro_batch``."""
     count_threads(1)
     before, this_thread.micro_batch = this_thread.micro_batch, micro_batch
     try:
@@ -96,8 +96,8 @@ def running(micro_batch: MicroBatch) -> Iterator[None]:
 
 
 @contextmanager
-def in_pipeline(stream: Stream) -> Iterator[None]:
-    """A context in which this thread runs actions of a pipeline, and draws from ``stream`` between them."""
+def in_pipeline(stream: RandomStream) -> Iterator[None]:
+    """Note, within the block, that this thread runs actions of a pipeline, and draws from ``stream`` between them."""
     streams = random_streams.this_thread
     outer, outer_stream = this_thread.micro_batch, streams.stream
     count_threads(1)

@@ -44,8 +44,8 @@ class _Collected(NamedTuple):
         return _Collected(rows, other.mean + apart * (self.rows / rows), squares)
 
 
-class _Stage:
-    """What a module has collected of the current mini-batch in one stage."""
+class _StageStatistics:
+    """Collects the statistics of the current mini-batch of a module in one stage."""
 
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
@@ -59,7 +59,7 @@ class _Stage:
         if forward is not before:
             is_next = before is not None and forward.mini_batch is before.mini_batch
             if not is_next or (forward.mini_batch is None and before is not None and forward.index <= before.index):
-                self.collected.clear()  # of a mini-batch that was not finished
+                self.collected.clear()  # statistics of a mini-batch that was not finished
             self.forward, self.calls = forward, 0
         self.calls += 1
         return self.calls - 1
@@ -80,8 +80,8 @@ class DeferredBatchNorm(BatchNormBase):
         num_features: the channels C.
         eps: added to the variance, under the root.
         momentum: how far a mini-batch moves the running statistics; None: these are the mean over all mini-batches.
-        affine: whether there are a weight and a bias for each channel.
-        track_running_stats: whether there are running statistics; else every batch is normalised by its own.
+        affine: there are a weight and a bias for each channel.
+        track_running_stats: there are running statistics; otherwise every batch is normalised by its own.
         device: of parameters and buffers.
         dtype: likewise.
 
@@ -123,13 +123,13 @@ class DeferredBatchNorm(BatchNormBase):
     # Each micro-batch has another index, and would be compiled anew.
     @compiler_disable
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
-        stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _Stage())
+        stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _StageStatistics())
         call = stage.next_call(forward)
         of_call = stage.collected.setdefault(call, {})
         of_call[forward.index] = statistics
         if forward.index == forward.count - 1 if forward.is_last is None else forward.is_last:
             batch: _Collected | None = None
-            for index in sorted(of_call):  # so that the order in which they came changes no bit
+            for index in sorted(of_call):  # the order in which they came must not change a bit
                 batch = of_call[index].plus(batch)
             assert batch is not None
             del stage.collected[call]

@@ -1,20 +1,47 @@
-"""What a pipe is made of: the questions that a pipe answers, the answers as data, and as a picture."""
+"""The questions that a pipe answers about itself, the answers as data and as a picture, and the names that other
+packages have for them.
+"""
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
 
-from pymoe.pipe.devices import shared_parameters
-from pymoe.pipe.other_names import also_called
-from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import INPUT, Source
+from pymoe.pipe.stages import INPUT, Source, StagedModel, shared_parameters
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a decorator: the function takes keywords under other names, too, ``also_called(other="its own")``.
+
+    Calls raise TypeError if they give one argument under both names.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for other, name in names.items():
+                if other in kwargs:
+                    if name in kwargs:
+                        raise TypeError(f"{function.__name__}: {other} is another name of {name}, got both")
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+# Answers as data.
 
 
 @dataclass(frozen=True)
@@ -37,18 +64,18 @@ class PipeInfo:
 
     stages: tuple[StageInfo, ...]
     outputs: tuple[Source, ...]
-    """Where the values of the model's output come from."""
+    """Sources of the values of the model's output."""
     inputs: int
     has_loss_and_backward: bool
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return len(self.stages)
 
     @property
     def graph(self) -> fx.Graph:
-        """The stages as calls of modules ``submod_0``, ``submod_1`` and so on, each of which returns a list."""
+        """Return the stages as calls of modules ``submod_0``, ``submod_1`` and so on, each of which returns a list."""
         graph = fx.Graph()
         inputs = [graph.placeholder(f"input_{number}") for number in range(self.inputs)]
         made: list[dict[int, fx.Node]] = []
@@ -76,7 +103,7 @@ class PipeInfo:
 
 
 def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the outermost modules of the model in ``part``, and of parameters beside them."""
+    """Return the names of the model's outermost modules in ``part``, and of parameters that are in none of them."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -113,7 +140,7 @@ def _words(source: Source, taker: int) -> str:
 
 
 class ByStage(dict[int, str]):
-    """By the number of a stage; asked for ``"submod_0"``, as PiPPy names stages, it has the item of stage 0."""
+    """Maps the numbers of stages; asked for ``"submod_0"``, as PiPPy names stages, it has the item of stage 0."""
 
     def __missing__(self, key: Any) -> str:
         number = key.removeprefix("submod_") if isinstance(key, str) else ""
@@ -128,7 +155,7 @@ ABSENT = {
     "executor": "a pipe runs its stages itself, pipe(x) and pipe.step(x, target=y, loss_fn=f), and last_run tells when "
     "each of them ran",
 }
-"""What pipes of PiPPy and ``torch.distributed.pipelining`` have, and what does here what it is for."""
+"""Attributes that pipes of PiPPy and ``torch.distributed.pipelining`` have, and what replaces them here."""
 
 
 class Inspection(nn.Module):
@@ -140,7 +167,7 @@ class Inspection(nn.Module):
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return len(self.staged.parts)
 
     @also_called(stage_idx="stage", stage_index="stage")
@@ -170,17 +197,19 @@ class Inspection(nn.Module):
 
     @property
     def has_loss_and_backward(self) -> bool:
-        """Whether the model computes its own loss, which ``step()`` minimises if it gets no ``loss_fn``."""
+        """Return whether the model computes its own loss, which ``step()`` minimises if it gets no ``loss_fn``."""
         return self.staged.has_loss
 
     @property
     def loss_spec(self) -> Any:
-        """Where in the model's output its loss is: the ``output_loss_value_spec`` of a captured model, else None."""
+        """Return where in the model's output its loss is: the ``output_loss_value_spec`` of a captured model, else
+        None.
+        """
         return self.staged.loss_spec
 
     @property
     def replicated_params(self) -> list[dict[int, str]]:
-        """For every parameter that several stages share, its name in each of them by the stage's number.
+        """Return, for every parameter that several stages share, its name in each of them by the stage's number.
 
         PiPPy's names of stages are accepted, too: ``replicated_params[0]["submod_0"]``.
         """
@@ -214,7 +243,7 @@ class Inspection(nn.Module):
 
     @property
     def devices(self) -> tuple[torch.device | None, ...]:
-        """Where the stages are; None: where the model was."""
+        """Return where the stages are; None: where the model was."""
         return self.staged.devices
 
     def __repr__(self) -> str:

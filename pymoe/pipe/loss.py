@@ -1,27 +1,34 @@
-"""Ends a pipeline in a loss: one more stage, which runs whenever the last one does.
+"""The loss of a step: the stage that computes it, its weight for each micro-batch, and losses inside of models.
 
-It is never recomputed, so a loss function is called once for each micro-batch, in their order: it may have a state.
+A pipeline ends in a loss, which is one more stage and runs whenever the last one does. It is never recomputed, so a
+loss function is called once for each micro-batch, in their order: it may have a state. The modules that it is made of
+are treated as layers of that stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from functools import cache, partial
+from inspect import signature
+from math import isfinite
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from pymoe._torch_private import pytree
+from pymoe._torch_private import FakeTensor, pytree
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.context import is_recomputing, micro_batch
-from pymoe.pipe.loss_graph import read_loss
-from pymoe.pipe.loss_modules import modules_of
+from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, read_loss
+from pymoe.pipe.micro_batches import MicroBatches
+from pymoe.pipe.python_values import value_in_cell
 from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
 LossFunction = Callable[..., torch.Tensor]
-Structure = Callable[[Sequence[Any]], Any]
+Unflatten = Callable[[Sequence[Any]], Any]
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -29,7 +36,7 @@ def with_loss(
     pipeline: Pipeline,
     loss_fn: LossFunction | None,
     has_target: bool,
-    structure: Structure,
+    unflatten: Unflatten,
     own: int,
     uncounted: frozenset[int],
     is_read: bool,
@@ -40,7 +47,7 @@ def with_loss(
         pipeline: a pipeline with outputs.
         loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
         has_target: the new pipeline takes one more input, the target.
-        structure: makes the model's output of the pipeline's output values.
+        unflatten: makes the model's output of the pipeline's output values.
         own: which of the output values is the loss if there is no ``loss_fn``.
         uncounted: micro-batches for which ``loss_fn`` is not called, and whose loss is 0.
         is_read: the graph of the loss is read. Else what it tells is None.
@@ -54,7 +61,7 @@ def with_loss(
     others = reading if loss_fn is None else (Source(INPUT, pipeline.inputs),) * has_target
 
     def compute(*values: Any) -> Sequence[Any]:
-        output = structure([values[place] for place in places])
+        output = unflatten([values[place] for place in places])
         given = values[len(outputs) :]
         if loss_fn is None:
             return [_checked(output, None), given[0] if is_read else None]
@@ -115,3 +122,332 @@ def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
         defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
         return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])
     return loss_fn is None or isinstance(loss_fn, (nn.Module, BuiltinFunctionType))
+
+
+# Weights of micro-batches.
+
+Reduction = Literal["mean", "sum"] | Callable[..., Any]
+PADDING = -100
+"""The target that torch's losses, and those of others, leave out unless told otherwise."""
+
+
+STEP = Words(
+    "Pipe.step",
+    "Give the step the number that the loss is divided by, as a function of a micro-batch's target: "
+    "reduction=lambda target: (target != -100).sum(), for example",
+    "give the step reduction='sum', too",
+    "; with reduction=len the step takes it for one",
+)
+CALL = Words(
+    "Pipe",
+    "Call step(reduction=...), which takes the number that the loss is divided by, or have one micro-batch",
+    "call step(reduction='sum')",
+)
+_OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
+"""Modules of torch (older ones lack the last) that divide by the sum of the weights of targets."""
+
+
+class LossWeights(NamedTuple):
+    """Weighs the losses of micro-batches."""
+
+    shares: Sequence[float]
+    """The gradient of the loss of every micro-batch."""
+    uncounted: frozenset[int] = frozenset()
+    """Micro-batches of which nothing counts: their losses may not be numbers."""
+    are_rows: bool = False
+    """The losses are taken for means over rows, which nobody has stated of this loss function."""
+
+
+def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
+    """Raise ValueError if losses that are taken for means over rows are something else, as far as their graphs tell."""
+    read = [(reading, rows) for reading, rows in zip(readings, micro_batches.rows, strict=True) if reading is not None]
+    known = [reading for reading, _ in read]
+    check_mean_over_rows(known, [rows for _, rows in read], words)
+    if any(reading.is_opaque for reading in known):
+        rows = micro_batches.rows
+        padding = [sum(map(_padding, pytree.tree_leaves(values))) for values in micro_batches.values]
+        if any(here * rows[0] != padding[0] * count for here, count in zip(padding, rows, strict=True)):
+            raise ValueError(
+                f"{words.who}: micro-batches have different amounts of padding ({PADDING}), and what the loss divides "
+                f"by cannot be seen. {words.remedy}{words.instead}"
+            )
+
+
+def _padding(leaf: Any) -> int:
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.is_floating_point() or leaf.is_complex():
+        return 0
+    return 0 if _has_no_numbers(leaf) else int((leaf == PADDING).sum())
+
+
+def _has_no_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def weigh(
+    micro_batches: MicroBatches,
+    reduction: Reduction,
+    loss_fn: Callable[..., Any] | None,
+    arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+) -> LossWeights:
+    """Return how much the losses of the micro-batches count.
+
+    Args:
+        micro_batches: of how many rows they are.
+        reduction: ``"mean"``, ``"sum"``, or what the loss of a micro-batch is divided by, as a function.
+        loss_fn: one of torch's losses may say itself what it is divided by.
+        arguments: for every micro-batch those of that function.
+
+    Raises:
+        TypeError: the function does not return numbers.
+        ValueError: it returns a number below 0, or none that is finite.
+    """
+    count = len(micro_batches.rows)
+    weight = None
+    if callable(reduction):
+        weight = reduction
+    elif (options := options_of(loss_fn)) is not None:
+        own = options.get("reduction", "mean")
+        if reduction == "sum" != own:
+            raise ValueError(f"Pipe.step: reduction: expected {own!r}, which that of loss_fn is, got 'sum'")
+        reduction = "sum" if own == "sum" else reduction
+        weight = _divides_by(loss_fn, options)
+    if reduction == "sum":
+        return LossWeights([1.0] * count)
+    if weight is None:
+        return LossWeights(micro_batches.weights, are_rows=count > 1)
+    weights = [_number(weight(*args, **kwargs)) for args, kwargs in arguments]
+    total = sum(weights)
+    if not total:  # nothing in the mini-batch counts, and the loss function decides what its loss is then
+        return LossWeights([1.0] * count)
+    shares = [weight / total for weight in weights]
+    return LossWeights(shares, frozenset(number for number, share in enumerate(shares) if not share))
+
+
+def _number(weight: Any) -> float:
+    if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+        raise TypeError(f"Pipe.step: reduction: expected a number, got a tensor of shape {tuple(weight.shape)}")
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        raise TypeError(f"Pipe.step: reduction: expected a number, got {type(weight).__name__}") from None
+    if number < 0 or not isfinite(number):
+        raise ValueError(f"Pipe.step: reduction: expected a finite number of at least 0, got {number}")
+    return number
+
+
+def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
+    """Return the options of a loss function that is one of torch's; None: it is not.
+
+    They are those that were given, of a function of ``torch.nn.functional`` or of a partial one, or all of a module of
+    ``torch.nn``.
+    """
+    function, given = _function(loss_fn)
+    if type(function).__module__ == nn.CrossEntropyLoss.__module__:
+        return {**vars(function), **function._buffers}
+    if not isinstance(function, FunctionType) or not _has_reduction(function):
+        return None
+    if given.get("size_average") is False and given.get("reduce") is not False:
+        given["reduction"] = "sum"  # the old spelling of torch
+    return given
+
+
+def _function(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function, or module, that is called, and what partial ones give it by name."""
+    given: dict[str, Any] = {}
+    while isinstance(loss_fn, partial) and not loss_fn.args:
+        given = {**loss_fn.keywords, **given}
+        loss_fn = loss_fn.func
+    return loss_fn, given
+
+
+@cache
+def _has_reduction(function: FunctionType) -> bool:
+    return function.__module__ == F.__name__ and "reduction" in signature(function).parameters
+
+
+def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """Return what a mean of torch's divides by, as a function of the target; None: it is proportional to rows."""
+    function, _ = _function(loss_fn)
+    if options.get("reduction", "mean") != "mean" or options.get("reduce") is False:
+        return None
+    if function in (F.cross_entropy, F.nll_loss) or type(function).__name__ in _OVER_TARGETS:
+        ignored = options.get("ignore_index")
+        return partial(_counted, options.get("weight"), PADDING if ignored is None else ignored)
+    return None
+
+
+def _counted(weight: torch.Tensor | None, ignore_index: int, target: Any) -> Any:
+    """Return the sum of the weights of the targets that are not ``ignore_index``."""
+    if not isinstance(target, torch.Tensor) or target.is_floating_point() or _has_no_numbers(target):
+        return len(target)  # probabilities: none is left out
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return weight.detach().to(target.device, torch.float64)[target.where(kept, 0)].mul(kept).sum()
+
+
+# Modules that a loss function is made of.
+
+MAX_ITEMS = 256
+"""Modules are looked for in containers with at most this many items."""
+
+
+def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return the modules that a function holds or names, each once.
+
+    Of a module that contains some of the ``layers`` of a model (the model, say), only what the code names counts.
+
+    They are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and
+    functions that those call, as far as the code names them. What it looks up by other means is not found.
+    """
+    of_model = {id(part) for layer in layers for part in layer.modules()}
+    found: dict[int, nn.Module] = {}
+    seen: dict[Any, Any] = {}
+    todo: list[tuple[Any, frozenset[str]]] = [(loss_fn, frozenset())]
+    while todo:
+        value, names = todo.pop()
+        if isinstance(value, nn.Module) and (id(value) in of_model or of_model.isdisjoint(map(id, value.modules()))):
+            found[id(value)] = value
+            continue
+        is_method = isinstance(value, MethodType)
+        key = (id(value.__func__), id(value.__self__)) if is_method else (id(value), names)
+        if key not in seen:
+            seen[key] = value  # keeps the value, and so its id
+            todo += _held(value, names)
+    return tuple(found.values())
+
+
+def _held(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
+    """Yield what ``value`` is made of, and which attributes the code that has it names."""
+    if isinstance(value, partial):
+        yield from ((one, names) for one in (value.func, value.args, value.keywords))
+    elif isinstance(value, MethodType):
+        code = frozenset(_names(getattr(value.__func__, "__code__", None)))
+        yield from ((value.__func__, names), (value.__self__, code))
+    elif isinstance(value, FunctionType):
+        if value.__module__ and value.__module__.partition(".")[0] == "torch":
+            return
+        code = frozenset(_names(value.__code__))
+        cells = [value_in_cell(cell, None) for cell in value.__closure__ or ()]
+        named = [value.__globals__[name] for name in code if name in value.__globals__]
+        held = [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+            held.append(wrapped)
+        yield from ((one, code) for one in held)
+    elif isinstance(value, (tuple, list, dict)) and len(value) <= MAX_ITEMS:
+        yield from ((one, names) for one in (value.values() if isinstance(value, dict) else value))
+    elif not isinstance(value, type) and hasattr(value, "__dict__"):
+        call = type(value).__call__ if callable(value) else None
+        names |= frozenset(_names(getattr(call, "__code__", None)))
+        attributes = {**vars(value), **getattr(value, "_modules", {})}
+        yield from ((attributes[name], names) for name in names if name in attributes)
+        methods = [getattr(type(value), name, None) for name in names - attributes.keys()]
+        yield from ((MethodType(method, value), names) for method in methods if isinstance(method, FunctionType))
+        if isinstance(call, FunctionType):
+            yield call, names
+
+
+def _names(code: CodeType | None) -> Iterator[str]:
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _names(constant)
+
+
+# Losses inside of a model.
+
+
+class LossWrapper(nn.Module):
+    """A model and its loss, as one module that returns the loss. Subclasses compute it in ``forward``.
+
+    Args:
+        module: the model.
+        loss_fn: the loss.
+    """
+
+    loss_spec: Any = None
+    """The place of the loss in the output: the default of ``output_loss_value_spec`` of :func:`pymoe.pipeline`."""
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss.
+
+        Args:
+            args: what the model takes, and the targets.
+            kwargs: the same by name.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward: a subclass of LossWrapper computes the loss there, as "
+            "TrivialLossWrapper does by self.loss_fn(self.module(x), targets)"
+        )
+
+
+class TrivialLossWrapper(LossWrapper):
+    """``loss_fn(module(x), targets)``."""
+
+    loss_spec = True
+
+    def forward(self, x: Any, targets: Any) -> torch.Tensor:
+        """Return the loss.
+
+        Args:
+            x: what the model takes.
+            targets: what ``loss_fn`` takes in addition to the model's output.
+        """
+        loss: torch.Tensor = self.loss_fn(self.module(x), targets)
+        return loss
+
+
+def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
+    """Return the number of the leaf of a model's output that is the loss, given the output's structure.
+
+    ``spec`` is like the output, True where the loss is and False or None elsewhere: True for the output itself,
+    ``(False, True)`` for the second of two, ``{"loss": True}`` for an item (or attribute) of that name; what a
+    dictionary omits is not the loss.
+
+    Raises:
+        TypeError: it contains something else.
+        ValueError: there is no such part, or not exactly one is the loss.
+    """
+    leaves = list(range(structure.num_leaves))
+    output = pytree.tree_unflatten(leaves, structure)
+    found = list(_losses(spec, output, "the output"))
+    if len(found) != 1:
+        raise ValueError(f"output_loss_value_spec: expected one loss, {spec!r} names {len(found)}")
+    if isinstance(found[0], bool) or not isinstance(found[0], int):
+        raise ValueError(f"output_loss_value_spec: expected one tensor, not a structure of several, got {spec!r}")
+    return found[0]
+
+
+def _losses(spec: Any, output: Any, words: str) -> Iterator[Any]:
+    if spec is None or spec is False:
+        return
+    if spec is True:
+        yield output
+    elif isinstance(spec, Mapping):
+        for name, inner in spec.items():
+            yield from _losses(inner, _item(output, name, words), f"{words}[{name!r}]")
+    elif isinstance(spec, (tuple, list)):
+        if not isinstance(output, (tuple, list)) or len(output) != len(spec):
+            raise ValueError(f"output_loss_value_spec: {words} is not a sequence of {len(spec)}, as {spec!r} is")
+        for number, (inner, part) in enumerate(zip(spec, output, strict=True)):
+            yield from _losses(inner, part, f"{words}[{number}]")
+    else:
+        raise TypeError(f"output_loss_value_spec: expected True, False, None or structures of them, got {spec!r}")
+
+
+def _item(output: Any, name: Any, words: str) -> Any:
+    if isinstance(output, Mapping):
+        if name in output:
+            return output[name]
+    elif isinstance(name, str) and hasattr(output, name):
+        return getattr(output, name)
+    raise ValueError(f"output_loss_value_spec: {words} has no {name!r}")

@@ -27,20 +27,20 @@ from pymoe.pipe.loss_rows import (
     PROPORTIONAL,
     SUM,
     UNKNOWN,
-    Kind,
     Label,
+    ValueKind,
     follow,
     kind_of,
     of_total,
     of_whole,
 )
 
-MOST_NODES = 1000
-"""That are read of one loss."""
-MOST_FOLLOWED = 10_000
-"""For whose rows to be followed."""
-MOST_OF_PARAMETERS = 100
-"""That are read of a number to find that it depends on parameters alone."""
+MAX_NODES = 1000
+"""Nodes that are read of one loss."""
+MAX_FOLLOWED_NODES = 10_000
+"""Nodes whose rows are followed."""
+MAX_PARAMETER_NODES = 100
+"""Nodes that are read to find that a number depends on parameters alone."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
 _HIDE_NO_DATA = {
     *_OF_TWO,
@@ -63,11 +63,11 @@ _HIDE_NO_DATA = {
 }
 """Operators whose results depend on no tensors except those that get gradients (an embedding depends on indices)."""
 _FUSED = "linear_cross_entropy"
-"""In the names of nodes of torch that hide a cross entropy with its weights."""
+"""A part of the names of torch's nodes that hide a cross entropy with its weights."""
 
 
 class Words(NamedTuple):
-    """What errors say to those who call a step."""
+    """Words of errors for the callers of a step."""
 
     who: str
     remedy: str
@@ -88,22 +88,22 @@ class Divisor(NamedTuple):
 
 @dataclass
 class LossReading:
-    """What the graph of one micro-batch's loss tells."""
+    """Holds what the graph of one micro-batch's loss tells."""
 
     divisors: list[tuple[Divisor, ...]] = field(default_factory=list)
-    """For every part, of which the loss is the sum, what it is divided by."""
+    """The divisors of every part of the loss, which is the sum of its parts."""
     sums: list[str] = field(default_factory=list)
     """Nodes of torch's losses that are sums over what they get, and that nothing divides."""
     own_sums: list[str] = field(default_factory=list)
-    """The same of other sums, if dimension 0 of the model's outputs is that of rows."""
+    """Nodes of other such sums, if dimension 0 of the model's outputs has the rows."""
     of_numbers: list[str] = field(default_factory=list)
-    """Why it is no mean over rows: what it computes of numbers, such as the root of a mean, or one of all elements."""
+    """Reasons why it is not a mean over rows: computations with numbers, such as the root of a mean."""
     of_rows: list[str] = field(default_factory=list)
-    """The same for what it computes with rows, if dimension 0 of the model's outputs is that of rows."""
+    """Such reasons in computations with rows, if dimension 0 of the model's outputs has the rows."""
     shapes: frozenset[tuple[int, ...]] = frozenset()
-    """Those of the model's outputs."""
+    """Shapes of the model's outputs."""
     is_opaque: bool = False
-    """It has nodes that can hide anything: those of Python and of compiled code, say."""
+    """It has nodes that can hide anything, such as those of Python and of compiled code."""
     is_weighted: bool = False
     """One of them may divide by class weights."""
 
@@ -127,19 +127,19 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
     if ends is not None and _is_mean_of_one(root, ends):
         reading.divisors.append((_elements(root),))
         return reading
-    rows = None if ends is None else follow(root, ends, MOST_FOLLOWED)
+    rows = None if ends is None else follow(root, ends, MAX_FOLLOWED_NODES)
     labels = {} if rows is None else rows.labels
     if rows is not None:
         reading.shapes, reading.of_numbers, reading.of_rows = frozenset(rows.shapes), rows.of_numbers, rows.of_rows
     todo: list[tuple[Node, tuple[Divisor, ...]]] = [(root, ())]
-    for _ in range(MOST_NODES):
+    for _ in range(MAX_NODES):
         if not todo:
             break
         node, divisors = todo.pop()
         if node.name() == LEAF:
             continue
         label, kind = labels.get(node), kind_of(node)
-        if label is not None and label.kind is Kind.ROWS:  # the term of one row, which may divide by anything
+        if label is not None and label.kind is ValueKind.ROWS:  # the term of one row, which may divide by anything
             reading.divisors.append(divisors)
             continue
         inner = [(number, child) for number, (child, _) in enumerate(node.next_functions) if child is not None]
@@ -147,9 +147,9 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
             continue
         if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor is multiplied by what differs in any loss
             inner = [one for one in inner if not _is_factor(one[1], labels)] or inner
-        totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is Kind.TOTAL]
+        totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is ValueKind.TOTAL]
         reduction = getattr(node, "_saved_reduction", None)
-        is_sum = reduction == SUM and (label is None or label.kind is not Kind.CONSTANT)
+        is_sum = reduction == SUM and (label is None or label.kind is not ValueKind.CONSTANT)
         is_own_sum = label is not None and label.is_sum and len(totals) < len(inner)
         if is_sum or is_own_sum:
             if not any([one.is_quotient or _is_zero(one.value) for one in divisors]):
@@ -177,13 +177,13 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
 
 def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
     """Return whether a number does not depend on the model's outputs; if these are not known, on parameters alone."""
-    return labels[node].kind is Kind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
+    return labels[node].kind is ValueKind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
 
 
 def _is_of_parameters(node: Node) -> bool:
     """Return whether a value is known to depend on nothing but parameters and numbers."""
     todo = [node]
-    for _ in range(MOST_OF_PARAMETERS):
+    for _ in range(MAX_PARAMETER_NODES):
         if not todo:
             return True
         one = todo.pop()
@@ -273,7 +273,7 @@ class _Number(NamedTuple):
     value: float
     counts_rows: bool
     exact: float
-    """How exactly it is known, relative to it."""
+    """Relative precision to which it is known."""
 
 
 def _numbers(reading: LossReading) -> list[_Number]:

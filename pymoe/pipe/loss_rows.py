@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 
 LEAF = "torch::autograd::AccumulateGrad"
 NONE, MEAN, SUM = 0, 1, 2
-"""What torch's losses save as their ``reduction``."""
+"""Values of ``reduction`` that torch's losses save."""
 ADDITIVE = {"Add", "Sub", "Rsub", "Where", "Lerp"}
 LINEAR = {
     *ADDITIVE,
@@ -51,8 +51,8 @@ _OVER_A_DIMENSION = {
 """Operators that use all elements along their dimensions for one number, or move them along."""
 
 
-class Kind(Enum):
-    """What a value is in terms of the rows of a micro-batch."""
+class ValueKind(Enum):
+    """Classifies a value in terms of the rows of a micro-batch."""
 
     CONSTANT = "it depends on no output of the model"
     ROWS = "each of its elements depends on one row"
@@ -61,34 +61,34 @@ class Kind(Enum):
 
 
 class Label(NamedTuple):
-    """What is known of a value."""
+    """Says what is known of a value."""
 
-    kind: Kind
+    kind: ValueKind
     dim: int | None = None
     """The dimension of ROWS, counted from the end; None: everything belongs to one row."""
     part: Any = None
-    """Which of the rows, and in which order; None: all as they come."""
+    """Identifies some of the rows, and their order; None: all as they come."""
     is_sum: bool = False
     """A TOTAL that was summed and never divided."""
 
 
-CONSTANT, TOTAL, UNKNOWN = Label(Kind.CONSTANT), Label(Kind.TOTAL), Label(Kind.UNKNOWN)
+CONSTANT, TOTAL, UNKNOWN = Label(ValueKind.CONSTANT), Label(ValueKind.TOTAL), Label(ValueKind.UNKNOWN)
 SUMMED = TOTAL._replace(is_sum=True)
-_EACH_ITS_OWN = object()  # as a part: of a node that returns other rows in each of its results
+_EACH_ITS_OWN = object()  # the part of a node that returns other rows in each of its results
 
 
 @dataclass
 class Rows:
-    """What was found in the graph of a loss."""
+    """Holds what was found in the graph of a loss."""
 
     ends: Collection[Node | None]
     labels: dict[Node, Label] = field(default_factory=dict)
     shapes: set[tuple[int, ...]] = field(default_factory=set)
-    """Those of the model's outputs on which the loss depends."""
+    """Shapes of the model's outputs on which the loss depends."""
     of_numbers: list[str] = field(default_factory=list)
-    """What is no mean over rows wherever the rows are, in words that follow "the loss"."""
+    """Steps that are no mean over rows wherever the rows are, in words that follow "the loss"."""
     of_rows: list[str] = field(default_factory=list)
-    """The same if dimension 0 of the shapes is that of rows."""
+    """Such steps if dimension 0 of the shapes has the rows."""
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
@@ -129,7 +129,7 @@ def kind_of(node: Node) -> str | None:
 @cache
 def _kind(name: str) -> str | None:
     kind, found, number = name.partition("Backward")
-    return kind if found and number.isdigit() else None  # those of classes of Python have no number
+    return kind if found and number.isdigit() else None  # nodes of Python classes have no number
 
 
 def shape_of(node: Node, number: int = 0) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class _Operand(NamedTuple):
 
     @property
     def front(self) -> int:
-        """The dimension of rows, counted from the front."""
+        """Return the dimension of rows, counted from the front."""
         assert self.label.dim is not None
         return self.label.dim + len(self.shape)
 
@@ -158,7 +158,7 @@ def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
     if node in rows.ends:
         shape = shape_of(node, number)
         rows.shapes.add(shape)
-        return _Operand(Label(Kind.ROWS, -len(shape)) if shape else TOTAL, shape)
+        return _Operand(Label(ValueKind.ROWS, -len(shape)) if shape else TOTAL, shape)
     label = rows.labels[node]
     if label is CONSTANT:
         return _CONSTANT
@@ -180,10 +180,10 @@ def _label(node: Node, rows: Rows) -> Label:
     has_total = has_unknown = is_reduced = False
     is_one_row = is_single = True
     for label, given in inputs:
-        has_total |= label.kind is Kind.TOTAL
-        has_unknown |= label.kind is Kind.UNKNOWN
+        has_total |= label.kind is ValueKind.TOTAL
+        has_unknown |= label.kind is ValueKind.UNKNOWN
         is_reduced |= bool(given) and not shape
-        is_one_row &= label.kind is Kind.ROWS and label.dim is None
+        is_one_row &= label.kind is ValueKind.ROWS and label.dim is None
         is_single &= is_one_row and label.part is not None
     if is_reduced and reduction is None and kind not in PROPORTIONAL and not is_single:
         rows.of_numbers.append(of_whole(kind))
@@ -239,7 +239,7 @@ def _of_totals(
     else:
         is_proportional = reduction is None and kind in PROPORTIONAL
     if not is_proportional:
-        totals = [one for one in inputs if one.label.kind is Kind.TOTAL]
+        totals = [one for one in inputs if one.label.kind is ValueKind.TOTAL]
         found = rows.of_rows if all([one.shape for one in totals]) else rows.of_numbers
         found.append(of_total(kind))
     return SUMMED if is_sum else TOTAL
@@ -248,9 +248,9 @@ def _of_totals(
 def _of_loss(kind: str, reduction: int, inputs: list[_Operand], shape: tuple[int, ...], rows: Rows) -> Label:
     """Return the label of one of torch's losses."""
     label = _combined(kind, inputs, inputs[0].shape, rows)
-    if label.kind is Kind.ROWS and label.dim is None and (reduction == NONE or label.part is not None):
+    if label.kind is ValueKind.ROWS and label.dim is None and (reduction == NONE or label.part is not None):
         return label
-    if reduction != NONE or label.kind is not Kind.ROWS or label.dim is None:
+    if reduction != NONE or label.kind is not ValueKind.ROWS or label.dim is None:
         return UNKNOWN if reduction == NONE else TOTAL
     is_first = label.dim == -max(len(one.shape) for one in inputs)
     return label._replace(dim=-len(shape)) if is_first and shape else UNKNOWN
@@ -265,16 +265,16 @@ def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
     summed = -1, -1 if has_vector else -2
     roles = []
     for label, own in ((left, summed[0]), (right, summed[1])):
-        if label.kind is Kind.ROWS:
+        if label.kind is ValueKind.ROWS:
             if label.dim is None:
                 return UNKNOWN
             roles.append("batch" if label.dim < -2 else "summed" if label.dim == own else "kept")
     if "summed" in roles and len(set(roles)) == 1 and (len(roles) == 1 or left.part == right.part):
         return SUMMED
     if roles == ["batch"] * len(roles) and kind != "Addbmm":
-        return left if left.kind is Kind.ROWS else right
+        return left if left.kind is ValueKind.ROWS else right
     if roles == ["kept"]:
-        if left.kind is not Kind.ROWS:
+        if left.kind is not ValueKind.ROWS:
             return right
         return left._replace(dim=-1 if has_vector else -2)
     rows.of_rows.append(_mixes(kind))
@@ -286,7 +286,7 @@ def _joined(node: Node, kind: str, inputs: list[_Operand], shape: tuple[int, ...
     along = _saved(node, "dim") % len(shape)
     labels = {one.label for one in inputs}
     if all([one.label.dim is None for one in inputs]):  # rows that were taken one by one
-        return Label(Kind.ROWS, along - len(shape))
+        return Label(ValueKind.ROWS, along - len(shape))
     first = inputs[0]
     if len({label.dim for label in labels}) > 1 or len(labels) > 1:
         return UNKNOWN
@@ -364,7 +364,7 @@ def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows:
 
 
 def _saved(node: Node, name: str) -> Any:
-    """Return what the node saved under that name; None: nothing."""
+    """Return the value that the node saved under that name; None: it saved none."""
     value = getattr(node, f"_saved_{name}", None)
     return _signed(value) if isinstance(value, int) else value
 
@@ -375,7 +375,7 @@ def _signed(number: int) -> int:
 
 
 def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label after other dimensions than that of rows were reduced, and kept or not."""
+    """Return the label after dimensions other than that of rows were reduced, and kept or not."""
     if len(shape) == len(given.shape):
         return given.label
     before = sum([dim < given.front for dim in _dims(node, len(given.shape))])
@@ -433,5 +433,5 @@ def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
     masks = [index.dtype in (torch.bool, torch.uint8) for _, _, index in places]
     if not all(masks) and any(index.dim() > 1 for _, _, index in places):
         return UNKNOWN
-    is_order = masks == [False] and len(places) == 1  # with several each row has its own index in the others
+    is_order = masks == [False] and len(places) == 1  # with several tensors each row has its own index in the others
     return label._replace(dim=first - len(shape), part=("index",) if is_order else label.part)

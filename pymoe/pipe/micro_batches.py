@@ -23,12 +23,12 @@ class MicroBatches(NamedTuple):
     """The values of micro-batches, and their numbers of rows."""
 
     values: list[list[Any]]
-    """For each micro-batch its part of every value."""
+    """Parts of every value, by micro-batch."""
     rows: list[int]
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each micro-batch's mean in the mean over all rows."""
+        """Return the weight of each micro-batch's mean in the mean over all rows."""
         total = sum(self.rows)
         return [rows / total if total else 1.0 for rows in self.rows]
 

@@ -12,25 +12,18 @@ from torch import nn
 
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.isolated_graph import functorch_is_active
-from pymoe.pipe.advice import warn_of_no_gain
 from pymoe.pipe.capture.errors import stack_level
-from pymoe.pipe.devices import refuse_moves
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
-from pymoe.pipe.execution.recompute import recomputed
-from pymoe.pipe.info import Inspection
-from pymoe.pipe.loss_weights import Reduction, weigh
-from pymoe.pipe.module_hooks import ALL_HOOKS
-from pymoe.pipe.other_names import also_called
-from pymoe.pipe.own_stages import OwnStages, Taken
+from pymoe.pipe.execution.step_state import recomputed
+from pymoe.pipe.info import Inspection, also_called
+from pymoe.pipe.loss import LossWrapper, Reduction, weigh
 from pymoe.pipe.schedules import Record, Schedule
-from pymoe.pipe.sequential import SequentialModel
-from pymoe.pipe.staged import Call, StagedModel
-from pymoe.pipe.traced.losses import LossWrapper
-from pymoe.pipe.traced.model import TracedModel
-from pymoe.pipe.traced.shared_state import Spec
+from pymoe.pipe.sequential import OwnStages, SequentialModel, Taken
+from pymoe.pipe.stages import ALL_HOOKS, CALL_HOOKS, Call, StagedModel, refuse_moves
+from pymoe.pipe.traced.model import SplitPolicy, Trace, TracedModel
+from pymoe.pipe.traced.partition import Spec
 from pymoe.pipe.traced.split_points import SplitPoint, was_annotated_in_vain
-from pymoe.pipe.traced.trace import SplitPolicy, Trace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,16 +49,16 @@ class Pipe(Inspection):
     that are replaced later are run, at any depth. Gradients are those of ``loss_fn(model(x), y).backward()``, with two
     exceptions: layers that look at a batch as a whole (a batch norm sees micro-batches), and random numbers
     (every micro-batch draws from its own stream in every stage: results depend on the seed, never on threads). For
-    losses that are no means over rows, which are refused as far as they are seen, see ``reduction`` of :meth:`step`.
+    losses that are not means over rows, which are refused as far as they are seen, see ``reduction`` of :meth:`step`.
 
     Args:
         module: the model. Its layers may be ``@skippable`` (:mod:`pymoe.pipe.skip`) and share parameters.
-        chunks: into how many micro-batches a mini-batch is cut, along dimension 0. Sizes differ by one at most;
-            with fewer rows than that there is one micro-batch per row.
-        checkpoint: which micro-batches of a training pass keep only their inputs, and are run again for their
-            backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"`` none. In evaluation none is. The
-            first run makes a graph, too, so that modules may ask for gradients in it; it goes when the run ends, unless
-            the forward has changed what cannot be put back for a second run.
+        chunks: the number of micro-batches into which a mini-batch is cut, along dimension 0. Sizes differ by one at
+            most; with fewer rows than that there is one micro-batch per row.
+        checkpoint: the micro-batches of a training pass that keep only their inputs, and are run again for their
+            backward: ``"always"`` all, ``"except_last"`` all except the last, ``"never"`` none. In evaluation none is.
+            The first run also makes a graph, so that modules may ask for gradients in it; the graph is released when
+            the run ends, unless the forward has changed what cannot be put back for a second run.
         deferred_batch_norm: replace the model's batch norms by ones whose running statistics follow mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are.
@@ -113,7 +106,7 @@ class Pipe(Inspection):
 
         Args:
             staged: the model.
-            chunks: into how many micro-batches a mini-batch is cut.
+            chunks: the number of micro-batches into which a mini-batch is cut.
             checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
 
         Raises:
@@ -179,7 +172,7 @@ class Pipe(Inspection):
                 of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the one before
                 returns, the first the pipe's one argument.
             outputs: what the pipe returns, in the same notation, one or several. None: what the last stage returns.
-            chunks: into how many micro-batches a mini-batch is cut.
+            chunks: the number of micro-batches into which a mini-batch is cut.
             checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
             devices: a device for every stage, to which it is moved. None: they stay where they are.
 
@@ -266,7 +259,7 @@ class Pipe(Inspection):
             schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, any other registered name,
                 or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
                 Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") are accepted.
-            chunks: other than the pipe's own.
+            chunks: the number of micro-batches of this step; None: the pipe's own.
             reduction: ``"mean"``: losses are means over rows. ``"sum"``: they are sums. A function of a micro-batch's
                 target, which returns what its loss is divided by, a number or a tensor with one element: losses are
                 means over that, over tokens that are no padding, say (``lambda target: (target != -100).sum()``).
@@ -345,17 +338,19 @@ class Pipe(Inspection):
 
     @property
     def last_run(self) -> Record | None:
-        """When every action of the last :meth:`step`, forward or backward pass started and ended; None before."""
+        """Return when every action of the last :meth:`step`, forward or backward pass ran; None before the first."""
         return self._engine.last_run
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """The kind of the hooks in ``_backward_hooks``, as ``nn.Module`` keeps it; the model's own, which has them."""
+        """Return the kind of the hooks in ``_backward_hooks``, as ``nn.Module`` keeps it; the model's own, which has
+        them.
+        """
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, is_full: bool | None) -> None:
-        if is_full is not None:  # else a module is being made
+        if is_full is not None:  # None: a module is being made
             self._owner_of_hooks().__dict__["_is_full_backward_hook"] = is_full
 
     def _owner_of_hooks(self) -> nn.Module:
@@ -452,8 +447,8 @@ def pipeline(
         split_policy: puts boundaries into the captured graph (``torch.fx.GraphModule``), and returns it:
             :func:`pymoe.pipe.split_into_equal_parameters` and its like, or one of your own, which calls
             :func:`pymoe.pipe.mark_boundary` or inserts calls of ``pipe_split``.
-        chunks: into how many micro-batches a mini-batch is cut, as of :class:`pymoe.Pipe`.
-        checkpoint: which micro-batches are run again for their backward, ``"always"``, ``"except_last"`` or
+        chunks: the number of micro-batches into which a mini-batch is cut, as of :class:`pymoe.Pipe`.
+        checkpoint: the micro-batches that are run again for their backward, ``"always"``, ``"except_last"`` or
             ``"never"``, as of :class:`pymoe.Pipe`.
         devices: a device for every stage. None: they stay where they are.
         multi_use_param_spec: how several stages come by one parameter: a :class:`MultiUseParameterConfig`, or some by
@@ -495,3 +490,49 @@ def pipeline(
     if len(staged.parts) == 1 and (why := trace.why_one_stage()) is not None:
         warnings.warn(f"pipeline: the model is one stage: {why}", stacklevel=stack_level())
     return Pipe.of(staged, chunks, checkpoint)
+
+
+# Warnings of steps that cannot gain anything from a pipeline.
+
+
+def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
+    """Warn with UserWarning at the line of the user's code that calls the step.
+
+    Args:
+        schedule: what is about to run.
+        rows_are_few: there are fewer rows than micro-batches were asked for.
+        model: whose own hooks a step does not call; None: a step calls them.
+    """
+    for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
+        if message:
+            warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=stack_level())
+
+
+def _no_overlap(schedule: Schedule, rows_are_few: bool) -> str | None:
+    stages = schedule.stages
+    if stages == 1:
+        return (
+            "the pipe has one stage, so nothing runs at the same time: cut the model into more, by balance=[...] with "
+            "the number of layers of each stage, or by more split points"
+        )
+    if schedule.workers == 1:
+        return (
+            f"the schedule {schedule.name!r} has one worker run all {stages} stages, so nothing runs at the same time: "
+            "cut the model into more stages than a worker has, or take schedule='1f1b'"
+        )
+    if schedule.micro_batches == 1:
+        return (
+            f"there is one micro-batch, so {stages} stages wait for each other: "
+            + ("give it more rows" if rows_are_few else "give the pipe, or the step, chunks=")
+            + ("" if rows_are_few else f"{4 * stages}, say: several for each stage")
+        )
+    return None
+
+
+def _no_hooks(model: nn.Module | None) -> str | None:
+    if model is None or not any(model.__dict__[kind] for kind in CALL_HOOKS):
+        return None
+    return (
+        "hooks of the model itself are not called, as they see whole mini-batches and a step has micro-batches alone: "
+        "register them on its layers, or call the pipe, pipe(x)"
+    )

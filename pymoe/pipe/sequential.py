@@ -1,7 +1,10 @@
-"""``nn.Sequential`` as a pipeline: consecutive layers are a stage, skips are edges."""
+"""Models whose layers are stages: an ``nn.Sequential``, cut between its layers, with skips as edges; and modules that
+are stages already, with edges that the user names.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -11,11 +14,132 @@ import torch
 from torch import nn
 
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
-from pymoe.pipe.devices import place
-from pymoe.pipe.skip import skip_routes, tracking, verify_skippables
-from pymoe.pipe.skip.tracker import InPlace, Key
-from pymoe.pipe.staged import LayersAsStages
-from pymoe.pipe.stages import INPUT, Pipeline, Source
+from pymoe.pipe.execution.shared_layers import StageLock
+from pymoe.pipe.skip import InPlace, Key, skip_routes, tracking, verify_skippables
+from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, Structure, place
+
+
+class LayersAsStages(StagedModel):
+    """A model with its layers as stages, or several of them as one. A layer that is replaced later is run."""
+
+    module: nn.Sequential | nn.ModuleList
+
+    def __init__(self, module: nn.Sequential | nn.ModuleList) -> None:
+        self.module = module
+        self._one_at_a_time = StageLock()  # threads that find a layer replaced
+        self._stand()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Return the stages and edges, of the layers that the model has by now."""
+        if self._made is None or self._structure.has_changed():
+            with self._one_at_a_time:
+                if self._made is None or self._structure.has_changed():
+                    self._structure.refuse_other_names()
+                    self._structure.refuse_edited_stages()
+                    self._stand()
+        assert self._made is not None
+        return self._made
+
+    def present_parts(self) -> tuple[nn.Module, ...]:
+        """Return ``parts``, with the layers that the model has by now."""
+        _ = self.pipeline
+        return self.parts
+
+    def _stand(self) -> None:
+        """Make the pipeline of the present layers; what was found out about others is forgotten with their stages."""
+        self._made: Pipeline | None = None
+        made = self._fill()
+        self._structure = Structure(self.module, self.parts, made)
+        self._made = self._make_pipeline()
+
+    @abstractmethod
+    def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
+        """Have ``parts`` hold the model's present layers.
+
+        Returns those of them that are not the model's own modules, each with the module that has its layers.
+        """
+
+    @abstractmethod
+    def _make_pipeline(self) -> Pipeline:
+        """Return the stages and edges."""
+
+
+# Stages that the user has made.
+
+Taken = int | Source
+"""An argument of a stage: all that a stage returns, by its number, or one item of it."""
+
+
+class OwnStages(LayersAsStages):
+    """Modules as stages; :meth:`pymoe.Pipe.from_stages` documents the arguments and errors."""
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        takes: Sequence[Sequence[Taken]] | None = None,
+        outputs: Taken | Sequence[Taken] | None = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+    ) -> None:
+        if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
+            raise TypeError(f"Pipe.from_stages: stages must be a sequence of modules, got {stages!r:.200}")
+        if takes is None:
+            takes = [[number - 1 if number else Source(INPUT, 0)] for number in range(len(stages))]
+        if len(takes) != len(stages):
+            raise ValueError(f"Pipe.from_stages: takes: expected one entry per stage ({len(stages)}), got {len(takes)}")
+        self._places = devices
+        last: Taken = len(stages) - 1
+        self._is_one = outputs is None or isinstance(outputs, (int, Source))
+        found = [last if outputs is None else outputs] if self._is_one else list(outputs)  # type: ignore[arg-type]
+        self._inputs = 1 + max(
+            (t[1] for row in takes for t in row if isinstance(t, Source) and t[0] == INPUT), default=-1
+        )
+        self._takes = [tuple(row) for row in takes]
+        self._outputs: list[Any] = found
+        super().__init__(stages if isinstance(stages, nn.ModuleList) else nn.ModuleList(stages))
+
+    def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
+        self.parts = tuple(self.module._modules.values())  # type: ignore[arg-type]
+        return ()
+
+    def _make_pipeline(self) -> Pipeline:
+        self.devices = place(self.parts, self._places)
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: what others take from it
+
+        def source(taken: Taken, taker: int) -> Source:
+            stage, item = taken if isinstance(taken, Source) else (taken, None)
+            if stage == INPUT and item is not None and 0 <= item < self._inputs:
+                return Source(INPUT, item)
+            if not 0 <= stage < taker:
+                who = f"stage {taker}" if taker < len(self.parts) else "the pipe's output"
+                wanted = "an earlier stage or an input that stages take"
+                raise ValueError(f"Pipe.from_stages: takes: {who} cannot take {taken!r}: expected {wanted}")
+            return Source(stage, items[stage].setdefault(item, len(items[stage])))
+
+        inputs = [tuple(source(taken, number) for taken in row) for number, row in enumerate(self._takes)]
+        results = tuple(source(taken, len(self.parts)) for taken in self._outputs)
+        functions = [
+            partial(_run_and_pick, part, list(of_part)) for part, of_part in zip(self.parts, items, strict=True)
+        ]
+        return Pipeline(self.stages_of(functions, inputs, map(len, items)), self._inputs, results)
+
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        if kwargs or len(args) != self._inputs:
+            given = f"{len(args)}" + (f" and {', '.join(kwargs)} by name" if kwargs else "")
+            raise TypeError(f"Pipe: expected {self._inputs} positional inputs, got {given}")
+        return list(args)
+
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
+        return values[0] if self._is_one else tuple(values)
+
+
+def _run_and_pick(part: nn.Module, items: Sequence[int | None], *values: Any) -> Sequence[Any]:
+    """Run a stage; return what others take from the module's result. None among ``items`` stands for all of it."""
+    result = part(*values)
+    return [result if item is None else result[item] for item in items]
+
+
+# Sequential models.
 
 
 class SequentialModel(LayersAsStages):
@@ -61,7 +185,7 @@ class SequentialModel(LayersAsStages):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The stages and edges, of the layers that the model has by now."""
+        """Return the stages and edges, of the layers that the model has by now."""
         refuse_own_call(self.module)
         return super().pipeline
 
@@ -147,21 +271,21 @@ def refuse_own_call(module: nn.Sequential) -> None:
 
 
 def _run(part: nn.Module, value: Any) -> Sequence[Any]:
-    """The function of a stage: runs its layers one after the other."""
+    """Run the layers of a stage one after the other."""
     return [part(value)]
 
 
 def _run_with_skips(
     part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
 ) -> Sequence[Any]:
-    """The same where layers stash and pop: it is given the skips that others have stashed, and returns its own."""
-    skips = _Skips(zip(takes, taken, strict=True), sends, pops)
+    """Run layers that stash and pop: they get the skips that others have stashed; the stage's own are returned."""
+    skips = _StageSkips(zip(takes, taken, strict=True), sends, pops)
     with tracking(skips):
         value = part(value)
     return [value, *[skips.sent[key] for key in sends]]
 
 
-class _Skips(InPlace):
+class _StageSkips(InPlace):
     """The skip tracker of a stage: keeps what its layers and other stages have stashed for the layers that pop it."""
 
     def __init__(self, taken: Iterable[tuple[Key, Any]], sends: list[Key], pops: Counter[Key]) -> None:

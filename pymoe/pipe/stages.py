@@ -1,21 +1,30 @@
-"""A pipeline is stages and edges: functions, and which value of which of them feeds which."""
+"""A pipeline is stages and edges: functions, and which value of which of them feeds which.
+
+:class:`StagedModel` is a model that was cut into stages, as a ``Pipe`` runs it, in one process or across several;
+:class:`Structure` notices that the model's layers are others than those that its pipeline was made of.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
+
 INPUT = -1
 
 
 class Source(NamedTuple):
-    """Where a value comes from: an output of a stage, or, with the stage ``INPUT``, an input of the pipeline."""
+    """Names where a value comes from: an output of a stage, or, with the stage ``INPUT``, an input of the pipeline."""
 
     stage: int
     number: int
@@ -26,13 +35,13 @@ class Stage:
     """A part of a model, as a function of values. A value is a tensor, any nested structure of tensors, or anything."""
 
     function: Callable[..., Sequence[Any]]
-    """Called with the values of ``inputs``; returns its output values, ``outputs`` of them."""
+    """Gets the values of ``inputs``; returns its output values, ``outputs`` of them."""
     inputs: tuple[Source, ...]
     outputs: int
     modules: tuple[nn.Module, ...] = ()
-    """Whose parameters and buffers the function uses."""
+    """The modules whose parameters and buffers the function uses."""
     device: torch.device | None = None
-    """Where its inputs are moved; None: they stay where they are."""
+    """The device to which its inputs are moved; None: they stay where they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +50,297 @@ class Pipeline:
 
     stages: tuple[Stage, ...]
     inputs: int
-    """How many values the pipeline takes."""
+    """The number of values that the pipeline takes."""
     outputs: tuple[Source, ...]
     """The values it returns."""
 
     @cached_property
     def uses(self) -> Mapping[Source, int]:
-        """How often every value is taken: by stages, and once if it is among the outputs. 0 if it is not used."""
+        """Return how often every value is taken: by stages, and once if it is an output. 0 if it is not used."""
         uses = Counter(source for stage in self.stages for source in stage.inputs)
         uses.update(set(self.outputs))
         return uses
 
     @cached_property
     def made(self) -> tuple[tuple[Source, ...], ...]:
-        """For every stage its outputs as sources."""
+        """Return the outputs of every stage as sources."""
         return tuple(
             tuple(Source(number, output) for output in range(stage.outputs)) for number, stage in enumerate(self.stages)
         )
+
+
+Function = Callable[..., Sequence[Any]]
+Call = tuple[Sequence[Any], dict[str, Any]]
+
+
+# Models that were cut into stages.
+
+
+class StagedModel(ABC):
+    """A pipeline, and how a call of the model becomes values of its inputs, and values of its outputs the result.
+
+    Copies (``copy.deepcopy``, ``pickle``) run their own modules.
+    """
+
+    module: nn.Module
+    """The model: parameters and buffers have its names."""
+    parts: tuple[nn.Module, ...]
+    """The modules of the stages, whose parameters and buffers are the model's own."""
+    devices: tuple[torch.device | None, ...]
+    """The devices of the stages; None: where the model was."""
+
+    loss_spec: Any = None
+    """The place of the loss in the model's output, as far as the user has said."""
+    hooks_are_pipes = False
+    """True if hooks of ``module`` belong to a call of the pipe, since nothing else calls them."""
+
+    @property
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """Return the stages and edges of the model as it is by now: in its present mode, with its present layers.
+
+        Raises:
+            RuntimeError: the model has other layers, and its stages are not cut for them.
+        """
+
+    @property
+    def loss(self) -> int | None:
+        """Return which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
+        return None
+
+    @abstractmethod
+    def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the values of the pipeline's inputs for a call of the model with one micro-batch.
+
+        Raises:
+            TypeError: the model has no such arguments.
+            ValueError: an argument has a shape or a value that does not fit.
+        """
+
+    @abstractmethod
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
+        """Return the model's output, made of the values of the pipeline's outputs."""
+
+    def present_parts(self) -> tuple[nn.Module, ...]:
+        """Return ``parts``, with the layers that the model has by now.
+
+        Raises:
+            RuntimeError: the model has other layers, and its stages are not cut for them.
+        """
+        return self.parts
+
+    def stages_of(
+        self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
+    ) -> tuple[Stage, ...]:
+        """Return the stages that run ``functions`` of the parts, which may inject losses."""
+        weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
+        devices = self.devices or (None,) * len(self.parts)
+        return tuple(
+            Stage(function, sources, count, (part,), device)
+            for function, sources, count, part, device in zip(
+                weighted, inputs, outputs, self.parts, devices, strict=True
+            )
+        )
+
+    def micro_batches(
+        self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
+    ) -> MicroBatches:
+        """Return the values of the pipeline's inputs for every micro-batch, then ``others``, split the same way."""
+        parts = split((*args, *kwargs.values(), *others), chunks)
+        last = len(args) + len(kwargs)
+        values = [[*self.flatten_inputs(*_call(part, args, kwargs)), *part[last:]] for part in parts.values]
+        return MicroBatches(values, parts.rows)
+
+    def arguments(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
+        """Return the arguments of the model for every micro-batch."""
+        return [_call(part, args, kwargs) for part in split((*args, *kwargs.values()), chunks).values]
+
+    def output(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
+        """Return the output of a mini-batch, from those of its micro-batches and the weight of each."""
+        loss = self.loss
+        columns = enumerate(zip(*outputs, strict=True))
+        return self.unflatten_outputs(
+            [mean(column, weights) if number == loss else join(column) for number, column in columns]
+        )
+
+    def minimised(self, values: Sequence[Any]) -> Any:
+        """Return what a step without a loss function minimises: the model's own loss, or what the model returns."""
+        loss = self.loss
+        return self.unflatten_outputs(values) if loss is None else values[loss]
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether the model computes a loss that a training step minimises."""
+        return False
+
+    def code(self, stage: int) -> str:
+        """Return what a stage does, as text for people."""
+        return f"# stage {stage}\n{self.parts[stage]!r}"
+
+    def extra_repr(self) -> str:
+        """Return how the model is cut, for ``repr`` of the pipe."""
+        return f"stages={len(self.parts)}"
+
+
+def _call(part: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Return the arguments of a micro-batch, given as values in the order of those of the mini-batch."""
+    first, last = len(args), len(args) + len(kwargs)
+    return part[:first], dict(zip(kwargs, part[first:last], strict=True))
+
+
+# Devices, where stages stay.
+
+
+def place(
+    parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None
+) -> tuple[torch.device | None, ...]:
+    """Move every part to its device, and return the devices. None: the parts stay where they are.
+
+    Raises:
+        ValueError: there are not as many devices as parts, one cannot be used, or parts on different devices share a
+            parameter.
+    """
+    if devices is None:
+        return (None,) * len(parts)
+    found = [usable_device(device, f"Pipe: devices[{number}]") for number, device in enumerate(devices)]
+    if len(found) != len(parts):
+        raise ValueError(f"Pipe: devices: expected one device per stage ({len(parts)}), got {len(found)}")
+    for names in shared_parameters(parts):
+        if len({found[user] for user in names}) > 1:
+            where = ", ".join(f"stage {user} on {found[user]}" for user in names)
+            name = next(iter(names.values()))
+            raise ValueError(f"Pipe: the parameter {name!r} is used by {where}: it can be on one device only")
+    for part, device in zip(parts, found, strict=True):
+        part.to(device)
+    return tuple(found)
+
+
+def usable_device(device: torch.device | str | int, what: str) -> torch.device:
+    """Return the device. Raise ValueError, beginning with ``what``, if this process cannot use it."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = f"{torch.__version__}, and sees {torch.cuda.device_count()} CUDA devices"
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{what} must be a device of this machine, got {str(device)!r}: torch is {there} ({reason})"
+        ) from error
+    return found
+
+
+def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise RuntimeError if ``change``, which is about to be applied to tensors, moves one to another device."""
+    for device in {tensor.device for tensor in tensors}:
+        there = change(torch.empty(0, device=device)).device
+        if there != device:
+            raise RuntimeError(
+                f"Pipe: stages cannot be moved from {device} to {there}; "
+                "move the model before the pipe is made, or give Pipe devices=[...], one per stage"
+            )
+
+
+def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
+    """Yield for every parameter that several parts share its name in each of them."""
+    users: dict[int, dict[int, str]] = {}
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            users.setdefault(id(parameter), {})[number] = name
+    for names in users.values():
+        if len(names) > 1:
+            yield names
+
+
+# Changes of a model after it was cut.
+
+
+class Structure:
+    """The submodules, at all depths, of a model and of its stages, as they are when this is made.
+
+    Args:
+        model: whose layers they are.
+        parts: the modules of the stages.
+        made: those modules within ``parts`` that a pipe has made, each with the module whose layers it has put there.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Sequence[nn.Module], made: Iterable[tuple[nn.Module, nn.Module]] = ()
+    ) -> None:
+        found = {id(module): module for root in (model, *parts) for module in root.modules()}.values()
+        self._model = model
+        self._shown = model._modules  # a pipe has the same dictionary; deleting a layer makes another
+        self._layers = dict(model._modules)
+        self._parts = parts
+        self._made = [(module, dict(module._modules), original) for module, original in made]
+        self._leaves = [module for module in found if not module._modules]
+        self._others = [(module, dict(module._modules)) for module in found if module._modules]
+
+    def has_changed(self) -> bool:
+        """Return whether a submodule was added, deleted or replaced since."""
+        return any([module._modules for module in self._leaves]) or any(
+            [not have_same_items(module._modules, then) for module, then in self._others]
+        )
+
+    def refuse_other_names(self) -> None:
+        """Raise RuntimeError if the model has layers of other names, for which it was not cut."""
+        now = self._model._modules
+        if now is not self._shown or [*now] != [*self._layers]:
+            raise RuntimeError(
+                "Pipe: expected the layers that the pipe was made of, or others in their places (model[1] = layer), "
+                f"got {_difference(self._layers, now)}: the stages are not cut for them; make a new pipe of the model"
+            )
+
+    def refuse_edited_stages(self) -> None:
+        """Raise RuntimeError if a layer was replaced in a stage, where the model does not show it."""
+        for module, then, original in self._made:
+            layers = module._modules.items()
+            is_models = all([layer is then.get(name) or layer is original._modules.get(name) for name, layer in layers])
+            if not is_models or [*module._modules] != [*then]:
+                stage = next(n for n, part in enumerate(self._parts) if any(module is m for m in part.modules()))
+                found = _difference(then, module._modules)
+                raise RuntimeError(
+                    f"Pipe: expected the model's own layers in stage {stage}, got {found}: "
+                    "neither the model nor its state_dict has them; replace layers in the model (model[1] = layer), "
+                    "which the pipe then runs"
+                )
+
+
+def have_same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
+    """Return whether two dictionaries have the same objects under the same names, in the same order."""
+    # By keys(), since the dictionaries of TorchScript are no iterables.
+    return [*now.keys()] == [*then.keys()] and all(map(is_, now.values(), then.values()))
+
+
+def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Module | None]) -> str:
+    """Say in words which modules are new and which are gone."""
+
+    def without(some: Mapping[str, nn.Module | None], others: Mapping[str, nn.Module | None]) -> str:
+        return ", ".join(
+            f"{name!r} ({type(module).__name__})"
+            for name, module in some.items()
+            if not any(module is other for other in others.values())
+        )
+
+    found = [
+        f"{what} {layers}" for what, layers in (("new", without(now, then)), ("gone", without(then, now))) if layers
+    ]
+    return "; ".join(found) or f"layers named {', '.join(now) or 'nothing'} in place of {', '.join(then)}"
+
+
+# The dictionaries in which nn.Module keeps its hooks.
+
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+CALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+"""Hooks that a call of the module, or its backward, runs."""
+
+ALL_HOOKS = (
+    *CALL_HOOKS,
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pymoe.autograd.graph_nodes import ANCHOR
+from pymoe.autograd.graph_nodes import ANCHOR, version_of
 from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
 from pymoe.runtime.protocols import Backend, RequestPool, check_backend
@@ -107,7 +107,7 @@ class ExpertClient(nn.Module):
         """
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
-            if versions is not None and versions != _versions(inputs):
+            if versions is not None and versions != [*map(version_of, inputs)]:
                 raise RuntimeError(f"{self.name}: an input was changed in place while its request was pending")
             outputs = ServedCall.apply(ANCHOR, self._backward, outputs, *inputs)
         return self._schema.pack_outputs(outputs)
@@ -184,7 +184,7 @@ class PendingCall:
     def __init__(self, client: ExpertClient, inputs: list[Tensor]) -> None:
         self._client = client
         self._inputs = inputs
-        self._versions = _versions(inputs)
+        self._versions = [*map(version_of, inputs)]
         self._deadline = deadline_after(client.timeout)
 
     def result(self) -> Any:
@@ -292,8 +292,3 @@ def _extent(tensor: Tensor) -> range:
 def _values(tensors: Sequence[Any]) -> list[Any]:
     """Return the tensors without their graphs, which a pool does not use."""
     return [tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor for tensor in tensors]
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each was changed in place; 0 for tensors of inference mode, which do not count changes."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -200,7 +200,7 @@ def test_generators_of_cuda_are_the_calls_too() -> None:
     real = torch.Generator()
     generators = random_streams._CudaDefaults([real])
     assert generators[0] is real
-    stream = random_streams.Source().stream(0)
+    stream = random_streams.RandomSource().stream(0)
     assert random_streams.with_stream(stream, lambda: generators[0]) is stream.generator(real.device)
 
 
@@ -234,7 +234,7 @@ def test_torch_random_is_as_it_was_when_the_last_call_has_ended() -> None:
     assert shown() == (types.ModuleType, torch.default_generator)
     run_in_background(func, inputs).result()
     assert len(seen) == 4
-    assert all(kind is random_streams._Random and type(found) is random_streams._Default for kind, found in seen)
+    assert all(kind is random_streams._RandomModule and type(found) is random_streams._Default for kind, found in seen)
     deadline = time.monotonic() + LONG  # a worker may be about to put it back
     while shown()[0] is not types.ModuleType and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -312,7 +312,7 @@ def test_a_call_that_begins_while_torch_random_is_put_back_keeps_its_generator(
         may_end.wait(LONG)
         seen.append(shown())
 
-    thread = threading.Thread(target=random_streams.with_stream, args=(random_streams.Source().stream(0), call))
+    thread = threading.Thread(target=random_streams.with_stream, args=(random_streams.RandomSource().stream(0), call))
 
     class Lock:
         def __enter__(self) -> None:
@@ -322,13 +322,13 @@ def test_a_call_that_begins_while_torch_random_is_put_back_keeps_its_generator(
         def __exit__(self, *error: object) -> None:
             pass
 
-    random_streams.with_stream(random_streams.Source().stream(0), int)
+    random_streams.with_stream(random_streams.RandomSource().stream(0), int)
     with monkeypatch.context() as patch:
         patch.setattr(random_streams, "_changing", Lock())
         random_streams.restore()
     may_end.set()
     thread.join()
-    assert [(kind, type(found)) for kind, found in seen] == [(random_streams._Random, random_streams._Default)]
+    assert [(kind, type(found)) for kind, found in seen] == [(random_streams._RandomModule, random_streams._Default)]
     random_streams.restore()
     assert shown() == (types.ModuleType, torch.default_generator)
 

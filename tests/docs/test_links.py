@@ -88,9 +88,9 @@ def test_planted_faults_are_found() -> None:
 
 
 WHERE_TO_ADD = {
-    "pymoe/pipe/schedules/gpipe.py": ["register"],
+    "pymoe/pipe/schedules/builders.py": ["register", "gpipe"],
     "pymoe/bench/operators.py": ["OPERATORS"],
-    "pymoe/pipe/distributed/messages.py": ["_lay_out", "Layout", "flat", "empty", "Subject"],
+    "pymoe/pipe/distributed/messages.py": ["_lay_out", "TensorLayout", "flat", "empty", "Subject"],
     "pymoe/pipe/distributed/transport.py": ["_take"],
     "pymoe/pipe/pipe.py": ["ScheduleName"],
     "pymoe/reference/checks.py": ["FLOATING"],

@@ -10,7 +10,7 @@ BODY = "csrc/kernels/combine_cpu_body.h"
 ROUTING = "csrc/kernels/build_routing_cpu.cpp"
 EQUAL = "tests/ops/test_native_equals_reference.py"
 RANDOM = "tests/ops/test_properties.py"
-PLAN_RUN = "pymoe/pipe/execution/step_state.py"
+PLAN_RUN = "pymoe/pipe/execution/plan.py"
 RUNS = "tests/pipe/test_pipeline_run.py"
 ORDER = "tests/ops/test_grouped_linear_order.py"
 

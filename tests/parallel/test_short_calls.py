@@ -80,10 +80,10 @@ def test_calls_that_take_long_one_after_the_other_are_not_trusted(
 
 
 def test_what_is_remembered_of_functions_is_bounded(trusted: dict[Any, bool]) -> None:
-    functions: list[Any] = [eval("lambda x: x") for _ in range(runs._MOST_TRUSTED + 10)]
+    functions: list[Any] = [eval("lambda x: x") for _ in range(runs._MAX_TRUSTED + 10)]
     for function in functions:
         map_with_parallel_backward(function, (1,), (2,))
-    assert 0 < len(trusted) <= runs._MOST_TRUSTED
+    assert 0 < len(trusted) <= runs._MAX_TRUSTED
 
 
 def test_the_same_function_is_known_again() -> None:

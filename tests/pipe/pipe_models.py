@@ -114,7 +114,7 @@ def plain_step(model, x, y):
 def step_by_micro_batches(parts, x, y, chunks):
     """What a pipe of these parts does, by the ordinary means: micro-batch by micro-batch, part by part."""
     random_streams.install()
-    source = random_streams.Source()
+    source = random_streams.RandomSource()
     chunks = min(chunks, len(x))
     losses = []
     for index, (a, b) in enumerate(zip(x.tensor_split(chunks), y.tensor_split(chunks), strict=True)):

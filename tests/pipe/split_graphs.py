@@ -5,8 +5,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pymoe.autograd.compiled_nodes import has_compiled_nodes
-from pymoe.autograd.graph_nodes import edge_of, find_leaves
+from pymoe.autograd.graph_nodes import edge_of, find_leaves, has_compiled_nodes
 from pymoe.autograd.isolated_graph import differentiate
 from pymoe.pipe.split_backward import SplitBackward
 

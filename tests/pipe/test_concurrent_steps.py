@@ -12,7 +12,7 @@ from limits import LONG
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import concurrent_steps
+from pymoe.pipe.execution import shared_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning"),
@@ -70,8 +70,8 @@ def test_steps_at_the_same_time_that_share_a_layer_to_which_a_forward_writes_are
     assert all(isinstance(one, RuntimeError) for one in found), found
     assert any("ran at the same time, in two threads, share" in str(one) for one in found)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
-    assert not concurrent_steps._running
-    assert not concurrent_steps._overlaps
+    assert not shared_layers._running
+    assert not shared_layers._overlaps
 
 
 @pytest.mark.thinned(usual=30)

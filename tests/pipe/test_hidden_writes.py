@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import pymoe
-from pymoe.pipe import Pipe
+from pymoe.pipe import Pipe, is_recomputing
 from pymoe.pipe.execution.held_state import HeldState
-from pymoe.pipe.execution.held_values import Layout
+from pymoe.pipe.execution.held_values import HeldLayout
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning"),
@@ -235,7 +235,7 @@ def _is_unseen(part, seen, where):
 
 def test_memory_is_read_within_its_allocation_whatever_a_tensor_has_become():
     parameters = [nn.Parameter(torch.ones(LARGE)) for _ in range(4)]
-    layout = Layout([(str(number), parameter) for number, parameter in enumerate(parameters)])
+    layout = HeldLayout([(str(number), parameter) for number, parameter in enumerate(parameters)])
     before = layout.fingerprints(1)
     assert layout.fingerprints(1) == before
     parameters[0].data = torch.ones(3)
@@ -249,9 +249,36 @@ def test_memory_is_read_within_its_allocation_whatever_a_tensor_has_become():
 
 def test_a_stage_that_is_not_recomputed_takes_no_fingerprints(monkeypatch):
     taken = []
-    monkeypatch.setattr(Layout, "fingerprints", lambda *_: taken.append(1) or [])
+    monkeypatch.setattr(HeldLayout, "fingerprints", lambda *_: taken.append(1) or [])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     Pipe(model, 2, "never", balance=[1, 1]).step(torch.ones(4, 4), loss_fn=loss_fn)
     assert not taken
     Pipe(model, 2, "always", balance=[1, 1]).step(torch.ones(4, 4), loss_fn=loss_fn)
     assert taken
+
+
+class WritesAgain(nn.Module):
+    """Writes to what its first run leaves alone when it is recomputed, or leaves it alone then, too."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept = nn.Parameter(torch.zeros(LARGE), requires_grad=False)
+        self.write = write
+
+    def forward(self, x):
+        if is_recomputing():
+            self.write(self.kept)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("write", [lambda kept: kept.add_(1), lambda kept: kept.data.add_(1), lambda kept: None])
+def test_a_recomputation_that_writes_to_what_the_first_run_has_left_alone_raises(write):
+    model = nn.Sequential(WritesAgain(write), nn.Linear(4, 4))
+    pipe = Pipe(model, 1, "always", balance=[1, 1])
+    if write(torch.zeros(1)) is None:
+        pipe.step(torch.ones(4, 4), loss_fn=loss_fn)
+        return
+    with pytest.raises(RuntimeError, match=r"'0\.kept'"):
+        pipe.step(torch.ones(4, 4), loss_fn=loss_fn)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import plan, step_state
+from pymoe.pipe.execution import plan
 from pymoe.pipe.execution.plan import InlinePolicy, calls_threads
 
 LONG, SHORT = 2 * plan.INLINE_LIMIT_S, plan.INLINE_LIMIT_S / 10
@@ -88,7 +88,7 @@ class Recorded(nn.Module):
 
 def test_a_pipe_that_was_held_up_once_comes_back_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(step_state, "time", clock)
+    monkeypatch.setattr(plan, "time", clock)
     layers = [Recorded(clock), Recorded(clock)]
     pipe = Pipe(nn.Sequential(*layers), 6)
     x = torch.randn(6, 2)

@@ -21,7 +21,7 @@ from processes import in_child, run_python
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import plan, step_state
+from pymoe.pipe.execution import plan
 
 SLOW = 6e-4  # seconds that a call takes at most
 
@@ -125,7 +125,7 @@ def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
     """
     faults = Faults(3, rate=1.0 if where == "fail" else 0.0)
     pipe = Pipe(model(faults), CHUNKS)
-    original = getattr(step_state.PlanRun, where)
+    original = getattr(plan.PlanRun, where)
     times = 0
 
     def interrupted_here(*args: object) -> None:
@@ -137,8 +137,8 @@ def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
         original(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step_state.PlanRun, where, interrupted_here)
-        patched.setattr(step_state.PlanRun, "run_inline", lambda *args, **options: False)
+        patched.setattr(plan.PlanRun, where, interrupted_here)
+        patched.setattr(plan.PlanRun, "run_inline", lambda *args, **options: False)
         with pytest.raises(KeyboardInterrupt):
             run_step(pipe, faults)
     faults.rate = 0.0

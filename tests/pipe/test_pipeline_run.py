@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 from limits import LONG
 from processes import in_child, run_python
 
-from pymoe.pipe.execution import step_state
-from pymoe.pipe.execution.plan import Plan
-from pymoe.pipe.execution.step_state import PlanRun
+from pymoe.pipe.execution import plan
+from pymoe.pipe.execution.plan import ActionPlan, PlanRun
 from pymoe.pipe.schedules import build
 from pymoe.pipe.schedules.schedule import Action, Kind, Schedule
 
 
 def run_of(schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> PlanRun:
     nothing: Any = SimpleNamespace(perform=None)
-    return PlanRun(Plan(schedule, kinds), nothing)
+    return PlanRun(ActionPlan(schedule, kinds), nothing)
 
 
 def in_workers(run: PlanRun, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> list[list[Action]]:
@@ -75,7 +74,7 @@ def wait_inside(run: PlanRun, worker: int, found: list[object]) -> threading.Thr
 
 def waits(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code is step_state._pass.__code__
+    return frame is not None and frame.f_code is plan._pass.__code__
 
 
 @given(schedule=schedules(), kinds=st.sampled_from([frozenset(Kind), frozenset({Kind.FORWARD})]), at=st.integers(0, 20))
@@ -85,7 +84,7 @@ def test_every_run_of_a_plan_keeps_to_orders_and_dependencies(
 ) -> None:
     """Also where its first actions were performed inline."""
     run = run_of(schedule, kinds)
-    done = run._done = frozenset(Plan(schedule, kinds).in_order[:at])
+    done = run._done = frozenset(ActionPlan(schedule, kinds).in_order[:at])
     run.begin_threads()
     wanted = [[action for action in order if action.kind in kinds and action not in done] for order in schedule.orders]
     assert in_workers(run, schedule, kinds) == wanted
@@ -261,10 +260,9 @@ def test_a_run_is_of_use_in_its_own_process_alone() -> None:
 def test_the_interpreter_ends_while_threads_wait_in_workers() -> None:
     result = run_python("""
         import threading, time, types
-        from pymoe.pipe.execution.plan import Plan
-        from pymoe.pipe.execution.step_state import PlanRun
+        from pymoe.pipe.execution.plan import ActionPlan, PlanRun
         from pymoe.pipe.schedules import build
-        plan = Plan(build("gpipe", 2, 1))
+        plan = ActionPlan(build("gpipe", 2, 1))
         runs = [PlanRun(plan, types.SimpleNamespace(perform=None)) for _ in range(4)]
         stops = [run.begin_threads() for run in runs]
         for run in runs:

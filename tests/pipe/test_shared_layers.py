@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pymoe.nn import MoE
-from pymoe.pipe.execution.held_values import Layout
+from pymoe.pipe.execution.held_values import HeldLayout
 from pymoe.pipe.execution.shared_layers import turns_of
 
 
@@ -29,7 +29,9 @@ class Counted(Table):
 
 def turns_of_two(layer):
     """The turns of two stages that have the layer."""
-    first, second = turns_of([Layout([("", nn.Sequential(layer))]), Layout([("", nn.Sequential(nn.Tanh(), layer))])])
+    first, second = turns_of(
+        [HeldLayout([("", nn.Sequential(layer))]), HeldLayout([("", nn.Sequential(nn.Tanh(), layer))])]
+    )
     assert first is second
     return first
 
@@ -99,7 +101,7 @@ def test_whatever_is_changed_between_steps_stages_take_turns_again():
 
 def test_layers_of_one_stage_take_no_turns():
     parts = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.Sequential(nn.BatchNorm1d(3))]
-    assert turns_of([Layout([("", part)]) for part in parts]) == [None, None]
+    assert turns_of([HeldLayout([("", part)]) for part in parts]) == [None, None]
 
 
 def test_a_parameter_that_stages_share_needs_no_turns():
@@ -109,7 +111,7 @@ def test_a_parameter_that_stages_share_needs_no_turns():
 
 def test_stages_that_share_nothing_with_each_other_have_turns_of_their_own():
     one, other = Table(), Table()
-    first, second, third, fourth, last = turns_of([Layout([("", x)]) for x in (one, other, one, other, Table())])
+    first, second, third, fourth, last = turns_of([HeldLayout([("", x)]) for x in (one, other, one, other, Table())])
     assert (first, second, last) == (third, fourth, None)
     assert first.stages == (0, 2)
     assert second.stages == (1, 3)

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pymoe.pipe.skip import Namespace, Skippable, current_tracker, pop, skippable, stash, tracking
-from pymoe.pipe.skip.tracker import InPlace
+from pymoe.pipe.skip import InPlace, Namespace, Skippable, current_tracker, pop, skippable, stash, tracking
 
 
 @skippable(stash=["skip"])

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pymoe.autograd.graph_nodes import edge_of
 from pymoe.parallel import map_with_parallel_backward
-from pymoe.pipe.split_backward import SplitBackward, deferred_weight_grad
+from pymoe.pipe import split_backward
+from pymoe.pipe.split_backward import SplitBackward
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
@@ -223,4 +224,4 @@ def test_tensors_of_a_mode_are_not_kept_for_later():
         grads = [torch.ones(4, 3, dtype=torch.float16)]
         split = SplitBackward([edge_of(layer(alias))], grads, edges, [layer.weight, layer.bias], False)
         split.weight_gradients()
-    assert all(type(zero) is torch.Tensor for zero in deferred_weight_grad._zeros.values())
+    assert all(type(zero) is torch.Tensor for zero in split_backward._zeros.values())

@@ -1,21 +1,29 @@
-"""The arguments of a call as a flat list of leaves, their names, and which of their dimensions are free."""
+"""The arguments of a call: a flat list of leaves, their names, which of their dimensions are free, and whether a later
+call fits what was captured: kinds of leaves, sizes of tensors, and what the model's code asked of sizes.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.capture.contents import CONSTANTS
-from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.capture.errors import CaptureError, is_library
+from pymoe.pipe.capture.snapshots import freeze, patched
 
 
 class Like(NamedTuple):
-    """What a capture needs of an example tensor: not its values."""
+    """Describes an example tensor for a capture, which does not need its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +45,7 @@ PYTREE_HINT = (
     "tensors, numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
     "torch.utils._pytree.register_pytree_node or register_dataclass"
 )
-"""What may be an argument or a result."""
+"""Values that may be arguments or results."""
 
 
 class _Slot:
@@ -49,7 +57,7 @@ class _Slot:
 
 
 class Arguments:
-    """How the arguments of a model's ``forward`` were given when it was captured.
+    """Describes how the arguments of a model's ``forward`` were given when it was captured.
 
     Calls may give them otherwise: by name or by position, in another order, with or without those that equal their
     defaults.
@@ -61,7 +69,7 @@ class Arguments:
         positions = self._positions(len(args))
         self.names = [_name(path, positions) for path, _ in paths]
         self.examples: list[Any] = [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for _, leaf in paths]
-        """The leaves of the example; in place of tensors what they are like."""
+        """The leaves of the example, with a :class:`Like` in place of each tensor."""
         for name, leaf in zip(self.names, self.examples, strict=True):
             if not isinstance(leaf, Like) and not isinstance(leaf, CONSTANTS):
                 raise CaptureError(
@@ -70,8 +78,8 @@ class Arguments:
                 )
 
     def example(self, call: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call, ``(args, kwargs)``; where the leaves of another ``call`` are tensors, or tell what
-        those are like, they say which dtypes its tensors have, and which of them require gradients.
+        """Return an example call, ``(args, kwargs)``. Its tensors take dtypes, and whether they require gradients, from
+        the leaves of another ``call`` where these are tensors or describe tensors.
         """
         leaves = []
         for leaf, other in zip(self.examples, call or self.examples, strict=True):
@@ -186,7 +194,7 @@ def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     by_id: dict[int, Any] = {}
     for name, value in bound.items():
         spec = shapes.get(name)
-        # Arguments collected by **kwargs may stand beside the named ones.
+        # Entries for arguments collected by **kwargs may be on the level of the named ones.
         if name not in shapes and isinstance(value, dict) and all(key in shapes for key in value):
             spec = {key: shapes[key] for key in value}
         by_id.update((id(leaf), of_leaf) for leaf, of_leaf in _pairs(value, spec, name))
@@ -208,3 +216,227 @@ def _pairs(value: Any, spec: Any, name: str) -> Iterator[tuple[Tensor, Any]]:
             yield from _pairs(part, spec[number], f"{name}[{number}]")
     else:
         raise ValueError(f"dynamic_shapes: expected the structure of the argument {name}, got {spec!r}")
+
+
+# Checks of later calls.
+
+
+@dataclass(frozen=True, eq=False)
+class InputChecks:
+    """Checks the leaves of a call. Sizes are numbers, and expressions of sympy in symbols for what is free."""
+
+    arguments: Arguments
+    sizes: dict[int, tuple[Any, ...]]
+    """Sizes of the leaves that are tensors, by number."""
+    conditions: dict[Any, str]
+    """Conditions on free sizes under which the model's code takes the captured path: expressions, and for each the line
+    that asked, or nothing.
+    """
+    limits: dict[Any, tuple[int, int | None]]
+    """The least and the greatest value of symbols."""
+    fixed: dict[tuple[int, int], str]
+    """The line that fixed a size, by (leaf, dimension)."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raise ValueError, naming argument and dimension, for leaves that do not fit."""
+        arguments = self.arguments
+        if len(values) != len(arguments.names):
+            raise ValueError(f"expected {len(arguments.names)} leaves, as in the capture, got {len(values)}")
+        bound: dict[Any, tuple[int, str]] = {}
+        later: list[tuple[Any, int, str]] = []
+        for number, (name, example, value) in enumerate(zip(arguments.names, arguments.examples, values, strict=True)):
+            if not isinstance(example, Like):
+                _check_constant(name, example, value)
+                continue
+            _check_kind(name, example, value)
+            for dim, (size, expected) in enumerate(zip(value.shape, self.sizes[number], strict=True)):
+                if isinstance(expected, int) and size == expected:
+                    continue
+                words = f"dimension {dim} of {name}"
+                if isinstance(expected, int):
+                    why = self._why_fixed(number, dim, expected)
+                    raise ValueError(f"{words}: expected {expected}, got {size} ({why})")
+                if not expected.is_Symbol:
+                    later.append((expected, size, words))
+                elif expected not in bound:
+                    bound[expected] = (size, words)
+                elif bound[expected][0] != size:
+                    other_size, other = bound[expected]
+                    raise ValueError(f"{words}: expected {other_size}, as {other}, got {size}")
+        if not later and not self.conditions and not self.limits:
+            return
+        numbers = {symbol: size for symbol, (size, _) in bound.items()}
+        for expression, size, words in later:
+            if (expected := _evaluate(expression, numbers)) is not None and int(expected) != size:
+                raise ValueError(f"{words}: expected {self._words(expression, bound)} = {int(expected)}, got {size}")
+        for expression, where in self.conditions.items():
+            if (holds := _evaluate(expression, numbers)) is not None and not bool(holds):
+                symbols = expression.free_symbols
+                sizes = ", ".join(f"{words} = {size}" for symbol, (size, words) in bound.items() if symbol in symbols)
+                raise ValueError(
+                    f"the captured graph requires {self._words(expression, bound)}, got {sizes}"
+                    + (f" ({where})" if where else "")
+                )
+        for symbol, (size, words) in bound.items():
+            low, high = self.limits.get(symbol, (0, None))
+            if size < low:
+                raise ValueError(f"{words}: expected at least {low}, got {size}")
+            if high is not None and size > high:
+                raise ValueError(f"{words}: expected at most {high}, got {size}")
+
+    def _why_fixed(self, number: int, dim: int, expected: int) -> str:
+        if where := self.fixed.get((number, dim)):
+            return f"fixed at {where}"
+        if expected in (0, 1):
+            return f"the example had {expected} there: capture with an example of at least 2"
+        return "fixed by the capture"
+
+    @staticmethod
+    def _words(expression: Any, bound: dict[Any, tuple[int, str]]) -> str:
+        text = str(expression)
+        for symbol, (_, words) in sorted(bound.items(), key=lambda item: -len(str(item[0]))):
+            text = text.replace(str(symbol), f"({words})")
+        return text
+
+
+def _check_kind(name: str, example: Like, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, as in the capture, got {value!r:.80}")
+    if value.dim() != len(example.shape):
+        raise ValueError(
+            f"{name}: expected {len(example.shape)} dimensions, as in the capture, got the shape {tuple(value.shape)}"
+        )
+    if value.dtype != example.dtype and (kind := _kind(example.dtype)) != _kind(value.dtype):
+        raise ValueError(f"{name}: expected a {kind} dtype, as in the capture, got {value.dtype}")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return the kind of a dtype. Those of one kind can replace each other: a model may change its precision."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating point"
+    return "boolean" if dtype == torch.bool else "integer"
+
+
+def sizes_of(node: fx.Node) -> tuple[Any, ...]:
+    """Return the sizes of a placeholder of an exported graph: numbers, and expressions of sympy."""
+    sizes = [size if isinstance(size, int) else size.node.expr for size in node.meta["val"].shape]
+    return tuple(size if isinstance(size, int) or not size.is_number else int(size) for size in sizes)
+
+
+def _check_constant(name: str, expected: Any, value: Any) -> None:
+    if value is not expected and freeze(value) != freeze(expected):  # tells zeros apart by sign, and NaN is NaN
+        raise ValueError(
+            f"{name}: expected {expected!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
+            "tensors are constants of the capture"
+        )
+
+
+def _evaluate(expression: Any, numbers: dict[Any, int]) -> Any:
+    """Return the value of an expression, or None where it has symbols that no argument gives."""
+    value = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
+    return None if getattr(value, "free_symbols", None) else value
+
+
+# Which conditions a capture makes, and where the model's code asks for them.
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_CONVERSIONS = torch.__file__
+_SYMBOLS = _TORCH + "fx/experimental/"
+_LAYERS = (_TORCH + "nn/", _TORCH + "functional.py")
+_TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
+
+
+@contextmanager
+def where_sizes_are_asked(environment: Any) -> Iterator[None]:
+    """Note, within the block, the lines that ask a ``ShapeEnv``, if there is one, for :func:`conditions_asked`."""
+    if environment is None:
+        yield
+        return
+    environment.guards = _ShapeGuards(environment.guards)
+    with patched((environment, "evaluate_sym_node", environment.guards.listening(environment.evaluate_sym_node))):
+        yield
+
+
+class _ShapeGuards(list[Any]):
+    """The guards of a shape environment, and for each the line of the user's code that led to it."""
+
+    def __init__(self, guards: Sequence[Any]) -> None:
+        super().__init__(guards)
+        self.places = [""] * len(guards)
+        self.answers: list[tuple[Any, str]] = []
+        """Questions of the model's own code, as they were answered, with their lines, even if the answer was known."""
+
+    def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``evaluate``, which answers questions about sizes, such that those of the model's code are noted."""
+
+        def listener(node: Any, *more: Any, **named: Any) -> Any:
+            expression, answer = node.expr, evaluate(node, *more, **named)
+            frame = sys._getframe(1)
+            if _is_asked_by_model(frame):
+                self.answers.append((_as_answered(expression, answer), _users_line(frame)))
+            return answer
+
+        return listener
+
+    def append(self, guard: Any) -> None:
+        super().append(guard)
+        self.places.append(_users_line(sys._getframe(1)))
+
+
+def _users_line(frame: FrameType | None) -> str:
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_asked_by_model(frame: FrameType | None) -> bool:
+    """Return whether Python code of the model, or of ``torch.nn``, has made a ``bool`` or ``int`` of a size.
+
+    Operators ask, too, as to whether to broadcast: but when the graph runs, they ask again.
+    """
+    converted = False
+    while frame is not None and frame.f_code.co_filename.startswith((_CONVERSIONS, _SYMBOLS)):
+        converted = converted or frame.f_code.co_filename == _CONVERSIONS
+        frame = frame.f_back
+    if frame is None or not converted:
+        return False
+    file = frame.f_code.co_filename
+    return not file.startswith(_TORCH) or file.startswith(_LAYERS)
+
+
+def _as_answered(expression: Any, answer: Any) -> Any:
+    import sympy  # type: ignore[import-not-found, import-untyped]
+
+    if isinstance(answer, bool) or answer in (sympy.true, sympy.false):
+        return expression if answer else sympy.Not(expression)
+    return sympy.Eq(expression, answer)
+
+
+def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
+    """Return the conditions on sizes under which a graph was made, as expressions of sympy, and the lines that asked.
+
+    Those of operators that hold for all sizes but 0 and 1 are left out.
+    """
+    guards = environment.guards
+    if not isinstance(guards, _ShapeGuards):
+        return [(guard.expr, "") for guard in guards]
+    asked = [(guard.expr, place) for guard, place in zip(guards, guards.places, strict=True)]
+    return guards.answers + [(expression, place) for expression, place in asked if not _holds_from_two(expression)]
+
+
+def _holds_from_two(expression: Any) -> bool:
+    """Return whether a condition holds for all sizes from 2 up, as far as trying some tells."""
+    symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
+    if not symbols:
+        return False
+    for start in range(len(_TRIED)):
+        sizes = {symbol: _TRIED[(start + place) % len(_TRIED)] for place, symbol in enumerate(symbols)}
+        for tried in (sizes, dict.fromkeys(symbols, _TRIED[start])):
+            value = expression.xreplace(tried)
+            if getattr(value, "free_symbols", None) or not bool(value):
+                return False
+    return True

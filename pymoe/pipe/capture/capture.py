@@ -1,27 +1,30 @@
-"""``capture``: from a model and example arguments to a graph."""
+"""``capture``: from a model and example arguments to one graph, made from what ``torch.export`` makes."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from pymoe import _torch_private
+from pymoe._torch_private import pytree
 from pymoe.autograd.fork import start_engine
-from pymoe.pipe.capture.arguments import Arguments, Like, Trial, trials
-from pymoe.pipe.capture.entry import Entry, ModelRun, Stopped
+from pymoe.pipe.capture.arguments import Arguments, InputChecks, Like, Trial, conditions_asked, sizes_of, trials
+from pymoe.pipe.capture.entry import MODEL, ModelEntry, ModelRun, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, branches_on_values, capture_error, stack_level
 from pymoe.pipe.capture.external_values import ExternalValues
-from pymoe.pipe.capture.graph import Captured, captured_graph
 from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.opaque import Opaque, choose_opaque, must_be_opaque
+from pymoe.pipe.capture.interception import OPAQUE_CALL
+from pymoe.pipe.capture.opaque import Computed, Opaque, OpaqueCall, OpaqueModule, choose_opaque, must_be_opaque
 from pymoe.pipe.capture.python_reads import ambient_answers
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
@@ -63,7 +66,7 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # also of opaque modules: what they do in a capture is undone
+    external = ExternalValues(model)  # includes opaque modules, whose effects in a capture are undone
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
     closed: set[str] = set()  # modules that change their attributes
@@ -126,7 +129,9 @@ def _export(run: ModelRun, trial: Trial) -> Any:
         _plain_surroundings(any_size),
     ):
         tensors = tuple(leaf.make() for leaf in run.arguments.examples if isinstance(leaf, Like))
-        return torch.export.export(Entry(run), tensors, dynamic_shapes=(shapes,) if tensors else None, strict=False)
+        return torch.export.export(
+            ModelEntry(run), tensors, dynamic_shapes=(shapes,) if tensors else None, strict=False
+        )
 
 
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
@@ -168,7 +173,7 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """Empty the caches that the block has put something into: it may be a tensor without values."""
+    """Empty the caches that the block has filled: they may hold tensors without values."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
@@ -195,3 +200,290 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
         config.patch(backed_size_oblivious=any_size),
     ):
         yield
+
+
+# The captured graph.
+
+CONSTANT = "_constant_"
+"""The prefix of tensors that are not parameters or buffers of the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A model as one graph, in one of its modes (training, evaluation).
+
+    The nodes of ``graph``, in this order of kinds:
+
+    - a ``placeholder`` for every leaf of ``(args, kwargs)``, also for those that are not tensors: these are constants
+      of the capture and have no users;
+    - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), of
+      ``_constant_N`` for other tensors that the model's code holds;
+    - ``call_function``: operators, arithmetic on sizes, blocks with a state of their own (a ``Region``), and opaque
+      calls (``OpaqueCall``); the last three return lists;
+    - one ``output`` with the list of output leaves.
+
+    The graph module looks parameters and buffers up in the model's own modules: what the model gets in their place,
+    by ``load_state_dict(assign=True)`` or ``.to()``, the graph sees.
+
+    A node's ``meta`` holds ``val`` (a fake tensor or number), ``stack_trace`` and ``nn_module_stack``.
+    """
+
+    graph: fx.GraphModule
+    arguments: Arguments
+    input_checks: InputChecks
+    """Checks of a call: dimensions that the model leaves free may have any size, and dtypes any precision."""
+    out_spec: pytree.TreeSpec
+    training: bool
+    guards: Callable[[nn.Module], Guards]
+    """Makes the capture's assumptions about Python, for the model or for another one with the same submodules."""
+
+
+class Region:
+    """The target of a node that stands for a block that runs without gradients, or in autocast: the block's graph, run
+    in that state. Returns a list.
+    """
+
+    def __init__(self, name: str, graph: fx.GraphModule, grad: bool | None, autocast: dict[str, Any] | None) -> None:
+        self.__name__ = name
+        self.graph = graph
+        self.grad = grad
+        """True if gradients are recorded in the block; None: as outside."""
+        self.autocast = autocast
+        """Arguments of ``torch.autocast`` for the block; None: as outside."""
+
+    def __call__(self, *values: Any) -> list[Any]:
+        if self.autocast is not None:
+            with torch.autocast(**self.autocast):
+                return list(self.graph(*values))
+        with torch.set_grad_enabled(torch.is_grad_enabled() if self.grad is None else self.grad):
+            return list(self.graph(*values))
+
+    def __repr__(self) -> str:
+        return f"{self.__name__}({self.autocast or {'grad': self.grad}})"
+
+
+def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield all nodes, also those within regions."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, Region):
+            yield from all_nodes(node.target.graph.graph)
+
+
+def opaque_modules(graph: fx.Graph) -> list[OpaqueModule]:
+    """Return the modules that a graph calls, call by call."""
+    return [node.target for node in all_nodes(graph) if isinstance(node.target, OpaqueModule)]
+
+
+def captured_graph(program: Any, run: ModelRun, guards: Callable[[nn.Module], Guards]) -> Captured:
+    """Return the captured model from the exported program, which ``run`` has made."""
+    builder = _Builder(program, run)
+    graph = builder.build()
+    assert run.spec is not None
+    return Captured(
+        graph=_on_model(graph, run.model, builder.constants),
+        arguments=run.arguments,
+        input_checks=builder.input_checks(),
+        out_spec=run.spec,
+        training=run.model.training,
+        guards=guards,
+    )
+
+
+class _Builder:
+    def __init__(self, program: Any, run: ModelRun) -> None:
+        self._program = program
+        self._source: fx.GraphModule = program.graph_module
+        self._run = run
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._inputs: dict[int, fx.Node] = {}  # placeholders of the exported graph, by leaf
+        self._state: dict[str, fx.Node] = {}
+        self.constants: dict[str, Tensor] = {}
+        # Shared parameters and buffers go by their first name.
+        self._first_name: dict[int, str] = {}
+        for name, value in (*run.model.named_parameters(), *run.model.named_buffers()):
+            self._first_name.setdefault(id(value), name)
+
+    def build(self) -> fx.Graph:
+        _resolve(self._source, self._run.opaque_calls.calls)
+        placeholders = self._source.graph.find_nodes(op="placeholder")
+        inputs = list(zip(placeholders, self._program.graph_signature.input_specs, strict=True))
+        tensors = iter([node for node, spec in inputs if spec.kind.name == "USER_INPUT"])
+        for number, (name, leaf) in enumerate(
+            zip(self._run.arguments.names, self._run.arguments.examples, strict=True)
+        ):
+            placeholder = self._graph.placeholder(re.sub(r"\W+", "_", name).strip("_") or "argument")
+            placeholder.meta["val"] = leaf
+            if isinstance(leaf, Like):
+                exported = self._inputs[number] = next(tensors)
+                placeholder.meta["val"] = exported.meta["val"]
+                self._copies[exported] = placeholder
+        for node, spec in inputs:
+            if spec.kind.name != "USER_INPUT" and node.users:
+                self._copies[node] = self._state_node(node, spec)
+        for node in self._source.graph.nodes:
+            if node.op == "output":
+                values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
+                computed = iter(values)
+                self._graph.output([next(computed) if leaf is Computed else leaf for leaf in self._run.leaves])
+            elif node.op == "call_function":
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        return self._graph
+
+    def input_checks(self) -> InputChecks:
+        conditions, fixed = self._conditions()
+        limits: dict[Any, tuple[int, int | None]] = {}
+        for symbol, constraint in self._program.range_constraints.items():
+            # Where operators ask about 0 and 1, 2 is what is left.
+            low = int(constraint.lower) if constraint.lower > 2 else 0
+            high = int(constraint.upper) if constraint.upper.is_number and constraint.upper < 2**40 else None
+            if low or high is not None:
+                limits[symbol] = low, high
+        sizes = {number: sizes_of(node) for number, node in self._inputs.items()}
+        return InputChecks(self._run.arguments, sizes, conditions, limits, fixed)
+
+    def _conditions(self) -> tuple[dict[Any, str], dict[tuple[int, int], str]]:
+        """Return what the graph requires of free sizes, and the lines that fixed others."""
+        modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in self._inputs.values()]
+        environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env), None)
+        if environment is None:
+            return {}, {}
+        conditions: dict[Any, str] = {}
+        fixed: dict[str, str] = {}
+        for expression, place in conditions_asked(environment):
+            now = environment.replace(expression)
+            if getattr(now, "free_symbols", None):
+                conditions.setdefault(now, place)
+            elif place:
+                for symbol in expression.free_symbols:
+                    fixed.setdefault(str(symbol), place)
+        return conditions, self._lines_by_dimension(environment, fixed)
+
+    def _lines_by_dimension(self, environment: Any, by_symbol: dict[str, str]) -> dict[tuple[int, int], str]:
+        found = {}
+        for tensor, (number, node) in enumerate(self._inputs.items()):
+            for dim in range(node.meta["val"].dim()):
+                source = f"[{tensor}].size()[{dim}]"
+                for symbol, sources in environment.var_to_sources.items():
+                    names = [each.name() if callable(each.name) else each.name for each in sources]
+                    if str(symbol) in by_symbol and any(name.endswith(source) for name in names):
+                        found[number, dim] = by_symbol[str(symbol)]
+        return found
+
+    def _state_node(self, node: fx.Node, spec: Any) -> fx.Node:
+        target = self._target(spec)
+        if target not in self._state:
+            self._state[target] = self._graph.get_attr(target)
+            self._state[target].meta["val"] = node.meta.get("val")
+        return self._state[target]
+
+    def _target(self, spec: Any) -> str:
+        name = spec.target.removeprefix(f"{MODEL}.")
+        if spec.kind.name == "PARAMETER":
+            return self._first_name[id(self._run.model.get_parameter(name))]
+        if spec.kind.name == "BUFFER":
+            return self._first_name[id(self._run.model.get_buffer(name))]
+        value = self._program.constants[spec.target]
+        held = self._run.opaque_calls.held.get(value.data_ptr()) if isinstance(value, Tensor) else None
+        if held is not None and held.shape == value.shape and held.dtype == value.dtype:
+            value = held
+        if id(value) in self._first_name:
+            return self._first_name[id(value)]
+        for target, known in self.constants.items():
+            if known is value:
+                return target
+        target = f"{CONSTANT}{len(self.constants)}"
+        self.constants[target] = value
+        return target
+
+
+def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
+    """Let the nodes of an exported graph, also those of blocks, call regions and opaque calls, and name modules as the
+    model does.
+    """
+    hop = torch.ops.higher_order
+    for node in reversed(list(module.graph.nodes)):  # blocks after their use
+        if node.target is OPAQUE_CALL:
+            number, *values = node.args
+            node.target, node.args = calls[number], tuple(values)
+        elif node.target is hop.wrap_with_set_grad_enabled:
+            grad, block, *values = node.args
+            graph = _block(module, block, calls)
+            node.target, node.args = Region("grad" if grad else "no_grad", graph, bool(grad), None), tuple(values)
+        elif node.target is hop.wrap_with_autocast:
+            device, dtype, enabled, cache, block, *values = node.args
+            autocast = {"device_type": device, "dtype": dtype, "enabled": enabled, "cache_enabled": cache}
+            node.target, node.args = Region("autocast", _block(module, block, calls), None, autocast), tuple(values)
+        elif node.op == "get_attr" and not node.users:
+            module.graph.erase_node(node)
+        node.meta = _users_meta(node)
+
+
+def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
+    """Return the graph of the block that a node fetches."""
+    module = getattr(owner, str(node.target))
+    assert isinstance(module, fx.GraphModule)
+    _resolve(module, calls)
+    module.recompile()
+    return module
+
+
+def _users_meta(node: fx.Node) -> dict[str, Any]:
+    """Return what an exported graph knows of a node, as the model names the modules around it."""
+    meta = {key: value for key, value in node.meta.items() if key not in ("from_node", "custom")}
+    if "nn_module_stack" in meta:
+        meta["nn_module_stack"] = {
+            key: (path[len(MODEL) + 1 :], kind)
+            for key, (path, kind) in meta["nn_module_stack"].items()
+            if path == MODEL or path.startswith(f"{MODEL}.")
+        }
+    return meta
+
+
+def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -> fx.GraphModule:
+    """Return the module of ``graph``, in which ``get_attr`` names a parameter or buffer of ``model``, or one of
+    ``constants``.
+
+    It holds no parameters itself: its modules share the dictionaries of the model's, so that it sees every parameter
+    and buffer that the model gets. Opaque modules are in it themselves. Its ``state_dict`` has the keys of the model's,
+    for all of the modules that the graph uses.
+    """
+    module = fx.GraphModule(nn.Module(), fx.Graph(), "Captured")
+    _share(module, model)
+    for call in opaque_modules(graph):
+        owner, _, name = call.path.rpartition(".")
+        around = _module_at(owner, module, model)
+        if name:
+            around._modules[name] = call.module
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target in constants:  # not buffers, which would be added to the model's
+            module.__dict__[node.target] = constants[node.target]
+        else:
+            _module_at(str(node.target).rpartition(".")[0], module, model)
+    module.graph = graph
+    return module
+
+
+_STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the module of ``root`` that stands for one of ``model``'s, made where there is none."""
+    here, original = root, model
+    for name in path.split(".") if path else []:
+        if here is original:  # an opaque module, which is here itself
+            return here
+        original = original.get_submodule(name)
+        step = here._modules.get(name)
+        if step is None:
+            step = here._modules[name] = nn.Module()
+            _share(step, original)
+        here = step
+    return here
+
+
+def _share(part: nn.Module, original: nn.Module) -> None:
+    for key in _STATE:
+        part.__dict__[key] = original.__dict__[key]
+    part.training = original.training

@@ -1,4 +1,4 @@
-"""What a Python value holds: the one place that knows all kinds of holders."""
+"""Looks into Python values: this is the one place that knows all kinds of holders."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from pymoe.pipe.capture.errors import is_users_file
+from pymoe.pipe.python_values import MISSING, value_in_cell, value_in_slot
 
 CONSTANTS = (
     *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
@@ -31,33 +32,25 @@ CONSTANTS = (
 """Types of values that are always the same: numbers, strings, None and the like."""
 
 
-class _Missing(enum.Enum):
-    MISSING = enum.auto()
-
-
-MISSING = _Missing.MISSING
-"""Stands for an attribute, or a variable of the environment, that does not exist."""
-
-
 class Holder(NamedTuple):
-    """How to look into the values of one class."""
+    """Tells how to look into the values of one class."""
 
     read: Callable[[Any], list[Any]] | None = None
     """Returns the objects that a value holds, the same ones as long as nothing has changed."""
     state: Callable[[Any], Any] | None = None
-    """Returns what else a value is made of, to be compared by ``==``."""
+    """Returns the rest of a value's state, to be compared by ``==``."""
     names: Callable[[Any], list[str]] | None = None
     """Returns what code writes after the name of a value to get what ``read`` returns, item by item; a dot alone stands
     for the dictionary of its attributes.
     """
     by_identity: bool = False
-    """Whether another object of the same contents is another value."""
+    """True if another object of the same contents is another value."""
     is_opaque: bool = False
-    """Whether what it holds cannot be seen."""
+    """True if what it holds cannot be seen."""
     is_plain: bool = False
-    """Whether it is a container, or a function, of which all that it holds counts as read."""
+    """True if it is a container, or a function, of which all that it holds counts as read."""
     is_fixed: bool = False
-    """Whether it always holds the same objects."""
+    """True if it always holds the same objects."""
     glance: Callable[[Any], list[Any]] | None = None
     """Returns what ``read`` does, and possibly more, in less time."""
 
@@ -119,7 +112,7 @@ _NO_OBJECTS = (
 
 
 def holder_of(value: Any) -> Holder:
-    """Return how to look into a value that is none of the ``CONSTANTS`` (but a member of an enumeration)."""
+    """Return how to look into a value that is not one of the ``CONSTANTS``, or is a member of an enumeration."""
     kind = type(value)
     try:
         found = _holders.get(kind)
@@ -149,7 +142,7 @@ def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> 
     for value in queue:
         if type(value) in SCALARS or id(value) in own or id(value) in seen:
             continue
-        seen[id(value)] = value  # which keeps its id
+        seen[id(value)] = value  # keeps the value, and so its id
         yield value
         held = contents(value)
         if len(held) < _FEW or not set(map(type, held)) <= SCALARS:
@@ -198,12 +191,7 @@ def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Hol
         found = base.read(value) if base.read is not None else []
         if has_dict:
             found.append(dict_of(value))
-        for slot in slots:
-            try:
-                found.append(slot.__get__(value))
-            except AttributeError:
-                found.append(MISSING)
-        return found + about_class
+        return [*found, *[value_in_slot(slot, value) for slot in slots], *about_class]
 
     def names(value: Any) -> list[str]:
         found = base.names(value) if base.names is not None else []
@@ -216,7 +204,7 @@ def dict_of(value: Any) -> Any:
     """Return the attributes of an object, without asking its class; None if it has none."""
     try:
         if isinstance(value, threading.local):
-            return value.__dict__  # of this thread
+            return value.__dict__  # the attributes of this thread
         return object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
@@ -240,7 +228,7 @@ def _bytes_of(value: Any) -> bytes:
 def _is_finished(kind: type) -> bool:
     """Return whether the attributes of a class are not looked at: those of Python, torch and pymoe are as they are."""
     home: Any = kind.__module__
-    if not isinstance(home, str):  # of a metaclass in C, what gives its classes theirs
+    if not isinstance(home, str):  # a metaclass in C: the descriptor of its classes
         return True
     package = home.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")
@@ -269,13 +257,6 @@ def _names_of_class(value: type) -> list[str]:
 def _glance_at_class(value: type) -> list[Any]:
     attributes = vars(value)
     return [*attributes, *attributes.values(), value.__mro__]
-
-
-def _of_cell(cell: Any) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return [MISSING]
 
 
 def _of_function(function: Any) -> list[Any]:
@@ -400,7 +381,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     ),
     (types.FunctionType, _FUNCTION),
     (types.CodeType, Holder(lambda value: list(value.co_consts), _state_of_code, is_fixed=True)),
-    (types.CellType, Holder(_of_cell, names=lambda value: [""], is_plain=True)),
+    (types.CellType, Holder(lambda cell: [value_in_cell(cell)], names=lambda value: [""], is_plain=True)),
     (
         types.MethodType,
         Holder(_attributes_of("__self__", "__func__"), names=lambda value: [".__self__", ""], is_fixed=True),

@@ -20,17 +20,18 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pymoe.pipe.capture.contents import CONSTANTS, MISSING, reachable
+from pymoe.pipe.capture.contents import CONSTANTS, reachable
 from pymoe.pipe.capture.errors import is_library, is_users_file
 from pymoe.pipe.capture.snapshots import restorer
-from pymoe.pipe.module_hooks import FORWARD_HOOKS
+from pymoe.pipe.python_values import MISSING, value_in_cell
+from pymoe.pipe.stages import FORWARD_HOOKS
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ExternalValue(NamedTuple):
-    """The place of such a value: a dictionary and a key, or a cell of a function."""
+    """Names the place of such a value: a dictionary and a key, or a cell of a function."""
 
     label: str
     where: Any
@@ -38,18 +39,12 @@ class ExternalValue(NamedTuple):
 
     @property
     def value(self) -> Callable[[Any], Any]:
-        """What returns what is there now, or its argument if there is nothing."""
+        """Return a function that returns the present value, or its argument if there is none."""
         if self.key is None:
-            return self._in_cell
+            return functools.partial(value_in_cell, self.where)
         if isinstance(self.where, Attributes):
             return functools.partial(getattr, self.where.owner, self.key)
         return functools.partial(self.where.get, self.key)
-
-    def _in_cell(self, missing: Any) -> Any:
-        try:
-            return self.where.cell_contents
-        except ValueError:  # nothing yet
-            return missing
 
     def assign(self, value: Any) -> None:
         """Put another value there."""
@@ -61,7 +56,7 @@ class ExternalValue(NamedTuple):
             self.where[self.key] = value
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that puts back what is there now, with what that holds now."""
+        """Return a function that restores the present value, and what that holds now."""
         value = self.value(None)
         restore_contents = restorer(value)
 
@@ -73,7 +68,7 @@ class ExternalValue(NamedTuple):
 
 
 class Attributes(NamedTuple):
-    """The attributes of a class, or of a Python module, as where a value is."""
+    """Marks the attributes of a class, or of a Python module, as the place of a value."""
 
     owner: Any
 
@@ -99,7 +94,7 @@ def _module_of(function: Any) -> str:
 
 
 class ExternalValues:
-    """What the code of a model, without that of its opaque modules, may read outside of the model.
+    """Finds what the code of a model, except for that of its opaque modules, may read outside of the model.
 
     Args:
         model: the model.
@@ -114,7 +109,7 @@ class ExternalValues:
         self.caches: dict[int, Any] = {}
         """The functions with ``functools.lru_cache`` that it calls, by their ids."""
         self.files: set[str] = set()
-        """Those of the model's classes."""
+        """Files of the model's classes."""
         self.own = frozenset(map(id, model.modules()))
         """The ids of the model's modules, whose attributes are no external values."""
         self._reads_all = read is None
@@ -124,7 +119,7 @@ class ExternalValues:
         self._labels: Counter[str] = Counter()
         self._names: set[str] = set()
         self._classes: set[type] = set()
-        self._methods: dict[str, list[Any]] = {}  # that no code has named yet
+        self._methods: dict[str, list[Any]] = {}  # methods that no code has named yet
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
             # None for classes that make one for every module, as those of TorchScript.
@@ -167,7 +162,7 @@ class ExternalValues:
                     self._method(vars(base).get(name))
 
     def _data_of_class(self, kind: type) -> None:
-        """Search what a class holds besides methods, as far as the code names it: ``type(self).name`` reads it."""
+        """Search what a class holds except for methods, as far as the code names it: ``type(self).name`` reads it."""
         for base in kind.__mro__:
             if not _is_pythons(base.__module__):
                 for name, value in vars(base).items():

@@ -1,4 +1,4 @@
-"""What a capture assumes about Python, and whether it still holds."""
+"""The assumptions of a capture about Python, and checks that they still hold."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from torch import Tensor, nn
 from pymoe._torch_private import global_call_hooks
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.external_values import Attributes, ExternalValue, ExternalValues, is_within
-from pymoe.pipe.capture.frozen import Place, Snapshots, Tokens, name_within
-from pymoe.pipe.capture.python_reads import Reads, ask
-from pymoe.pipe.capture.tensor_values import bytes_of
-from pymoe.pipe.module_hooks import CALL_HOOKS
-from pymoe.pipe.structure import have_same_items
+from pymoe.pipe.capture.python_reads import Reads, ask, bytes_of
+from pymoe.pipe.capture.snapshots import Place, Snapshots, Tokens, name_within
+from pymoe.pipe.stages import CALL_HOOKS, have_same_items
 
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
-"""What an answer is about, in words and, where these are not enough, something more."""
+"""The subject of an answer, in words and, where these are not enough, something more."""
 
 
 class Guards:
-    """What a capture of a model holds for: modes, hooks, submodules and shapes of parameters, and the values that its
-    code has read.
+    """Keeps the assumptions of a capture: modes, hooks, submodules and shapes of parameters, and the values that the
+    model's code has read.
 
     ``model`` may be another one with the same submodules. No capture looks into ``opaque``, by qualified names.
     """
@@ -190,7 +188,7 @@ class Guards:
         return [(path, module) for path, module in self._modules.items() if path not in self._opaque]
 
     def _dictionaries(self) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """Their submodules and hooks."""
+        """Yield the dictionaries of submodules and hooks of the traced modules, with their labels."""
         for path, module in self._traced():
             where = repr(path) if path else "the model"
             yield f"the submodules of {where}", module.__dict__["_modules"]
@@ -229,7 +227,7 @@ class Guards:
 
 
 class _Expected(NamedTuple):
-    """What a check compares with what is there then."""
+    """Keeps what a check compares with the present state."""
 
     answers: list[tuple[_About, Callable[[], Any], Any]]
     empty: list[dict[Any, Any]]

@@ -1,5 +1,10 @@
-"""What is intercepted while ``torch.export`` runs a model: opaque calls, of which each leaves one node and runs beside
+"""Intercepts calls while ``torch.export`` runs a model: opaque calls, each of which leaves one node and runs outside of
 the graph, and calls that a graph would lose, which are refused.
+
+Calls of autograd Functions are intercepted also by a name that was bound before, as in ``cubed = Cubed.apply``.
+``apply`` need not go through Python: from torch 2.15 on it is C code from the start, so an ``apply`` put in its place
+would miss bound ones. But in every version it asks the class for what it runs: ``_backward_cls``, while the caller's
+grad mode is still on, then ``forward``, then, where the class has one, ``setup_context``.
 """
 
 from __future__ import annotations
@@ -14,22 +19,31 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import (
     DisableTorchFunction,
     FakeTensor,
+    FunctionMeta,
     HigherOrderOperator,
+    SingleLevelFunction,
     detect_fake_mode,
     disable_current_modes,
     get_current_function_mode_stack,
     pytree,
     set_grad_enabled,
 )
+from pymoe.pipe.capture.arguments import where_sizes_are_asked
 from pymoe.pipe.capture.errors import CaptureError
-from pymoe.pipe.capture.function_calls import FunctionCalls
-from pymoe.pipe.capture.infer_shapes import infer_by_running, symbolic_sizes
-from pymoe.pipe.capture.input_checks import where_sizes_are_asked
-from pymoe.pipe.capture.opaque import OpaqueCall, OpaqueModule, RealModule, calling_as_a_whole, without_boundaries
-from pymoe.pipe.capture.python_reads import Recorder
+from pymoe.pipe.capture.opaque import (
+    OpaqueCall,
+    OpaqueModule,
+    RealModule,
+    calling_as_a_whole,
+    infer_by_running,
+    symbolic_sizes,
+    without_boundaries,
+)
+from pymoe.pipe.capture.python_reads import ReadRecorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
 Held = dict[int, Tensor]
@@ -58,19 +72,19 @@ OPAQUE_CALL = _OpaqueMarker("pymoe_opaque_call")
 _Call = Callable[..., Any]
 
 _OF_OPERATORS = "torch._library.autograd"
-"""Where torch makes Functions for custom operators, which graphs hold as they are."""
+"""The module in which torch makes Functions for custom operators, which graphs hold as they are."""
 
 
 class OpaqueCalls:
     """Calls of opaque modules and of autograd Functions on this thread, which leave a node of ``OPAQUE_CALL`` and run
-    within ``beside()``.
+    within ``outside()``.
     """
 
-    def __init__(self, beside: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         self.calls: list[OpaqueCall] = []
-        """By the numbers that the nodes have."""
+        """The calls, by the numbers that the nodes have."""
         self.held: Held = {}
-        self._beside = beside
+        self._outside = outside
         self._thread = threading.get_ident()
         self._inside = False
 
@@ -137,7 +151,7 @@ class OpaqueCalls:
         leaves = call.flatten_arguments(args, kwargs)
         _hold(leaves, self.held)
         path = call.path if isinstance(call, OpaqueModule) else call.__name__
-        with self._beside(), calling_as_a_whole(path):
+        with self._outside(), calling_as_a_whole(path):
             result = self._fake_result(run, real, args, kwargs)
         values = call.flatten_result(result)
         tracer: Any = mode.tracer
@@ -171,7 +185,7 @@ class OpaqueCalls:
 
 
 def _run_boundaries(hooks: Mapping[int, Any]) -> None:
-    """Stage boundaries are hooks, and those of an opaque module would be lost within its call."""
+    """Run the stage boundaries among hooks: those of an opaque module would be lost within its call."""
     for hook in hooks.values():
         if getattr(hook, "is_boundary", False):
             hook()
@@ -198,7 +212,7 @@ _NOT_OF_STAND_INS: dict[Any, str] = {
 
 
 class _Refusing(TorchFunctionMode):
-    def __init__(self, held: Held, recorder: Recorder) -> None:
+    def __init__(self, held: Held, recorder: ReadRecorder) -> None:
         super().__init__()
         self._held = held
         self._recorder = recorder
@@ -243,10 +257,12 @@ def _is_in_autocast_block() -> bool:
 
 
 @contextmanager
-def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: Recorder) -> Iterator[None]:
-    """Within the block, calls that a graph would lose raise CaptureError, without a place; ``torch.inference_mode`` is
-    ``torch.no_grad``, which a graph can have; conditions on the sizes of ``tensors`` remember the line that asked;
-    ``held`` gets the tensors that ``Held`` describes, and ``recorder`` what tensors are asked.
+def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRecorder) -> Iterator[None]:
+    """Refuse calls that a graph would lose within the block: they raise CaptureError, without a place.
+
+    ``torch.inference_mode`` is ``torch.no_grad`` there, which a graph can have. Conditions on the sizes of ``tensors``
+    remember the line that asked; ``held`` gets the tensors that ``Held`` describes, and ``recorder`` what tensors are
+    asked.
     """
     fake_mode = detect_fake_mode(list(tensors))
     blocks: list[Any] = []
@@ -273,3 +289,126 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: Recorde
         _Refusing(held, recorder),
     ):
         yield
+
+
+# Calls of autograd Functions.
+
+
+class FunctionCalls:
+    """The calls of autograd Functions that ``instead`` is to make.
+
+    Args:
+        instead: takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
+            runs with the caller's grad mode.
+        is_asked: whether the call that begins now is one of them.
+    """
+
+    def __init__(self, instead: Callable[..., Any], is_asked: Callable[[type], bool]) -> None:
+        self._instead = instead
+        self._is_asked = is_asked
+        self._begun: tuple[type, bool] | None = None
+        """The class whose ``apply`` has begun and will ask for ``forward``, and the grad mode of its caller."""
+        self._has_run: type | None = None
+        """The class whose ``apply`` will ask for ``setup_context``."""
+
+    def intercepted(self) -> AbstractContextManager[None]:
+        """Intercept them within the block."""
+        _functions_are_heard()
+        return self._patched()
+
+    def _patched(self) -> AbstractContextManager[None]:
+        return patched((FunctionMeta, "__getattribute__", lambda cls, name: self._attribute(cls, name)))
+
+    def _attribute(self, cls: Any, name: str) -> Any:
+        """Return what a Function's class answers."""
+        value = type.__getattribute__(cls, name)
+        if name not in ("_backward_cls", "forward", "setup_context") or not self._is_asked(cls):
+            return value
+        if name == "_backward_cls":
+            self._begun = cls, torch.is_grad_enabled()
+        elif name == "forward" and self._begun is not None and self._begun[0] is cls:
+            (_, grad_enabled), self._begun = self._begun, None
+            return self._forward(cls, grad_enabled)
+        elif name == "setup_context" and self._has_run is cls:
+            self._has_run = None
+            return _describe
+        return value
+
+    def _forward(self, cls: Any, grad_enabled: bool) -> Callable[..., Any]:
+        """Return what ``apply`` is to call in place of ``forward``."""
+        above: Any = super(SingleLevelFunction, cls)
+        apply = above.apply
+        has_context = type.__getattribute__(cls, "setup_context") is not SingleLevelFunction.setup_context
+
+        def forward(*args: Any) -> Any:
+            context, values = (None, args) if has_context else (args[0], args[1:])
+            with _grad_mode(grad_enabled):
+                result = self._instead(cls, apply, values)
+            if has_context:
+                self._has_run = cls
+            else:
+                _describe(context, values, result)
+            return result
+
+        return forward
+
+
+def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
+    """Have ``apply``, which takes ``result`` for what a forward has computed, return it as it is."""
+    outputs = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
+    context.mark_dirty(*[output for output in outputs if any(output is value for value in inputs)])
+    context.mark_non_differentiable(*[output for output in outputs if not output.requires_grad])
+
+
+@contextmanager
+def _grad_mode(enabled: bool) -> Iterator[None]:
+    """Switch gradients on or off, which ``apply`` has done without the knowledge of a graph that is being recorded."""
+    before = torch.is_grad_enabled()
+    with DisableTorchFunction():
+        set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with DisableTorchFunction():
+            set_grad_enabled(before)
+
+
+class _OfOneContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class _OfSetup(_OfOneContext):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.is_set_up = True
+
+
+@canaries.canary
+def _functions_are_heard() -> canaries.Exercises:
+    """Exercise what intercepts the autograd Functions of a model while it is captured."""
+    leaf = torch.ones(1, dtype=torch.float64, device="cpu", requires_grad=True)
+    found = []
+    for kind in (_OfOneContext, _OfSetup):
+        bound = kind.apply  # a name that was bound before
+        heard: list[Any] = []
+
+        def instead(cls: type, apply: Any, args: Any, heard: list[Any] = heard) -> Any:
+            heard.append((cls, torch.is_grad_enabled(), apply))
+            return args[0] * 3
+
+        with FunctionCalls(instead, lambda cls, kind=kind: cls is kind)._patched():  # type: ignore[misc]
+            result = bound(leaf)
+        again = heard[0][2](leaf) if heard else result
+        found.append([one[:2] for one in heard] == [(kind, True)] and result.item() == 3 and again.item() == 2)
+    for name in ("FunctionMeta", "SingleLevelFunction"):
+        yield name, all(found)

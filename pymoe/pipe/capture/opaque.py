@@ -2,7 +2,8 @@
 
 ``torch.export`` records the operators of a Function's forward and forgets its backward, and it runs a module's code
 once and for all. An opaque call is one node instead, whose target makes the call, with all that belongs to it: the
-Function's backward, the module's parameters, its state, its hooks.
+Function's backward, the module's parameters, its state, its hooks. Where fake tensors do not pass through such a call,
+it runs on real ones, which tell the shapes of its results.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import copy
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from pymoe.pipe.capture.errors import BoundaryInside, CaptureError
 from pymoe.pipe.capture.external_values import is_within, users_hooks
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
-from pymoe.pipe.module_hooks import FORWARD_HOOKS
+from pymoe.pipe.stages import FORWARD_HOOKS
 
 COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -37,7 +39,7 @@ class OpaqueCall:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.__name__ = name
         self.function = function
-        """What is called with arguments and keywords."""
+        """The function that is called with arguments and keywords."""
         self._constants: list[Any] = []
         self._spec: pytree.TreeSpec | None = None
         self._kept: list[int] = []
@@ -88,7 +90,7 @@ _running = threading.local()
 
 
 def calling_as_a_whole(path: str) -> AbstractContextManager[None]:
-    """Refuse stage boundaries in the block, where an opaque call runs beside the graph."""
+    """Refuse stage boundaries in the block, where an opaque call runs outside of the graph."""
     replacements: list[tuple[Any, str, Any]] = [(_running, "path", path)]
     if "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split"):
         replacements.append((torch.ops.pippy, "_pipe_split", refuse_boundary))  # torch's own pipe_split() calls it
@@ -120,7 +122,7 @@ class RealModule:
 
 
 def without_boundaries(module: nn.Module) -> None:
-    """Take the boundaries beside a module from its hooks: whoever calls it has noted them."""
+    """Remove the boundaries from a module's hooks: its caller has noted them."""
     for kind in FORWARD_HOOKS:
         hooks = module.__dict__[kind]
         kept = [(key, hook) for key, hook in hooks.items() if not getattr(hook, "is_boundary", False)]
@@ -142,9 +144,9 @@ def choose_opaque(
     """Return the opaque modules of a model, by qualified name; none within another.
 
     They are those that ``opaque`` lists, and those that act on more than their output: layers of ``pymoe.nn`` that
-    count or inject losses, deferred batch norms, modules with hooks (but the model itself, and those with boundaries
-    inside, ``opened``), those whose forward changes their attributes (``closed``), which a graph would not; and
-    recurrent layers, whose graph would hold for one length.
+    count or inject losses, deferred batch norms, modules with hooks (except for the model itself, and those with
+    boundaries inside, ``opened``), those whose forward changes their attributes (``closed``), which a graph would not;
+    and recurrent layers, whose graph would hold for one length.
 
     Raises:
         TypeError: ``opaque`` holds something else.
@@ -188,3 +190,142 @@ def _runs_itself(path: str, module: nn.Module, opened: Collection[str], closed: 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+# Shapes of what an opaque call returns.
+
+
+def infer_by_running(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any
+) -> Any:
+    """Return what ``function`` returns for fake arguments, inferred from what it returns for real ones of two sizes.
+
+    Every dimension of its results must be a number, a free dimension of the arguments, a product of two, or a multiple
+    or part of these.
+
+    Raises:
+        CaptureError: one is not.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    free = {size.node.expr: size for size in symbolic_sizes(leaves) if not size.node.expr.is_number}
+    sizes = list(free.values())
+    hints = {symbol: _hint(size, symbol) for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
+    first, form = _run(function, leaves, spec, hints)
+    others, second = hints, first
+    for trial in _other_sizes(hints):
+        sizes_now = {**others, **trial}
+        try:
+            second, _ = _run(function, leaves, spec, sizes_now)
+        except Exception:  # these sizes are not free, or not each by itself
+            continue
+        others = sizes_now
+        _settle([size for size in sizes if size.node.expr in trial and len(set(trial.values())) < len(trial)])
+        if len(trial) == len(hints):
+            break
+    for size in sizes:
+        if _value(size, others) == _value(size, hints):
+            _settle([size, _value(size, hints)])
+    known = [(size, _value(size, hints), _value(size, others)) for size in sizes]
+    known = [(size, one, two) for size, one, two in known if one != two]
+    known += [(one[0] * two[0], one[1] * two[1], one[2] * two[2]) for one, two in combinations(known, 2)]
+    grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) or _trains(function)
+    grad = grad and torch.is_grad_enabled()
+    return pytree.tree_unflatten(
+        [_fake(one, two, known, grad, fake_mode) for one, two in zip(first, second, strict=True)], form
+    )
+
+
+def _hint(size: Any, symbol: Any) -> int:
+    """Return the value of a symbol in the example."""
+    environment = size.node.shape_env
+    values = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    return int(values[symbol])
+
+
+def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
+    """Yield sizes to try in place of ``hints``: all changed, one changed, and those that are equal changed together."""
+    others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
+    yield others
+    for symbol, other in others.items():
+        yield {symbol: other}
+    for hint in dict.fromkeys(hints.values()):
+        alike = [symbol for symbol in hints if hints[symbol] == hint]
+        if len(alike) > 1:
+            yield dict.fromkeys(alike, others[alike[0]])
+
+
+def _settle(sizes: list[Any]) -> None:
+    """Make the capture require that these are equal."""
+    for size in sizes[1:]:
+        assert bool(sizes[0] == size)
+
+
+def symbolic_sizes(leaves: list[Any]) -> Iterator[Any]:
+    """Yield the sizes among leaves, and of tensors among them, that are no numbers."""
+    for leaf in leaves:
+        for size in leaf.shape if isinstance(leaf, Tensor) else [leaf]:
+            if isinstance(size, torch.SymInt):
+                yield size
+
+
+def _run(function: Callable[..., Any], leaves: list[Any], spec: Any, numbers: dict[Any, int]) -> tuple[list[Any], Any]:
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+        args, kwargs = pytree.tree_unflatten([_real(leaf, numbers) for leaf in leaves], spec)
+        return pytree.tree_flatten(function(*args, **kwargs))
+
+
+def _real(leaf: Any, numbers: dict[Any, int]) -> Any:
+    if isinstance(leaf, torch.SymInt):
+        return _value(leaf, numbers)
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return example_tensor([_value(size, numbers) for size in leaf.shape], leaf)
+
+
+def example_tensor(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return random floats, or zeros that are valid indices, of the dtype and device of ``like``."""
+    make = torch.rand if like.is_floating_point() or like.is_complex() else torch.zeros
+    return make(shape, dtype=like.dtype, device=like.device)
+
+
+def _value(size: Any, numbers: dict[Any, int]) -> int:
+    if isinstance(size, int):
+        return size
+    value = size.node.expr.xreplace(numbers)
+    return int(size.node.hint) if getattr(value, "free_symbols", None) else int(value)
+
+
+def _fake(one: Any, two: Any, known: list[tuple[Any, int, int]], grad: bool, fake_mode: Any) -> Any:
+    if isinstance(one, Tensor):
+        if one.dim() != two.dim():
+            raise CaptureError(
+                "the number of dimensions of what an opaque call returns depends on the sizes of its arguments"
+            )
+        shape = [_size(a, b, known) for a, b in zip(one.shape, two.shape, strict=True)]
+        with fake_mode:
+            made = torch.empty(shape, dtype=one.dtype, device=one.device)
+        return made.requires_grad_(grad and (one.is_floating_point() or one.is_complex()))
+    return _size(one, two, known) if type(one) is int else one
+
+
+def _size(one: int, two: int, known: list[tuple[Any, int, int]]) -> Any:
+    if one == two:
+        return one
+    for size, a, b in known:
+        if (a, b) == (one, two):
+            return size
+    for size, a, b in known:
+        if a and one % a == 0 and one // a * b == two:
+            return size * (one // a)
+        if one and a % one == 0 and a // one * two == b:
+            return size // (a // one)
+    shown = ", ".join(f"{a} and {b}" for _, a, b in known)
+    raise CaptureError(
+        f"an opaque call returns a dimension of {one} or {two} where free dimensions of its arguments are {shown}: "
+        "sizes of results must follow from sizes of arguments"
+    )
+
+
+def _trains(function: Any) -> bool:
+    return isinstance(function, nn.Module) and any(parameter.requires_grad for parameter in function.parameters())

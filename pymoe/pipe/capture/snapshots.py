@@ -1,20 +1,28 @@
-"""Restores Python values: attributes of modules, what containers hold, and what is replaced for a while."""
+"""Python values as they were at one time: whether they, and all that they hold at any depth, are still the same, and
+what puts them back.
+"""
 
 from __future__ import annotations
 
 import array
+import builtins
 import copy
+import enum
 import functools
-import sys
+import marshal
+import math
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from pymoe.pipe.capture.contents import MISSING, SCALARS, contents, is_users_object
+from pymoe.pipe.capture.contents import CONSTANTS, SCALARS, Holder, contents, dict_of, holder_of, is_users_object
+from pymoe.pipe.capture.errors import CaptureError
+from pymoe.pipe.python_values import MISSING, is_numpy_array
 
 
 class _Contents(NamedTuple):
@@ -50,10 +58,9 @@ class _Contents(NamedTuple):
 
 def is_array(value: Any) -> bool:
     """Return whether a value holds numbers that are no objects, in one dimension at least."""
-    numpy = sys.modules.get("numpy")
     if isinstance(value, (bytearray, array.array)):
         return True
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.ndim > 0 and not value.dtype.hasobject
+    return is_numpy_array(value) and value.ndim > 0 and not value.dtype.hasobject
 
 
 class Changes(list[str]):
@@ -135,3 +142,245 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
                 setattr(owner, name, value)
             elif name in vars(owner):
                 delattr(owner, name)
+
+
+# Comparison with values of another time.
+
+_MAX_VALUES = 1_000_000
+_MANY = 32
+"""One token is made of more numbers and strings than this."""
+
+
+class Unwatchable(Exception):
+    """Carries the name of a value, and why its changes cannot be noticed."""
+
+
+class Same:
+    """Equal to another one of the very same object."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+Tokens = list[Any]
+"""Tokens of a value and all that it holds, in order, which are equal for equal values alone. Numbers and strings are
+compared by type and value, containers and objects by class and contents; functions, classes, modules and tensors by
+identity, and the first two by contents, too.
+"""
+
+
+def freeze(
+    value: Any,
+    own: Collection[int] = (),
+    watch: Watch | None = None,
+    names: list[str] | None = None,
+    is_strict: bool = False,
+) -> Tokens:
+    """Return what tells a value, with all that it holds at any depth, from every other.
+
+    Args:
+        value: any value.
+        own: ids of objects that are not looked into: others watch them.
+        watch: gets all that may change.
+        names: begins with the name of the value, and gets that of every token.
+        is_strict: whether to refuse a value, or one that it holds in containers, of a class that does not show its
+            state.
+
+    Raises:
+        Unwatchable: the value holds more than a million others, or ``is_strict`` refuses it.
+    """
+    tokens: Tokens = []
+    seen: dict[int, int] = {}
+    queue, strict = [value], [is_strict]
+    for number, value in enumerate(queue):
+        kind = type(value)
+        if kind in SCALARS:
+            tokens.append(_scalar(value))
+            continue
+        if id(value) in own:
+            tokens.append((Same(value),))
+            continue
+        before = seen.setdefault(id(value), number)
+        if before != number:
+            tokens.append(("again", before))
+            continue
+        if isinstance(value, CONSTANTS) and not isinstance(value, enum.Enum):
+            held = [more] if (more := dict_of(value)) else []
+            tokens.append((_scalar(value), len(held)))
+            suffixes = ["."]
+            is_plain = False
+        else:
+            holder = holder_of(value)
+            if holder.is_opaque and strict[number]:
+                raise Unwatchable(
+                    _name(names, number), f"a {kind.__module__}.{kind.__qualname__} does not show its state"
+                )
+            held = [] if holder.read is None else holder.read(value)
+            state = None if holder.state is None else holder.state(value)
+            if watch is not None:
+                watch.add(value, holder, held, state)
+            tokens.append((Same(value) if holder.by_identity else _importable(kind), len(held), state))
+            if len(held) >= _MANY and set(map(type, held)) <= SCALARS:
+                tokens[-1] = *tokens[-1], marshal.dumps(held, 2)
+                continue
+            suffixes = [] if names is None or holder.names is None else holder.names(value)
+            is_plain = holder.is_plain and strict[number]
+        queue += held
+        strict += [is_plain] * len(held)
+        if len(queue) > _MAX_VALUES:
+            raise Unwatchable(_name(names, number), f"it holds more than {_MAX_VALUES:,} values")
+        if names is not None:
+            _name_held(names, names[number], suffixes, len(held))
+    return tokens
+
+
+def _importable(kind: type) -> type | str:
+    """Return a class, or its name if ``pickle`` does not find it, as that of code."""
+    return kind.__name__ if kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__) else kind
+
+
+def _scalar(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, float):
+        return type(value), "nan" if math.isnan(value) else float(value).hex()  # all NaN are one, the zeros are two
+    if isinstance(value, complex):
+        return type(value), _scalar(value.real), _scalar(value.imag)
+    if isinstance(value, slice):
+        return slice, repr(value)
+    return type(value), value
+
+
+def _name(names: list[str] | None, number: int) -> str:
+    return "" if names is None else names[number].removesuffix(".")
+
+
+def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> None:
+    """Add the names of what a value holds. A name that ends with a dot is that of the attributes of an object."""
+    if name.endswith("."):
+        suffixes = [suffix.strip("[]'\"") for suffix in suffixes]
+    names += [name + suffix for suffix in suffixes] + [name] * (count - len(suffixes))
+
+
+def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None:
+    """Return the name of a value within what ``get`` returns, if it is there."""
+    names = [name]
+    tokens = freeze(get(MISSING), names=names)
+    where = (number for number, token in enumerate(tokens) if isinstance(token[0], Same) and token[0].value is wanted)
+    return next((names[number].removesuffix(".") for number in where), None)
+
+
+class Watch:
+    """Notices at little cost that values may have changed: what they hold are no longer the same objects."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[Any, Any, list[Any], Any, Any]] = {}
+
+    def add(self, value: Any, holder: Holder, held: list[Any], state: Any) -> None:
+        """Watch a value that holds these objects, and is in this state."""
+        if holder.is_fixed:
+            return
+        if holder.glance is not None:
+            if held:
+                self._watched[id(value)] = value, holder.glance, holder.glance(value), None, None
+        elif holder.read is not None or holder.state is not None:
+            self._watched[id(value)] = value, holder.read, held, holder.state, state
+
+    def is_untouched(self) -> bool:
+        """Return whether all that is watched holds what it held."""
+        for value, read, held, state_of, state in self._watched.values():
+            if read is not None:
+                now = read(value)
+                if len(now) != len(held) or not all(map(is_, now, held)):
+                    return False
+            if state_of is not None and state_of(value) != state:
+                return False
+        return True
+
+
+_NEVER = object()
+
+Place = tuple[str, Callable[[Any], Any], str]
+"""The name of a value; what returns it, or its argument if there is none; and a format for names of what it holds."""
+
+
+class Snapshots:
+    """Keeps what is in several places, with all that it holds, when this is made; or what ``tokens`` say was there.
+
+    Raises:
+        CaptureError: ``is_strict``, and later changes of a value could not be noticed.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        own: Collection[int],
+        tokens: Sequence[Tokens] | None = None,
+        is_strict: bool = True,
+    ) -> None:
+        self._own = own
+        self._watch = Watch()
+        self._now: list[list[Any]] = []
+        if tokens is not None:
+            self._now = [[*place, _NEVER, kept] for place, kept in zip(places, tokens, strict=True)]
+            return
+        made: dict[int, Tokens] = {}
+        for place in places:
+            value = place[1](MISSING)
+            if id(value) not in made:
+                made[id(value)] = self._freeze(place[0], value, is_strict)
+            self._now.append([*place, value, made[id(value)]])
+
+    @property
+    def tokens(self) -> list[Tokens]:
+        """Return what was there, place by place."""
+        return [entry[4] for entry in self._now]
+
+    def change(self) -> str | None:
+        """Return the name of something that has changed since; None if nothing has."""
+        for entry in self._now:
+            if entry[1](MISSING) is not entry[3] and (name := self._look_into(entry, self._watch)) is not None:
+                return name
+        if self._watch.is_untouched():
+            return None
+        watch = Watch()
+        for entry in self._now:
+            if (name := self._look_into(entry, watch)) is not None:
+                return name
+        self._watch = watch
+        return None
+
+    def _look_into(self, entry: list[Any], watch: Watch) -> str | None:
+        name, get, words, _, before = entry
+        value = get(MISSING)
+        names = [name]
+        try:
+            if freeze(value, self._own, watch) == before:
+                entry[3] = value
+                return None
+            now = freeze(value, self._own, names=names)
+        except Unwatchable:
+            return str(words.format(name))
+        differs = (number for number, (one, other) in enumerate(zip(now, before, strict=False)) if one != other)
+        return str(words.format(names[next(differs, 0)].removesuffix(".")))
+
+    def _freeze(self, name: str, value: Any, is_strict: bool) -> Tokens:
+        try:
+            return freeze(value, self._own, self._watch, is_strict=is_strict)
+        except Unwatchable:
+            if not is_strict:
+                return []
+        try:
+            return freeze(value, self._own, names=[name], is_strict=True)
+        except Unwatchable as error:
+            where, why = error.args
+            raise CaptureError(
+                f"it reads {where!r}, whose later changes could not be noticed: {why}. Keep what the forward needs of "
+                "it in an attribute of its own"
+            ) from None

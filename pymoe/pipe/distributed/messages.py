@@ -1,4 +1,4 @@
-"""What ranks send to each other: a key, a description, and tensors as they lie in memory.
+"""Messages between ranks: a key, a description, and tensors as they lie in memory.
 
 The description has everything but the tensors' contents: structure, shapes, strides, which of them require gradients,
 and the leaves that are not tensors. Most messages have the description of an earlier one, so it is sent when it is new.
@@ -19,7 +19,7 @@ from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageVal
 
 
 class Subject(IntEnum):
-    """What a message is about."""
+    """Names the content of a message."""
 
     VALUES = 0
     GRADIENTS = 1
@@ -28,11 +28,11 @@ class Subject(IntEnum):
 
 
 WORDS = ("the values", "the gradients of the values", "the gradients of shared parameters", "the shared parameters")
-"""What a stage has made for a micro-batch, or what concerns the parameters that it shares with others."""
+"""The subjects in words: values of a micro-batch, or parameters that a stage shares with others."""
 
 
 class Key(NamedTuple):
-    """Which message."""
+    """Identifies a message."""
 
     step: int
     subject: Subject
@@ -44,25 +44,25 @@ class Key(NamedTuple):
         return f"{WORDS[self.subject]} of stage {self.stage}{of}"
 
 
-class Layout(NamedTuple):
-    """How a tensor lies in memory."""
+class TensorLayout(NamedTuple):
+    """Describes how a tensor lies in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
-class Place(NamedTuple):
-    """Where a tensor among values is in the message."""
+class TensorPlace(NamedTuple):
+    """Says where in the message a tensor among values is."""
 
     number: int
-    """Of the message's tensors."""
-    view: tuple[Layout, int] | None
-    """How and where it lies in the bytes of that tensor, which it shares with others; None: it is that tensor."""
+    """The number of one of the message's tensors."""
+    view: tuple[TensorLayout, int] | None
+    """Layout and offset in the bytes of that tensor, which it shares with others; None: it is that tensor."""
     requires_grad: bool
-    """Whether the receiver sends back a gradient."""
+    """True if the receiver sends back a gradient."""
     is_fixed: bool
-    """Whether nobody may change it in place (:class:`.BoundaryTensor`)."""
+    """True if nobody may change it in place (:class:`.BoundaryTensor`)."""
     taken_until: int
     """The last stage on ranks other than the receiver's that takes the same memory; -1: none."""
 
@@ -81,7 +81,7 @@ def describe_values(
     boundaries = [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
     sent, views = _lay_out_all([receive(boundary, None) for boundary in boundaries])
     places = iter(
-        Place(number, view, boundary.accumulator is not None, boundary.is_fixed, taken_until(boundary.tensor))
+        TensorPlace(number, view, boundary.accumulator is not None, boundary.is_fixed, taken_until(boundary.tensor))
         for boundary, (number, view) in zip(boundaries, views, strict=True)
     )
     described = [
@@ -109,7 +109,7 @@ def read_values(
     count = 0
     for leaves, structure in described:
         for place, leaf in enumerate(leaves):
-            if type(leaf) is Place:
+            if type(leaf) is TensorPlace:
                 tensor = tensors[leaf.number]
                 if leaf.view is not None:
                     layout, offset = leaf.view
@@ -131,7 +131,7 @@ def read_tensors(are_there: Any, tensors: Sequence[torch.Tensor]) -> list[torch.
     return [next(rest) if is_there else None for is_there in are_there]
 
 
-def empty(layout: Layout, device: torch.device) -> torch.Tensor:
+def empty(layout: TensorLayout, device: torch.device) -> torch.Tensor:
     """Make a tensor to receive into."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
@@ -143,14 +143,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _lay_out_all(
     tensors: Sequence[torch.Tensor],
-) -> tuple[list[tuple[torch.Tensor, Layout]], list[tuple[int, tuple[Layout, int] | None]]]:
+) -> tuple[list[tuple[torch.Tensor, TensorLayout]], list[tuple[int, tuple[TensorLayout, int] | None]]]:
     """Return what is sent, and for every tensor the number of that and, if it is a part of it, which part.
 
     Tensors that overlap in memory are sent as the bytes that they lie in, so that the receiver's overlap as well: one
     that is changed in place there changes the others, or the change is refused, as in one process.
     """
-    sent: list[tuple[torch.Tensor, Layout]] = []
-    found: list[tuple[int, tuple[Layout, int] | None]] = [(0, None)] * len(tensors)
+    sent: list[tuple[torch.Tensor, TensorLayout]] = []
+    found: list[tuple[int, tuple[TensorLayout, int] | None]] = [(0, None)] * len(tensors)
     for group in _overlapping([_checked(tensor) for tensor in tensors]):
         number = len(sent)
         if len(group) == 1:
@@ -161,12 +161,12 @@ def _lay_out_all(
         first, last = min(spans)[0] // ALIGNED * ALIGNED, max(end for _, end in spans)
         storage = tensors[group[0]].untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (last - first,), (1,))
-        sent.append((whole, Layout(torch.uint8, (last - first,), (1,))))
+        sent.append((whole, TensorLayout(torch.uint8, (last - first,), (1,))))
         for one in group:
             tensor = tensors[one]
             if tensor.is_conj() or tensor.is_neg():
                 raise TypeError("conjugates and negatives that share memory with other values cannot be sent: copy one")
-            layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+            layout = TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.stride())
             found[one] = number, (layout, int(tensor.storage_offset()) - first // tensor.itemsize)
     return sent, found
 
@@ -210,12 +210,12 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
     """Return the tensor without gaps in its memory, and its layout."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # which has no gaps
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # the strides without gaps
         tensor = tensor.contiguous()
-    return tensor, Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return tensor, TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 class _Pickler(pickle.Pickler):

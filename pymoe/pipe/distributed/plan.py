@@ -1,8 +1,12 @@
-"""Plans which values one rank exchanges with the others.
+"""Plans what one rank exchanges with the others: values, their gradients, and gradients of shared parameters.
 
 A value is sent once from the rank that makes it to every other rank with a stage that takes it, and the gradients of
 that rank's stages come back as one sum. Everything that a stage makes for a rank is sent together: one message there
 and one back for every micro-batch. Inputs of the model are made by stage 0; its outputs are taken by the last stage.
+
+Of a parameter that stages on several ranks share, each rank has a copy, and all copies get the same gradient, the sum
+over stages. Every rank adds the same parts in the same order, so copies that were equal stay equal to the last bit, and
+equal to the parameter of a pipe in one process.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pymoe.pipe.stages import INPUT, Pipeline, Source
+from torch import nn
+
+from pymoe.pipe.stages import INPUT, Pipeline, Source, shared_parameters
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RankPlan:
     """The part of ``rank`` in a pipeline."""
 
     pipeline: Pipeline
@@ -26,12 +32,12 @@ class Plan:
 
     @cached_property
     def stages(self) -> list[int]:
-        """The stages of this rank."""
+        """Return the stages of this rank."""
         return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
 
     @cached_property
     def takes(self) -> list[tuple[Source, ...]]:
-        """What every stage takes. The last one also takes the model's outputs, except those that it makes."""
+        """Return what every stage takes. The last one also takes the model's outputs, except those that it makes."""
         taken = [stage.inputs for stage in self.pipeline.stages]
         last = len(taken) - 1
         taken[last] = (*taken[last], *[source for source in self.pipeline.outputs if source.stage != last])
@@ -39,7 +45,7 @@ class Plan:
 
     @cached_property
     def _makers(self) -> list[set[int]]:
-        """The stages that send to every stage. One without inputs still hears of every micro-batch from stage 0."""
+        """Return the stages that send to every stage. One without inputs gets an empty message from stage 0."""
         makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
@@ -56,12 +62,14 @@ class Plan:
 
     @cached_property
     def received(self) -> Mapping[int, tuple[Source, ...]]:
-        """For every stage of other ranks that sends here, what it sends."""
+        """Return, for every stage of other ranks that sends here, what it sends."""
         return self._received(self.rank)
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """For every stage of this rank, what it sends to which ranks. As many messages come back with gradients."""
+        """Return, for every stage of this rank, what it sends to which ranks. As many messages come back with
+        gradients.
+        """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
             stage: {rank: values[stage] for rank, values in received.items() if stage in values}
@@ -70,7 +78,7 @@ class Plan:
 
     @cached_property
     def waits_for(self) -> Mapping[int, tuple[int, ...]]:
-        """For every stage of this rank, the stages of other ranks whose values it needs."""
+        """Return, for every stage of this rank, the stages of other ranks whose values it needs."""
         return {
             stage: tuple(maker for maker in sorted(self._makers[stage]) if self.rank_of[maker] != self.rank)
             for stage in self.stages
@@ -78,7 +86,7 @@ class Plan:
 
     @cached_property
     def returns(self) -> Mapping[int, tuple[int, ...]]:
-        """For every stage of this rank, the stages of other ranks whose gradients are complete after its backward.
+        """Return, for every stage of this rank, the stages of other ranks whose gradients its backward completes.
 
         Backwards run from the last stage to the first, so it is the first stage here that takes their values.
         """
@@ -94,7 +102,7 @@ class Plan:
 
     @cached_property
     def uses(self) -> Counter[Source]:
-        """How often every value is taken on this rank. Sending it to any number of ranks counts once."""
+        """Return how often every value is taken on this rank. Sending it to any number of ranks counts once."""
         uses = Counter(source for stage in self.stages for source in self.takes[stage])
         uses.update({source for to in self.sent.values() for sources in to.values() for source in sources})
         last = len(self.rank_of) - 1
@@ -106,3 +114,62 @@ class Plan:
 def maker_of(source: Source) -> int:
     """Return the stage whose rank has the value first."""
     return 0 if source.stage == INPUT else source.stage
+
+
+# Parameters that stages on several ranks share.
+
+Shared = dict[int, str]
+"""A parameter that several stages share: its name in each of them."""
+
+
+class Tied:
+    """The part of one rank in the shared parameters of a pipeline, whose stages have the modules ``parts``."""
+
+    def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
+        self.sent: dict[tuple[int, int], list[Shared]] = {}
+        """The parameters whose gradients are sent, by stage of this rank and receiving rank."""
+        self.received: dict[int, list[Shared]] = {}
+        """The parameters whose gradients are received, by stage of another rank."""
+        self.copied_to: dict[int, list[Shared]] = {}
+        """The parameters that are copied to another rank, as this is the rank of their first stage."""
+        self.copied_from: dict[int, list[Shared]] = {}
+        """The parameters that are copied from another rank."""
+        self._parts = parts
+        self._shared = list(shared_parameters(parts))
+        self._look()
+        self._own = {stage for stage, of_stage in enumerate(rank_of) if of_stage == rank}
+        for shared in self._shared:  # in the same order in every process
+            ranks = [rank_of[stage] for stage in shared]
+            others = sorted({*ranks} - {rank})
+            if rank not in ranks or not others:
+                continue
+            for stage in shared:
+                if stage not in self._own:
+                    self.received.setdefault(stage, []).append(shared)
+                    continue
+                for other in others:
+                    self.sent.setdefault((stage, other), []).append(shared)
+            if ranks[0] != rank:
+                self.copied_from.setdefault(ranks[0], []).append(shared)
+                continue
+            for other in others:
+                self.copied_to.setdefault(other, []).append(shared)
+
+    def _look(self) -> None:
+        modules = {module for part in self._parts for module in part.modules()}
+        self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
+
+    def holds(self) -> bool:
+        """Return whether stages share what they shared; parameters may have been replaced, tied or untied since."""
+        if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
+            return True
+        self._look()
+        return list(shared_parameters(self._parts)) == self._shared
+
+    def of(self, stage: int, shared: Shared) -> nn.Parameter:
+        """Return the stage's parameter, which may have been replaced since."""
+        return self._parts[stage].get_parameter(shared[stage])
+
+    def own(self, shared: Shared) -> nn.Parameter:
+        """Return this rank's copy."""
+        return self.of(next(stage for stage in shared if stage in self._own), shared)

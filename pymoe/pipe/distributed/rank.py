@@ -1,10 +1,17 @@
-"""Runs the stages of a pipe that are in this process, one mini-batch after the other."""
+"""Runs the stages of a pipe that are in this process, one mini-batch after the other.
+
+All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
+every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
+the values. In a step in which any stage has drawn, the default generator of every rank advances by one number, so ranks
+that were seeded alike stay alike, and like a pipe in one process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,19 +21,320 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pymoe.autograd import random_streams
-from pymoe.pipe.distributed.messages import Key, Subject, describe_tensors, read_tensors
-from pymoe.pipe.distributed.plan import Plan
-from pymoe.pipe.distributed.rank_step import RankStep
-from pymoe.pipe.distributed.tied import Tied
-from pymoe.pipe.distributed.transport import Transport
+from pymoe.autograd.graph_nodes import edge_of, find_leaves
+from pymoe.autograd.isolated_graph import differentiate
+from pymoe.autograd.random_streams import RandomStream
+from pymoe.autograd.thread_state import current
+from pymoe.pipe.context import MicroBatch, in_pipeline
+from pymoe.pipe.distributed.messages import (
+    Key,
+    Subject,
+    describe_tensors,
+    describe_values,
+    read_tensors,
+    read_values,
+)
+from pymoe.pipe.distributed.plan import RankPlan, Tied, maker_of
+from pymoe.pipe.distributed.transport import Message, Transport
 from pymoe.pipe.distributed.watchdog import watching
-from pymoe.pipe.execution.gradients import accumulate, total
-from pymoe.pipe.execution.recompute import StageRecompute, recomputed
+from pymoe.pipe.execution.gradients import WeightedSums, accumulate, total
+from pymoe.pipe.execution.graph import (
+    BoundaryTensor,
+    GradAccumulator,
+    Graph,
+    StageValue,
+    have_tangents,
+    memory_of,
+    pack,
+    receive_value,
+    refuse_unseen_edit,
+)
 from pymoe.pipe.execution.shared_layers import turns_of
-from pymoe.pipe.loss_graph import Words, check_mean_over_rows
-from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import Pipeline
+from pymoe.pipe.execution.step_state import Activation, StageRecompute, StepInputs, recomputed
+from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, read_loss
+from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel
 from pymoe.pipe.traced.stage_module import StageModule
+
+# One mini-batch.
+
+
+class SharedSource(random_streams.RandomSource):
+    """Streams of random numbers made from a base that all ranks know."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__()
+        self._base = self.base = base
+        self.has_drawn = False
+        """True if any stage has drawn, as far as this rank knows."""
+
+    def seed(self, position: int) -> int:
+        """Return the seed of the stream at ``position``."""
+        self.has_drawn = True
+        return super().seed(position)
+
+
+@dataclass(eq=False)
+class RankStep:
+    """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
+
+    plan: RankPlan
+    tied: Tied
+    transport: Transport
+    number: int
+    """The number of the step, the same on all ranks."""
+    graphs: bool
+    """True if there will be backwards."""
+    recompute: Sequence[StageRecompute]
+    """One for every stage of the pipeline."""
+    recomputed: range
+    """The micro-batches whose forward is recomputed."""
+    count: int
+    """The number of micro-batches."""
+
+    def __post_init__(self) -> None:
+        self.sums = {stage: WeightedSums() for stage in self.plan.stages}
+        # By stage, once its backwards have run.
+        self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.replicated: list[DistributedDataParallel] = []  # their modules
+        self.inputs: dict[int, StepInputs] = {}
+        self.rows: dict[int, int] = {}
+        self.readings: dict[int, LossReading] = {}  # readings of the losses' graphs, by micro-batch
+        self.forwards = 0
+        self._begun: dict[int, int] = {}  # forwards, by stage
+        self._random: SharedSource | None = None
+        self._state = current()
+        self._values: dict[tuple[int, Source], StageValue] = {}
+        self._uses_left: dict[tuple[int, Source], int] = {}
+        self._activations: dict[tuple[int, int], Activation] = {}
+        self._received: dict[tuple[int, int], GradAccumulator] = {}  # gradients of values that other ranks have made
+        self._sent: dict[tuple[int, int, int], list[tuple[GradAccumulator, int, torch.device] | None]] = {}
+        self._output_graphs: dict[int, Graph] = {}
+        if self.recomputed:
+            for stage in self.plan.stages:
+                self.recompute[stage].begin_step()
+
+    def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
+        """Run a stage's forward. Return the model's output values in the last stage.
+
+        ``inputs``, of the model, and ``rows``, of the micro-batch, are used by stage 0 alone.
+        """
+        plan, pipeline = self.plan, self.plan.pipeline
+        about = pipeline.stages[stage]
+        if stage == 0:
+            self._take_inputs(micro_batch, inputs, rows)
+        for maker in plan.waits_for[stage]:
+            if (maker, micro_batch) not in self._received:
+                self._receive_values(maker, micro_batch)
+        received = [self._values[micro_batch, source] for source in about.inputs]
+        position = micro_batch * len(pipeline.stages) + stage
+        begun = self._begun[stage] = self._begun.get(stage, 0) + 1
+        # Weights are known at the end of the step.
+        description = MicroBatch(micro_batch, self.count, 1.0, False, False, stage, begun == self.count, self)
+        activation = Activation(about, description, self._source, position, self._state)
+        recompute = self.recompute[stage]
+        turns = nullcontext() if recompute.turns is None else recompute.turns.forward()
+        with in_pipeline(RandomStream(self._source, -1)), turns:
+            made = activation.forward(received, self.graphs, recompute if micro_batch in self.recomputed else None)
+        if self.graphs:
+            self._activations[stage, micro_batch] = activation
+        for boundary in boundaries_of(received):
+            refuse_unseen_edit(boundary, stage)
+        del received
+        for source in about.inputs:
+            self._release(micro_batch, source)
+        for source, value in zip(pipeline.made[stage], made, strict=False):
+            self._keep(micro_batch, source, value)
+        del made
+        if plan.sent[stage]:
+            takers = self._takers(stage, micro_batch)
+            for rank, sources in plan.sent[stage].items():
+                self._send_values(stage, micro_batch, rank, sources, takers)
+        for source in {source for sources in plan.sent[stage].values() for source in sources}:
+            self._release(micro_batch, source)
+        self.forwards += 1
+        return self._outputs(micro_batch) if stage == len(pipeline.stages) - 1 else None
+
+    def backward(self, stage: int, micro_batch: int, loss: torch.Tensor | None, whole: bool) -> None:
+        """Run a stage's backward, from the ``loss`` of the micro-batch in the last stage.
+
+        ``whole``: with the gradients of weights, which :meth:`backward_weight` computes otherwise.
+        """
+        plan = self.plan
+        if stage == len(plan.rank_of) - 1:
+            assert loss is not None
+            self._begin_backward(micro_batch, loss)
+        for rank in plan.sent[stage]:
+            self._receive_gradients(stage, micro_batch, rank)
+        activation = self._activations[stage, micro_batch]
+        with in_pipeline(RandomStream(self._source, -1)):
+            if whole:
+                del self._activations[stage, micro_batch]
+                activation.backward(self.sums[stage].of(self.rows[micro_batch]))
+            else:
+                activation.backward_input()
+        for maker in plan.returns[stage]:
+            grads = self._received.pop((maker, micro_batch)).grads
+            self.send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(grads))
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        """Run the rest of a stage's backward."""
+        with in_pipeline(RandomStream(self._source, -1)):
+            self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
+
+    def advance_generator(self) -> None:
+        """Advance the default generator at the end of a step in which any stage has drawn."""
+        if self._random is not None and self._random.has_drawn:
+            random_streams.draw(None)
+
+    @property
+    def _source(self) -> SharedSource:
+        assert self._random is not None  # since the first stage here has its values
+        return self._random
+
+    def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
+        if have_tangents(inputs):
+            raise NotImplementedError("pymoe.pipe: forward-mode tangents cannot be sent to other ranks")
+        self.rows[micro_batch] = rows
+        if self._random is None:
+            before = torch.default_generator.get_state()
+            try:
+                self._random = SharedSource(random_streams.draw(None))
+            finally:
+                torch.default_generator.set_state(before)
+        given = self.inputs[micro_batch] = StepInputs()
+        for number, value in enumerate(inputs):
+            self._keep(micro_batch, Source(INPUT, number), pack(value, given.cross if self.graphs else BoundaryTensor))
+
+    def _outputs(self, micro_batch: int) -> list[Any]:
+        """Return the model's outputs. Their history begins here, for whoever computes a loss."""
+        pipeline = self.plan.pipeline
+        last = len(pipeline.stages) - 1
+        values = [self._values[micro_batch, source] for source in pipeline.outputs]
+        for source in self.plan.takes[-1][len(pipeline.stages[-1].inputs) :]:
+            self._release(micro_batch, source)
+        for source in {source for source in pipeline.outputs if source.stage == last}:
+            self._release(micro_batch, source)
+        if not self.graphs:
+            return [receive_value(value, None) for value in values]
+        graph = self._output_graphs[micro_batch] = Graph()
+        return graph.begin(values)
+
+    def _begin_backward(self, micro_batch: int, loss: torch.Tensor) -> None:
+        """Run the backward from the loss to the model's outputs."""
+        graph = self._output_graphs.pop(micro_batch)
+        graph.close()
+        if not self.rows[micro_batch]:
+            return  # a mean over no rows is not a number, and has no weight
+        if loss.grad_fn is None:
+            raise RuntimeError("pymoe.pipe: the loss does not require gradients: nothing that it depends on does")
+        if self.count > 1 and (reading := read_loss(loss, {graph.entry})) is not None:
+            self.readings[micro_batch] = reading
+        root = edge_of(loss)
+        leaves = find_leaves([root.node], graph.entry)
+        found = differentiate([root], [torch.ones_like(loss)], graph.edges, leaves, graph.entry)
+        graph.deliver(found)
+        self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
+        if not loss._is_view():
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph with it
+
+    def _keep(self, micro_batch: int, source: Source, value: StageValue) -> None:
+        if uses := self.plan.uses[source]:
+            self._values[micro_batch, source] = value
+            self._uses_left[micro_batch, source] = uses
+
+    def _release(self, micro_batch: int, source: Source) -> None:
+        """Count one use of a value, and let go of it after the last."""
+        key = micro_batch, source
+        self._uses_left[key] -= 1
+        if not self._uses_left[key]:
+            del self._uses_left[key], self._values[key]
+
+    def send(
+        self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
+    ) -> None:
+        """Begin to send a message of this step. The random numbers that this rank knows go along."""
+        notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
+        self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
+
+    def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
+        """Wait for a message of this step."""
+        message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
+        _, base, has_drawn = message.notes
+        if self._random is None:
+            self._random = SharedSource(base)
+        self._random.has_drawn |= bool(has_drawn)
+        return message
+
+    def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
+        """Return by memory, of what the stage has made, and by rank the last stage that takes it there.
+
+        What is taken here gets to know the last stage elsewhere.
+        """
+        plan = self.plan
+        takers: dict[int, dict[int, int]] = {}
+        here = []
+        for taker, sources in enumerate(plan.takes):
+            made = [(micro_batch, source) for source in sources if maker_of(source) == stage]
+            for boundary in boundaries_of([self._values[key] for key in made if key in self._values]):
+                takers.setdefault(memory_of(boundary.tensor), {})[plan.rank_of[taker]] = taker
+                here.append(boundary)
+        for boundary in here:
+            boundary.taken_until = last_elsewhere(takers, boundary.tensor, plan.rank)
+        return takers
+
+    def _send_values(
+        self, stage: int, micro_batch: int, rank: int, sources: Sequence[Source], takers: dict[int, dict[int, int]]
+    ) -> None:
+        values = [self._values[micro_batch, source] for source in sources]
+        changing = self._may_change(stage, micro_batch, sources)
+        description, tensors = describe_values(values, lambda tensor: last_elsewhere(takers, tensor, rank))
+        tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
+        self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
+        if self.graphs:
+            self._sent[stage, micro_batch, rank] = [  # without the tensors, which are not needed any more
+                None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
+                for one in boundaries_of(values)
+            ]
+
+    def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
+        """Return the memory that may be written to while it is being sent: values that stages here take, too, and the
+        stage's own parameters and buffers.
+        """
+        taken = [self._values[micro_batch, source] for source in sources if self._uses_left[micro_batch, source] > 1]
+        tensors = [boundary.tensor for boundary in boundaries_of(taken)]
+        for module in self.plan.pipeline.stages[stage].modules:
+            tensors += [*module.buffers(), *module.parameters()]
+        return {memory_of(tensor) for tensor in tensors}
+
+    def _receive_values(self, maker: int, micro_batch: int) -> None:
+        message = self.receive(self.plan.rank_of[maker], Subject.VALUES, maker, micro_batch)
+        self.rows[micro_batch] = message.notes[0]
+        accumulator = self._received[maker, micro_batch] = GradAccumulator()
+        values = read_values(message.described, message.tensors, accumulator if self.graphs else None)
+        for source, value in zip(self.plan.received[maker], values, strict=True):
+            self._keep(micro_batch, source, value)
+
+    def _receive_gradients(self, stage: int, micro_batch: int, rank: int) -> None:
+        message = self.receive(rank, Subject.GRADIENTS, stage, micro_batch)
+        places = self._sent.pop((stage, micro_batch, rank))
+        for place, grad in zip(places, read_tensors(message.described, message.tensors), strict=True):
+            if place is not None and grad is not None:
+                accumulator, number, device = place
+                accumulator.add_gradient(number, grad.to(device))
+
+
+def boundaries_of(values: Sequence[StageValue]) -> list[BoundaryTensor]:
+    """Return the boundary tensors in values."""
+    return [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
+
+
+def last_elsewhere(takers: dict[int, dict[int, int]], tensor: torch.Tensor, rank: int) -> int:
+    """Return the last stage on ranks other than ``rank`` that takes the memory of a tensor; -1: none does."""
+    of_ranks = takers.get(memory_of(tensor), {})
+    return max((taker for other, taker in of_ranks.items() if other != rank), default=-1)
+
+
+# All mini-batches.
 
 SCHEDULE = Words(
     "pymoe.pipe",
@@ -159,7 +467,7 @@ class Rank:
                 replace(stage, device=self._devices[number]) if number in self._devices else stage
                 for number, stage in enumerate(pipeline.stages)
             ]
-            plan = Plan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
+            plan = RankPlan(Pipeline(tuple(stages), pipeline.inputs, pipeline.outputs), rank_of, self.rank)
             recompute = [StageRecompute(stage.modules) for stage in stages]
             self._compare(plan)
             found = self._plans[key] = _Planned(pipeline, plan, Tied(self.staged.parts, rank_of, self.rank), recompute)
@@ -169,7 +477,7 @@ class Rank:
             self._copies_are_equal = False
         return found
 
-    def _compare(self, plan: Plan) -> None:
+    def _compare(self, plan: RankPlan) -> None:
         """Raise ValueError unless the ranks that make a plan in this step have cut the same model in the same way."""
         stages = plan.pipeline.stages
         modules = [[name for name, _ in part.named_modules()] for part in self.staged.parts]
@@ -200,10 +508,10 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """How a pipeline runs on these ranks. A model may have a pipeline for training and one for evaluation."""
+    """Keeps how a pipeline runs on these ranks. A model may have a pipeline for training and one for evaluation."""
 
     made_for: Pipeline
-    plan: Plan
+    plan: RankPlan
     tied: Tied
     recompute: list[StageRecompute]
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from pymoe._torch_private import PipelineStageBase, pytree
 from pymoe.autograd.isolated_graph import graphs_are_made
-from pymoe.pipe.devices import usable_device
-from pymoe.pipe.distributed.rank import Rank, rank_of_pipe
-from pymoe.pipe.distributed.rank_step import RankStep
+from pymoe.pipe.distributed.rank import Rank, RankStep, rank_of_pipe
+from pymoe.pipe.stages import usable_device
 
 
 def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.ProcessGroup | None = None) -> RankStage:
@@ -136,7 +135,7 @@ class RankStage(PipelineStageBase):
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
-    scale_grads = perform_reduce_grad  # which of the two is called depends on the schedule
+    scale_grads = perform_reduce_grad  # the schedule decides which of the two it calls
 
     def _forward(self, micro_batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], save: bool) -> Any:
         step = self._rank.step or self._open()
@@ -167,7 +166,7 @@ class RankStage(PipelineStageBase):
         graphs = bool(self.has_backward) and graphs_are_made()
         part, self._part = self._part, self._rank.staged.present_parts()[self.stage_index]
         if self.submod is part:  # and not wrapped in something
-            self.submod = self._part  # that may have been replaced
+            self.submod = self._part  # it may have been replaced
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from pymoe.pipe.distributed.messages import Key, Subject, empty, flat
 
-FIRST_TAG = 20117  # of the first pipe in a group; each has its own, so that it takes its own messages alone
+FIRST_TAG = 20117
+"""The tag of the first pipe in a group. Each pipe has its own, so that it takes its own messages alone."""
 REMEMBERED = 256  # descriptions that both ends keep
 HEADER = 4 + 3 + 2  # numbers: the key, the notes, the description's slot and its bytes (0 if the receiver has it)
 
-_pipes: Counter[dist.ProcessGroup] = Counter()  # that were in each group
+_pipes: Counter[dist.ProcessGroup] = Counter()  # the number of pipes that each group has had
 
 
 Notes = tuple[int, int, int]
@@ -35,11 +36,11 @@ Notes = tuple[int, int, int]
 
 
 class Message(NamedTuple):
-    """What another rank has sent."""
+    """Holds what another rank has sent."""
 
     key: Key
     described: Any
-    """What ``read_values`` or ``read_tensors`` needs of the description."""
+    """The part of the description that ``read_values`` or ``read_tensors`` needs."""
     tensors: list[torch.Tensor]
     notes: Notes
 
@@ -55,11 +56,13 @@ class Transport:
         """The same on all ranks, and another one for every pipe of the group."""
         _pipes[group] += 1
         self.groups = groups_of_directions(group, self._wire)
-        """In which this rank waits for messages: those to higher, and those to lower ranks."""
+        """The groups in which this rank waits for messages: for those to higher, and to lower ranks."""
         peers = range(dist.get_world_size(group))
-        self._slots: list[dict[bytes, int]] = [{} for _ in peers]  # of the descriptions that each has
-        self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]  # that each has sent, by slot
-        self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]  # what has come before it was asked for
+        # By peer: slots of the descriptions that it has, descriptions that it has sent, by slot, and messages that have
+        # come before they were asked for.
+        self._slots: list[dict[bytes, int]] = [{} for _ in peers]
+        self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
+        self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
         self._posted: list[tuple[Any, Callable[[], None]]] = []  # works without a thread, and waits for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
@@ -101,7 +104,7 @@ class Transport:
         """Wait for the message with this key from ``peer``. Raise RuntimeError if it cannot come any more."""
         inbox = self._inboxes[peer]
         while key not in inbox:
-            for other in [other for other in inbox if other.step < key.step]:  # of a step that has failed
+            for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
                 del inbox[other]
             if later := {other.step for other in inbox if other.step > key.step}:  # they come after all of this one
                 raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
@@ -196,7 +199,7 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self.pending = 0
-        """How many results have not been taken."""
+        """The number of results that have not been taken."""
         self._functions: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

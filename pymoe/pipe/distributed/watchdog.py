@@ -1,10 +1,11 @@
 """A failure detector: when a rank dies or raises, the others stop waiting for it and say why.
 
-A thread of every rank writes heartbeats (:mod:`.peers`) into the store of the process group, reads those of the others,
-and asks it whether a rank has failed. The end of a process is noticed at once on the same host; on another host it is
-noticed when a connection to it breaks or it has been silent for ``patience``. Whoever notices a failure reports it to
-the store, where the first report counts; every thread then aborts the waits of its own rank, whose step raises
-``RankError`` with the cause.
+A thread of every rank writes heartbeats into the store of the process group, reads those of the others, and asks it
+whether a rank has failed. On the same host the system tells more than heartbeats do, and at once: the pidfd of a
+process becomes readable when it ends, and shared memory says where its rank was then. On another host the end of a
+process is noticed when a connection to it breaks or it has been silent for ``patience``. Whoever notices a failure
+reports it to the store, where the first report counts; every thread then aborts the waits of its own rank, whose step
+raises ``RankError`` with the cause.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 import itertools
 import math
 import mmap
+import os
 import pickle
 import re
 import sys
@@ -21,32 +23,200 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
-from pymoe.pipe.distributed.peers import (
-    HEARTBEAT_S,
-    PAGE_BYTES,
-    GroupStore,
-    Heartbeat,
-    Peer,
-    Position,
-    RankError,
-    new_page,
-)
+
+# What ranks know of each other.
+
+HEARTBEAT_S = 0.2  # between two heartbeats
+PAGE_BYTES = 128
+
+
+class Position(NamedTuple):
+    """Says what a rank is doing. The phase is "forward", "backward", "loss", or any other word for it."""
+
+    phase: str
+    stage: int
+    micro_batch: int
+    """-1 stands for all of them."""
+
+    def __str__(self) -> str:
+        of = "" if self.micro_batch < 0 else f" of micro-batch {self.micro_batch}"
+        return f"in the {self.phase}{of} in stage {self.stage}"
+
+
+class RankError(RuntimeError):
+    """Another rank of a pipeline has failed, and this one cannot go on. The process group is of no further use.
+
+    Attributes:
+        rank: the rank of the group that failed. None: unknown.
+        stage: where that rank was; None: outside of a stage, or unknown.
+        micro_batch: as ``stage``.
+        phase: "forward", "backward", "loss", or as the rank calls it; None: as ``stage``.
+        error: what it raised, with its traceback; empty if its process has ended.
+    """
+
+    def __init__(self, what: str, rank: int | None = None, at: Position | None = None, error: str = "") -> None:
+        super().__init__(what + (f"\n\nOn rank {rank}:\n{error}" if error else ""))
+        self.rank, self.error = rank, error
+        self.phase: str | None
+        self.stage: int | None
+        self.micro_batch: int | None
+        self.phase, self.stage, self.micro_batch = at or (None, None, None)
+
+
+def this_host() -> str:
+    """Return a text equal in processes that see each other's process ids; empty where that cannot be known."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+class GroupStore:
+    """Records that all ranks of a group read and write, in its store. For several threads.
+
+    Once the store is lost, nothing is written any more, and no records are found.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._shared = group.get_group_store()  # the store's server ends with the last reference to it
+        # A connection of its own: a wait of another thread may block the shared one.
+        self._store = dist.PrefixStore("pymoe.pipe", self._shared.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=30))
+        self.lost: str | None = None
+        """Why the store cannot be reached any more: its process, or its host, has ended. None: it can be reached."""
+
+    def write(self, key: str, record: object) -> None:
+        """Write a record. It is there when this returns."""
+        self._call("set", key, pickle.dumps(record))
+        self._call("check", [key])  # setting does not wait for the store
+
+    def write_first(self, key: str, record: object) -> Any:
+        """Write a record unless there is one already. Return the one that is there then."""
+        found = self._call("compare_set", key, "", pickle.dumps(record))
+        return record if found is None else pickle.loads(found)
+
+    def read(self, key: str) -> Any:
+        """Return a record; None: there is none yet."""
+        found = self._call("get", key) if self._call("check", [key]) else None
+        return None if found is None else pickle.loads(found)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self.lost is None:  # torch would print a page of warnings for any further call
+            try:
+                return getattr(self._store, method)(*args)
+            except RuntimeError as error:
+                self.lost = str(error)
+        return None
+
+
+@dataclass
+class Heartbeat:
+    """Holds what a rank tells the others about itself a few times a second."""
+
+    page: int
+    """The file descriptor of its :func:`new_page`; -1: it has none."""
+    host: str = field(default_factory=this_host)
+    process: int = field(default_factory=os.getpid)
+    count: int = 0
+    """The number of heartbeats so far."""
+    steps: float = 0
+    """Steps that have ended; infinite once the rank knows of a failure, since it makes no more."""
+    at: Position | None = None
+    """None: between its steps."""
+
+
+def new_page() -> int:
+    """Return a file descriptor of memory that others can read also after this process was killed; -1: there is none.
+
+    The heartbeats in the store tell where a rank is a few times a second. Here it is exact, and costs microseconds.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        file = os.memfd_create("pymoe")
+        os.ftruncate(file, PAGE_BYTES)
+        return file
+    return -1
+
+
+class Peer:
+    """Another rank, from its first heartbeat on."""
+
+    def __init__(self, rank: int, heartbeat: Heartbeat) -> None:
+        self.rank = rank
+        self.silent_s = 0.0
+        """Seconds without a heartbeat while this rank had its own."""
+        self.has_ended = False
+        """True if its process had ended when it was last looked at."""
+        self.pidfd: int | None = None
+        self._heartbeat = heartbeat
+        self._page: mmap.mmap | None = None
+        if not heartbeat.host or heartbeat.host != this_host():
+            return
+        try:
+            self.pidfd = os.pidfd_open(heartbeat.process)
+            with open(f"/proc/{heartbeat.process}/fd/{heartbeat.page}", "rb") as file:
+                self._page = mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
+        except ProcessLookupError:
+            self.has_ended = True
+        except (OSError, ValueError, AttributeError):
+            pass  # not offered by this system: the store has to do
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether the system tells when its process ends, so that its silence means nothing."""
+        return self.pidfd is not None or self.has_ended
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Return its heartbeat: on the same host the present one, or that of its end; otherwise the last that was
+        heard.
+        """
+        if self._page is not None:
+            with contextlib.suppress(Exception):  # whatever half a record raises
+                steps, *at = pickle.loads(self._page[:])
+                self._heartbeat = replace(self._heartbeat, steps=steps, at=Position(*at) if at else None)
+        return self._heartbeat
+
+    def hear(self, store: GroupStore) -> bool:
+        """Take its newest heartbeat from the store, if it is nowhere else. Return whether there is one to be had."""
+        if self._page is None:
+            heard = store.read(f"rank {self.rank}")
+            if heard is None:
+                return False
+            self.silent_s = 0.0 if heard.count != self._heartbeat.count else self.silent_s + HEARTBEAT_S
+            self._heartbeat = heard
+        return True
+
+    def failure(self, patience: float) -> RankError | None:
+        """Return how it has failed: its process has ended, or has been silent for longer than ``patience`` seconds."""
+        if self.has_ended:
+            what = f"the process of {self}, has ended"
+        elif not self.is_watched and self.silent_s > patience:
+            what = f"nothing has been heard for {self.silent_s:.0f} s of {self}"
+        else:
+            return None
+        return RankError(what, self.rank, self.heartbeat.at)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, last seen {self.heartbeat.at or 'between its steps'}"
+
+
+# The failure detector.
 
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
 SUSPICION_S = 3.0  # the same when a connection has broken
 GRACE_S = 3.0  # to wait for the others' first heartbeats, and until they have read of a failure
 LEAVE_S = 60.0  # to wait, for a rank that is done, until the others have ended their steps
-ABORT_TAG = 2**30  # of messages that are never sent
+ABORT_TAG = 2**30  # the tag of messages that are never sent
 
 
 class FailureDetector:
@@ -112,7 +282,7 @@ class FailureDetector:
         self._in_step = False
         self._check()
         self._show(None, steps=1)
-        self._write()  # where the store is lost, the next step finds out why
+        self._write()  # if the store is lost, the next step finds out why
 
     def fail(self, error: BaseException) -> RankError | None:
         """Report that a step is about to end here by ``error``.
@@ -135,7 +305,7 @@ class FailureDetector:
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
         self._wait_until(self._others_are_done, GRACE_S)  # the store may end with this process
-        abort_waits(tuple(self._groups))  # of threads that send
+        abort_waits(tuple(self._groups))  # waits of threads that send
         return None if failure.rank == self._rank else copy.copy(failure)
 
     def __enter__(self) -> FailureDetector:
@@ -144,7 +314,7 @@ class FailureDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
-            if self._in_step:  # else the block has ended it
+            if self._in_step:  # otherwise the block has ended it
                 self.end()
         elif (other := self.fail(error)) is not None and isinstance(error, Exception):
             raise other from error
@@ -211,7 +381,7 @@ class FailureDetector:
 
     def _look(self) -> None:
         if self._know_all() and not self._in_step and all(peer.is_watched for peer in self._peers):
-            return  # until the next step there is nothing to say or to read
+            return  # there is nothing to write or to read until the next step
         self._write()
         for peer in self._peers:
             peer.hear(self._store)
@@ -227,7 +397,10 @@ class FailureDetector:
             self._report(failure)
 
     def _loss_of_the_store(self, why: str) -> RankError:
-        """Somebody took it along. A rank that leaves in order waits until the others have ended their steps."""
+        """Return why the store was lost: a process that has it ended too early.
+
+        A rank that leaves in order waits until the others have ended their steps.
+        """
         if not any(peer.has_ended for peer in self._peers):
             self._sleep(1.0)
         what = "the process that has it, rank 0 or the launcher, has ended, or its host has"
@@ -257,7 +430,7 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         if backend.name() != "gloo":
             with contextlib.suppress(RuntimeError):
                 backend.abort()

@@ -1,1 +1,1 @@
-"""How a pipeline runs: threads, plans, and what becomes of one micro-batch in one stage, in both passes."""
+"""Runs a pipeline: threads, plans, and one micro-batch in one stage, in both passes."""

@@ -1,4 +1,4 @@
-"""What a pipe keeps from one mini-batch to the next, and the passes through its stages."""
+"""Runs the passes through a pipe's stages, and keeps what one mini-batch leaves for the next."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ import torch
 from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.context import MicroBatch, running
-from pymoe.pipe.execution.concurrent_steps import running_step
 from pymoe.pipe.execution.gradients import accumulate, attach, end_history
 from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
-from pymoe.pipe.execution.held_values import Layout
-from pymoe.pipe.execution.plan import Plan, TimedAction
-from pymoe.pipe.execution.recompute import StageRecompute
-from pymoe.pipe.execution.shared_layers import Turns, turns_of
-from pymoe.pipe.execution.step_state import PlanRun, StepState
-from pymoe.pipe.execution.workers import Workers, inside
-from pymoe.pipe.loss import LossFunction, Structure, holds_no_tensors, with_loss, with_reading
-from pymoe.pipe.loss_weights import CALL, STEP, LossWeights, check_readings
+from pymoe.pipe.execution.held_values import HeldLayout
+from pymoe.pipe.execution.plan import ActionPlan, PlanRun, TimedAction, Workers, inside
+from pymoe.pipe.execution.shared_layers import Turns, running_step, turns_of
+from pymoe.pipe.execution.step_state import StageRecompute, StepState
+from pymoe.pipe.loss import (
+    CALL,
+    STEP,
+    LossFunction,
+    LossWeights,
+    Unflatten,
+    check_readings,
+    holds_no_tensors,
+    with_loss,
+    with_reading,
+)
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
 from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
-"""Schedules, and plans made of them, that are kept."""
+"""Number of schedules, and of plans made of them, that are kept."""
 Grads = Sequence[torch.Tensor | None]
 
 
@@ -39,9 +45,9 @@ class Engine:
 
     def __init__(self) -> None:
         self._workers = Workers()
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._states: dict[tuple[int, ...], StageRecompute] = {}  # by the ids of a stage's modules
-        self._shared: tuple[list[Layout], list[Turns | None]] = [], []
+        self._plans: dict[tuple[Any, ...], ActionPlan] = {}
+        self._states: dict[tuple[int, ...], StageRecompute] = {}  # one for each stage, by the ids of its modules
+        self._shared: tuple[list[HeldLayout], list[Turns | None]] = [], []
         self._with_loss: tuple[tuple[Any, ...], Pipeline | None] = (), None
         self._last: tuple[Schedule, list[TimedAction]] | None = None
 
@@ -53,7 +59,7 @@ class Engine:
         recomputed: range,
         loss_fn: LossFunction | None,
         has_target: bool,
-        structure: Structure,
+        unflatten: Unflatten,
         own_loss: int,
         weights: LossWeights,
     ) -> torch.Tensor:
@@ -63,8 +69,8 @@ class Engine:
         tells what the loss is made of. ``recomputed``: the micro-batches whose forward is recomputed. ``weights``: how
         much their losses count. Returns (micro-batches,): the losses.
         """
-        arguments = pipeline, loss_fn, has_target, structure, own_loss, weights.uncounted, weights.are_rows
-        known, ended = self._with_loss  # most steps have the arguments of the one before
+        arguments = pipeline, loss_fn, has_target, unflatten, own_loss, weights.uncounted, weights.are_rows
+        known, ended = self._with_loss  # most steps have the arguments of the previous one
         if ended is None or known != arguments:
             ended = with_loss(*arguments)
             self._with_loss = (arguments, ended) if holds_no_tensors(loss_fn) else ((), None)
@@ -126,7 +132,7 @@ class Engine:
     def _backward(
         self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
     ) -> Callable[[Grads, bool], Grads]:
-        """What autograd calls when it has the gradients of the outputs: returns those of inputs and ``leaves``."""
+        """Return what autograd calls with the gradients of the outputs, to get those of inputs and ``leaves``."""
         ends = [(boundary.accumulator, boundary.number) for boundary in crossed]
 
         def backward(grads: Grads, keep: bool) -> Grads:
@@ -159,7 +165,7 @@ class Engine:
         for stage in pipeline.stages:
             key = tuple(map(id, stage.modules))
             state = self._states.get(key)
-            if state is None:  # one that is there keeps its modules alive, and so the ids are of no others
+            if state is None:  # a known one keeps its modules alive, so no others have their ids
                 if len(self._states) >= REMEMBERED + len(pipeline.stages):
                     self._states.clear()
                 state = self._states[key] = StageRecompute(stage.modules)
@@ -167,7 +173,7 @@ class Engine:
         return StepState(pipeline, micro_batches, graphs, states, recomputed, loss_weights, inside.workers)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
-        """Do the actions of these kinds."""
+        """Perform the actions of these kinds."""
         workers = self._workers
         workers.prepare()
         with workers.lock:
@@ -188,7 +194,7 @@ class Engine:
         self._last = schedule, run.outcome()
         step.refuse_conflict()
 
-    def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> Plan:
+    def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> ActionPlan:
         """Return the plan for actions that are about to run, in which stages take turns that share what they write."""
         turns: list[Turns] = []
         if Kind.FORWARD in kinds and len(state.recompute) > 1:
@@ -206,10 +212,10 @@ class Engine:
         in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]
         key = id(schedule), kinds, *in_turns
         plan = self._plans.get(key)
-        if plan is None:  # one that is there keeps its schedule alive, and so the id is of no other
+        if plan is None:  # a known one keeps its schedule alive, so no other has its id
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            plan = self._plans[key] = Plan(schedule, kinds, in_turns)
+            plan = self._plans[key] = ActionPlan(schedule, kinds, in_turns)
         for one, stages in zip(turns, in_turns, strict=True):
             one.is_ordered = stages in plan.keeps
         return plan
@@ -227,7 +233,7 @@ class Engine:
 
     @property
     def last_run(self) -> Record | None:
-        """When every action of the last pass started and ended; None before."""
+        """Return when every action of the last pass started and ended; None before."""
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,7 +280,7 @@ def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)
     ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
-    # Recomputed forwards have found them: tensors of closures, say, of which nothing tells before.
+    # Recomputed forwards have found them: tensors of closures, for example, which are not known before.
     late = [leaf for leaf in found if id(leaf) in by_leaf]
     accumulate(late, [by_leaf[id(leaf)] for leaf in late])
     return [*inputs, *ordered]

@@ -21,15 +21,15 @@ from pymoe._torch_private import (
 from pymoe.autograd.graph_nodes import add_gradients, apply_directly, once_only
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
-_NUMBER = torch.zeros((), device="cpu")  # any
+_NUMBER = torch.zeros((), device="cpu")  # any number
 FOREACH_FROM = 4
-"""Leaves from which on one call for all takes less time than a call for each."""
+"""With this many leaves or more, one call for all takes less time than a call for each."""
 Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
 
 class LeafSums:
-    """For every leaf the sum of the gradients that were added, in the order in which they were."""
+    """Sums gradients for every leaf, in the order in which they are added."""
 
     __slots__ = ("_numbers", "_own", "leaves", "sums")
 
@@ -89,7 +89,7 @@ def total(
 
 
 class WeightedSums:
-    """The sums of one stage when weights are not known until the end of a step: one for every size of micro-batch.
+    """Sums gradients of one stage whose weights are known at the end of a step: one sum for every size of micro-batch.
 
     A micro-batch counts by its share of the rows of the mini-batch if losses are means; how many rows there are, and
     whether losses are means, is known at the end.

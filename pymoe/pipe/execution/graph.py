@@ -4,12 +4,17 @@ The graph begins at the stage's inputs and ends at its outputs. The stage works 
 the same memory, with a history that begins there. Aliases count changes in place together with the tensors, so whoever
 has saved the memory for a backward pass, in any stage, notices all of them. A tensor that leaves a stage is cut off
 from its history; its :class:`BoundaryTensor` remembers where its gradient has to go.
+
+An ``IsolatedCall`` (:mod:`pymoe.autograd.isolated_graph`) has a graph of its own, too, and both find, differentiate and
+keep nodes by the same functions. They differ in what is behind the beginning: a call's aliases lead on into the
+caller's graph, for tensors that leave the call otherwise than as outputs, and all calls of a map have one entry. Behind
+a stage there is no graph to lead into, so a gradient that comes there is an error, and every micro-batch enters by
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -18,21 +23,22 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import pytree
-from pymoe.autograd.compiled_nodes import are_compiled
 from pymoe.autograd.graph_nodes import (
     ANCHOR,
     add_gradients,
     apply_directly,
+    are_compiled,
     edge_of,
     find_leaves_and_nodes,
     make_edge,
+    version_of,
 )
 from pymoe.autograd.isolated_graph import has_tangent
-from pymoe.autograd.random_streams import Stream
+from pymoe.autograd.random_streams import RandomStream
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import Whole
+from pymoe.pipe.python_values import value_in_cell
 
-_NO_CELL = CellType()  # of a variable that has no value yet
 _PAST = (
     "pymoe.pipe: a backward pass went past the beginning of a stage's graph: a tensor of another stage, or of an "
     "earlier micro-batch, was used that had not come as an argument (inside of an object, or kept in an attribute)"
@@ -45,7 +51,7 @@ class GradAccumulator:
     __slots__ = ("grads",)
 
     def __init__(self) -> None:
-        self.grads: list[torch.Tensor | None] = []  # for each tensor the sum so far
+        self.grads: list[torch.Tensor | None] = []  # the sums so far, by tensor
 
     def add_gradient(self, number: int, grad: torch.Tensor) -> None:
         before = self.grads[number]
@@ -77,7 +83,7 @@ class BoundaryTensor:
 
 
 class StageValue:
-    """A value that crosses: its leaves, with a boundary tensor for every tensor, and its structure.
+    """A value that crosses a boundary: its leaves, with a boundary tensor for every tensor, and its structure.
 
     The structure is None for a value that is its own only leaf.
     """
@@ -112,11 +118,6 @@ def unpack(leaves: list[Any], structure: Any) -> Any:
 def is_fixed(tensor: torch.Tensor) -> bool:
     """Return whether torch refuses changes in place of this tensor, which requires gradients: a leaf or its view."""
     return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; -1 for tensors of inference mode, which do not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 _EDITED = (
@@ -172,7 +173,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """Where the graph begins and ends, and the leaves that it has reached: :meth:`begin`, the stage, :meth:`end`."""
+    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps its ends, and the leaves in it."""
 
     __slots__ = (
         "_aliases",
@@ -188,16 +189,16 @@ class Graph:
         "stream",
     )
 
-    def __init__(self, stream: Stream | None = None, device: torch.device | None = None) -> None:
-        """``stream``: of its random numbers. ``device``: the stage's; None: that of whatever it receives."""
-        self.stream: Any = stream  # going on in the backward where the forward has left it
+    def __init__(self, stream: RandomStream | None = None, device: torch.device | None = None) -> None:
+        """``stream``: the random numbers of the stage. ``device``: of the stage; None: that of whatever it receives."""
+        self.stream: Any = stream  # the backward continues where the forward has left it
         self.entry: Node | None = None  # where the graph begins, if it has inputs
-        self.edges: list[GradientEdge] = []  # of the entry, one for each of these inputs
-        # Who gets the gradient of each edge, under which number, and on which device.
+        self.edges: list[GradientEdge] = []  # edges of the entry, one for each of these inputs
+        # For each edge the accumulator that gets its gradient, the number there, and the device.
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # has nodes of torch.compile: it must not be kept then
+        self.is_compiled = False  # it has nodes of torch.compile, and must not be kept
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
@@ -312,7 +313,7 @@ def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     inside += [*value] if isinstance(value, (list, tuple, set, frozenset)) else []
     inside += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)]
     inside += [*getattr(value, "__dict__", {}).values()]
-    inside += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _NO_CELL]
+    inside += [value_in_cell(cell, None) for cell in getattr(value, "__closure__", None) or ()]
     inside += [getattr(value, name, None) for name in ("__self__", "func", "args", "keywords")]
     for one in inside:
         yield from _tensors_inside(one, depth - 1)

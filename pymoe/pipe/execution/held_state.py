@@ -1,25 +1,23 @@
 """Finds out what a forward writes: compares what the modules of a stage hold before it with what they hold after it.
 
-Nothing is learnt about a stage, since a forward may begin to write at any time. Python values are compared by identity;
-tensors by version counter and address, and by fingerprints of their memory where that is the host's, since much writes
-behind the counter's back (``parameter.data.mul_()``, numpy, kernels of batch norms and observers). Small tensors that
-are no parameters are copied in any case. :mod:`pymoe.pipe.execution.held_values` says what is found in modules.
+Every forward is compared, since one may begin to write at any time. Python values are compared by identity; tensors by
+version counter and address, and by fingerprints of their memory where that is the host's, since much writes behind the
+counter's back (``parameter.data.mul_()``, numpy, kernels of batch norms and observers). Small tensors that are not
+parameters are always copied. :mod:`pymoe.pipe.execution.held_values` says what is found in modules.
 
 What cannot be put back for a recomputation (attributes of objects that are no modules, what functions enclose,
 attributes of classes, iterators) is compared, but never changed: a stage that changes it keeps its graphs.
 
-Not seen are, besides what is not found at all: writes that change no version to a part of a tensor of more than 4
-KiB, in forwards whose sample of its memory misses that part (the first, second, fourth, eighth... forward of a stage
-reads everything, and a part that is written every time is met in the end); such writes to CUDA tensors, since a look at
-them would wait for the device, and to tensors of classes other than torch's own. Writes of other threads look like the
-forward's own.
+Some writes that change no version are not seen: to a part of a tensor of more than 4 KiB, in forwards whose sample of
+its memory misses that part (the first, second, fourth, eighth... forward of a stage reads everything, and a part that
+is written every time is met in the end); to CUDA tensors, since a look at them would wait for the device; and to
+tensors of classes other than torch's own. Writes of other threads look like the forward's own.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -28,13 +26,13 @@ from torch import nn
 
 from pymoe._torch_private import unsafe_set_version_counter
 from pymoe.pipe.execution.graph import without_history
-from pymoe.pipe.execution.held_values import PLAIN, Cell, Layout
+from pymoe.pipe.execution.held_values import PLAIN, Cell, HeldLayout
 
 _FRESH = 1 << 24
 """Added to the version of a tensor while it holds what it held earlier: graphs made then are of no use afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
-"""Ends of the names of what batch norms write behind autograd's back; their nodes keep it, but do not read it."""
+"""Ends of the names of buffers that batch norms write behind autograd's back; their nodes keep them unread."""
 
 _NOT_THE_SAME = (
     "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the "
@@ -47,23 +45,23 @@ _CHANGED_SINCE = (
 )
 
 
-class State:
-    """What was there at one time."""
+class HeldSnapshot:
+    """Keeps what was there at one time."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: HeldLayout) -> None:
         self.layout = layout
         self.sizes = layout.sizes()
         self.values = list(layout.values())
         self.contents = [cell.contents() for cell in layout.cells]
         self.stamps = layout.stamps()
 
-    def with_stamps(self, stamps: list[int]) -> State:
-        other = State.__new__(State)
+    def with_stamps(self, stamps: list[int]) -> HeldSnapshot:
+        other = HeldSnapshot.__new__(HeldSnapshot)
         other.__dict__ = {**self.__dict__, "stamps": stamps}
         return other
 
-    def is_but_for_parameters(self, other: State | None) -> bool:
-        """Return whether nothing but parameters has been changed between the two."""
+    def differs_in_parameters_alone(self, other: HeldSnapshot | None) -> bool:
+        """Return whether only parameters have been changed between the two, or nothing."""
         if other is None or self.values is not other.values:
             return False
         written = self.layout.written(self.stamps, other.stamps)
@@ -71,11 +69,11 @@ class State:
 
 
 class Seen(NamedTuple):
-    """What a forward saw: what its recomputation needs."""
+    """Keeps what a forward saw, which its recomputation needs."""
 
-    state: State | None
-    """As it was then; None: it had tensors with a history, whose graphs are not kept alive."""
-    layout: Layout
+    state: HeldSnapshot | None
+    """The state at that time; None: it had tensors with a history, whose graphs are not kept alive."""
+    layout: HeldLayout
     contents: Sequence[Any]
     stamps: Sequence[int]
     moment: int
@@ -97,26 +95,28 @@ class Seen(NamedTuple):
 
 
 class HeldState:
-    """What some modules hold, for the forwards of one stage."""
+    """Compares what some modules hold before and after the forwards of one stage."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], moment: int = 0) -> None:
-        """``roots``: modules, containers and tensors, with names that messages begin with.
+        """Begin at ``roots``: modules, containers and tensors, with names that messages begin with.
 
         ``moment``: the one before that of the first fingerprints.
         """
         self._roots = [*roots]
-        self._state: State | None = None
-        self._written: set[int] = set()  # tensors that forwards have written to: these are copied, whatever their size
-        self._fixed: set[str] = set()  # what forwards change and nobody can put back: no forward is recomputed any more
+        self._state: HeldSnapshot | None = None
+        self.written: set[int] = set()
+        """The tensors that forwards have written to: these are copied, whatever their size."""
+        self.fixed: set[str] = set()
+        """The names of what forwards change and nobody can put back: with one no forward is recomputed."""
         self._moment = moment
 
-    def look(self) -> State:
-        """Return what is there now: the same object as long as nothing is changed."""
+    def look(self) -> HeldSnapshot:
+        """Return the present state: the same object as long as nothing has changed."""
         state = self._state
         if state is not None:
             layout = state.layout
             try:
-                is_same = layout.sizes() == state.sizes and all(map(is_, state.values, layout.values()))
+                is_same = layout.holds(state.sizes, state.values)
             except (KeyError, RuntimeError):  # an attribute is gone; another thread adds to an object's
                 is_same = False
             if is_same:
@@ -125,9 +125,9 @@ class HeldState:
                     self._state = state = state.with_stamps(stamps)
                 return state
             if _differ_plainly(state):
-                self._state = state = State(layout)
+                self._state = state = HeldSnapshot(layout)
                 return state
-        self._state = state = State(Layout(self._roots))
+        self._state = state = HeldSnapshot(HeldLayout(self._roots))
         return state
 
     def before(self) -> Seen | None:
@@ -135,17 +135,17 @@ class HeldState:
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
-        return None if self._fixed else self.seen()
+        return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return what is there now. ``to_compare``: for :meth:`changes` alone, which leave copies on devices alone."""
+        """Return what a forward would see now. ``to_compare``: for :meth:`changes` alone, without copies on devices."""
         state = self.look()
         layout = state.layout
         numbers: Iterable[int] = layout.small
         if to_compare:
             numbers = [number for number in numbers if layout.tensors[number].is_cpu]
-        elif self._written:
-            numbers = {*numbers, *(n for n in range(len(layout.tensors)) if layout.identity(n) in self._written)}
+        elif self.written:
+            numbers = {*numbers, *(n for n in range(len(layout.tensors)) if layout.identity(n) in self.written)}
         copies = {number: layout.tensors[number].detach().clone() for number in numbers}
         generators = [generator.get_state() for generator in layout.generators]
         moment = self._moment = self._moment + 1
@@ -156,7 +156,7 @@ class HeldState:
     def changes(self, seen: Seen) -> list[str]:
         """Return the names of what has changed since, as far as a look at it does not wait for a device."""
         layout = seen.layout
-        names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self._changed_cells(seen)]
+        names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]
         written = layout.written(seen.stamps, layout.stamps())
         unseen = seen.rewritten() | _differing(seen)
         names += map(layout.name, dict.fromkeys([*written, *sorted(unseen)]))
@@ -171,14 +171,14 @@ class HeldState:
         if self.look() is seen.state and not rewritten:
             return seen
         layout = seen.layout
-        for cell, contents in self._changed_cells(seen):
+        for cell, contents in self.changed_cells(seen):
             if cell.is_fixed(contents):
                 self._keep_graphs(cell.name, "changes")
-        can_be_put_back = not self._fixed
+        can_be_put_back = not self.fixed
         for number in {*layout.written(seen.stamps, layout.stamps())} | rewritten:
             tensor, copy = layout.tensors[number], seen.copies.get(number)
             if copy is None:
-                self._written.add(layout.identity(number))
+                self.written.add(layout.identity(number))
                 can_be_put_back = False
             elif not _alike(tensor, copy):
                 can_be_put_back = False  # it has another shape now, say
@@ -190,69 +190,28 @@ class HeldState:
         self._state = None
         return seen._replace(state=None, contents=contents)
 
-    @contextmanager
-    def put_back(self, seen: Seen) -> Iterator[None]:
-        """Let a forward be recomputed in the block: it sees what it has seen, and leaves no trace.
+    def put_back(self, seen: Seen) -> PutBack:
+        """Return a context in which a forward can be recomputed: it sees what it has seen, and leaves no trace.
 
         Raises:
             RuntimeError: something has begun to change since that was not copied; or the recomputation has written to
                 what the first run has left alone.
         """
-        layout, state = seen.layout, self.look()
-        # Fingerprints of the first run need not have met what a later one has.
-        lost = []
-        if self._written:
-            lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in self._written]
-        if state is seen.state and not lost and not seen.copies and not seen.generators:  # most write to nothing
-            yield
-            if self.look() is not state and (names := self._restore(seen, {}, state.stamps, {})):
-                raise RuntimeError(_NOT_THE_SAME.format(names[0]))
-            self._refuse_rewritten(seen)
-            return
-        changed = [] if state is seen.state else self._changed_cells(seen)
-        now = {id(cell.place): cell.contents() for cell, _ in changed}
-        stamps = layout.stamps()
-        written = layout.written(seen.stamps, stamps)
-        lost += [number for number in written if number not in seen.copies]
-        # Others may have changed an object; if this stage does, it keeps the graphs of all forwards that follow.
-        fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
-        names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in self._fixed]]
-        changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
-        if names:
-            raise RuntimeError(_CHANGED_SINCE.format(names[0]))
-        copies = {number: layout.tensors[number].detach().clone() for number in seen.copies}
-        generators = [generator.get_state() for generator in layout.generators]
-        for generator, its_state in zip(layout.generators, seen.generators, strict=True):
-            generator.set_state(its_state)
-        for cell, contents in changed:
-            cell.put(_with_new_histories(contents))
-        for number, copy in seen.copies.items():
-            layout.tensors[number].data.copy_(copy)  # not an edit as autograd counts them: see what follows
-        for number in written:
-            unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + _FRESH,))
-        try:
-            yield
-        finally:
-            names = self._restore(seen, now, stamps, copies)
-            for generator, its_state in zip(layout.generators, generators, strict=True):
-                generator.set_state(its_state)
-        if names:
-            raise RuntimeError(_NOT_THE_SAME.format(names[0]))
-        self._refuse_rewritten(seen)
+        return PutBack(self, seen)
 
-    def _refuse_rewritten(self, seen: Seen) -> None:
+    def refuse_rewritten(self, seen: Seen) -> None:
         """Raise RuntimeError if memory has changed, unseen by autograd, that the recomputation has read."""
         if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
-            self._written.update(map(seen.layout.identity, lost))
+            self.written.update(map(seen.layout.identity, lost))
             raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
 
     def exchanged(self, seen: Seen) -> set[int]:
         """Return the ids of the tensors and containers that are put back for a recomputation, as things are now."""
         layout = seen.layout
         written = {*layout.written(seen.stamps, layout.stamps())} | _differing(seen)
-        return {id(layout.tensors[n]) for n in written} | {id(cell.place) for cell, _ in self._changed_cells(seen)}
+        return {id(layout.tensors[n]) for n in written} | {id(cell.place) for cell, _ in self.changed_cells(seen)}
 
-    def _restore(
+    def restore(
         self,
         seen: Seen,
         now: dict[int, Any],
@@ -265,7 +224,7 @@ class HeldState:
         ``copies`` are those of the tensors in the layout.
         """
         lost, layout = [], seen.layout
-        stale = []  # what a graph may have kept that was made meanwhile, and autograd would not notice
+        stale = []  # tensors that a graph made meanwhile may have kept, without autograd noticing
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
@@ -290,7 +249,7 @@ class HeldState:
             unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + 1,))
         return lost
 
-    def _changed_cells(self, seen: Seen | State) -> list[tuple[Cell, Any]]:
+    def changed_cells(self, seen: Seen | HeldSnapshot) -> list[tuple[Cell, Any]]:
         """Return the cells that have changed since, and what was in them."""
         return [
             (cell, contents)
@@ -299,10 +258,10 @@ class HeldState:
         ]
 
     def _keep_graphs(self, name: str, does: str) -> None:
-        if self._fixed:
-            self._fixed.add(name)
+        if self.fixed:
+            self.fixed.add(name)
             return
-        self._fixed.add(name)
+        self.fixed.add(name)
         warnings.warn(
             f"Pipe: a forward {does} {name!r}, which cannot be put back for a recomputation: its stage keeps its "
             "graphs from now on, as under checkpoint='never'. Attributes of modules, lists, dictionaries and tensors "
@@ -311,7 +270,68 @@ class HeldState:
         )
 
 
-def _differ_plainly(state: State) -> bool:
+class PutBack:
+    """The context of a recomputation; see :meth:`HeldState.put_back`. A generator would take longer."""
+
+    __slots__ = ("_copies", "_generators", "_held", "_now", "_seen", "_stamps", "_state")
+
+    def __init__(self, held: HeldState, seen: Seen) -> None:
+        self._held = held
+        self._seen = seen
+        self._now: dict[int, Any] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._generators: list[Any] = []
+        self._state: HeldSnapshot | None = None  # the present state, if nothing has to be put back
+
+    def __enter__(self) -> None:
+        held, seen = self._held, self._seen
+        layout, state = seen.layout, held.look()
+        # Fingerprints of the first run need not have met what a later one has.
+        lost = []
+        if held.written:
+            lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
+        if state is seen.state and not lost and not seen.copies and not seen.generators:  # most write to nothing
+            self._state, self._stamps = state, state.stamps
+            return
+        changed = [] if state is seen.state else held.changed_cells(seen)
+        self._now = {id(cell.place): cell.contents() for cell, _ in changed}
+        stamps = self._stamps = layout.stamps()
+        written = layout.written(seen.stamps, stamps)
+        lost += [number for number in written if number not in seen.copies]
+        # Others may have changed an object; if this stage does, it keeps the graphs of all forwards that follow.
+        fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
+        names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in held.fixed]]
+        changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
+        if names:
+            raise RuntimeError(_CHANGED_SINCE.format(names[0]))
+        self._copies = {number: layout.tensors[number].detach().clone() for number in seen.copies}
+        self._generators = [generator.get_state() for generator in layout.generators]
+        for generator, its_state in zip(layout.generators, seen.generators, strict=True):
+            generator.set_state(its_state)
+        for cell, contents in changed:
+            cell.put(_with_new_histories(contents))
+        for number, copy in seen.copies.items():
+            layout.tensors[number].data.copy_(copy)  # not an edit as autograd counts them: see what follows
+        for number in written:
+            unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + _FRESH,))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        held, seen, state = self._held, self._seen, self._state
+        names: list[str] = []
+        if state is None:
+            names = held.restore(seen, self._now, self._stamps, self._copies)
+            for generator, its_state in zip(seen.layout.generators, self._generators, strict=True):
+                generator.set_state(its_state)
+        elif kind is None and held.look() is not state:
+            names = held.restore(seen, {}, self._stamps, {})
+        if kind is not None:
+            return
+        if names:
+            raise RuntimeError(_NOT_THE_SAME.format(names[0]))
+        held.refuse_rewritten(seen)
+
+
+def _differ_plainly(state: HeldSnapshot) -> bool:
     """Return whether numbers, strings and the like are all that has changed: then there is nothing new to follow."""
     layout = state.layout
     try:

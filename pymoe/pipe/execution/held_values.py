@@ -1,14 +1,14 @@
 """Finds what modules hold: the tensors, containers and objects that their attributes lead to.
 
-Attributes of modules are followed, and what lists, dictionaries, sets, deques and tuples hold, modules included; so are
-functions (what they enclose, their defaults and attributes), bound methods, partial functions, objects of other classes
-with their ``__dict__`` and ``__slots__``, and attributes of classes. Arrays of numpy are taken as tensors. Of random
-number generators the state is known, and of most iterators how far they are. What cannot be compared at all is noted:
-generators, and iterators that do not tell how far they are.
+The walk follows attributes of modules; items of lists, dictionaries, sets, deques and tuples, modules included;
+functions (what they enclose, their defaults and attributes), bound methods and partial functions; objects of other
+classes with their ``__dict__`` and ``__slots__``; and attributes of classes. Arrays of numpy are taken as tensors. The
+walk knows the state of random number generators, and how far most iterators are. It notes what cannot be compared at
+all: generators, and iterators that do not tell how far they are.
 
-Not followed are globals, hooks, weak references, caches of ``functools``, and objects of the standard library's and
-torch's own classes; of modules of TorchScript tensors alone are. Of containers with more than a thousand items the
-number of items alone is known.
+It does not follow globals, hooks, weak references, caches of ``functools``, and objects of the standard library's and
+torch's own classes; only the tensors of modules of TorchScript are. Only the number of items is known of containers
+with more than a thousand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -40,23 +40,24 @@ import torch
 from torch import nn
 
 from pymoe._runtime import memory_fingerprints
+from pymoe.autograd.graph_nodes import version_of
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
-from pymoe.pipe.execution.graph import memory_of, version_of
+from pymoe.pipe.execution.graph import memory_of
+from pymoe.pipe.python_values import is_numpy_array, value_in_cell, value_in_slot
 
 SMALL_BYTES = 1 << 16
 """Tensors of modules up to this size, parameters excepted, are copied before every forward that may run again."""
 MANY = 1000
-"""If a container has more items, only their number is compared."""
+"""Of a container with more items only the number of items is compared."""
 PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
 """Values that nobody can change, and that are equal if their contents are."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
-# Hooks, which are no state of a forward.
+# Hooks are not state of a forward.
 _NOT_FOLLOWED = {*vars(nn.Module())} - _REGISTRIES - {"training"}
 _OTHERS_CODE = {"torch", "numpy", "pymoe", *sys.stdlib_module_names} - {"__main__"}
 _METHODS = (FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType)
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
-_MISSING = object()
 
 _version, _nbytes, _is_cpu = attrgetter("_version"), attrgetter("nbytes"), attrgetter("is_cpu")
 
@@ -108,7 +109,7 @@ class Cell(NamedTuple):
         (place.extend if isinstance(place, (list, deque)) else place.update)(contents)
 
 
-class Random(NamedTuple):
+class ForeignGenerator(NamedTuple):
     """A random number generator of Python or numpy, with the methods of torch's."""
 
     get_state: Callable[[], Any]
@@ -119,21 +120,22 @@ Found = Iterator[tuple[Any, str, bool]]
 """Values to be followed, with their names, and whether they are parts of something foreign."""
 
 
-class Layout:
+class HeldLayout:
     """The cells and tensors that a walk from ``roots`` finds: modules, containers, tensors."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.modules: dict[int, nn.Module] = {}
-        self.names: dict[int, str] = {}  # of modules, tensors and containers, by id
+        self.names: dict[int, str] = {}  # names of modules, tensors and containers, by id
         self.shareable: dict[Any, tuple[str, Any]] = {}
-        """What other stages may have, too: modules, tensors (by their memory) and containers, with their names."""
+        """Values that other stages may have, too: modules, tensors (by their memory) and containers, with their names.
+        """
         self.generators: list[Any] = []
         """Random number generators: they have ``get_state`` and ``set_state``."""
         self.opaque: list[str] = []
         """The names of what may change without anybody seeing it."""
-        self._found: dict[int, Any] = {}  # also keeps the ids
+        self._found: dict[int, Any] = {}  # values by id; it keeps the ids in use
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
-        self._arrays: dict[int, Any] = {}  # of numpy, by the ids of their tensors
+        self._arrays: dict[int, Any] = {}  # arrays of numpy, by the ids of their tensors
         self._all_tensors: list[torch.Tensor] = []
         pending = deque((root, name, False) for name, root in roots)
         while pending:
@@ -146,7 +148,8 @@ class Layout:
         self.cells = [*attributes, *dicts, *others, *large]
         self._places = [cell.place for cell in self.cells]
         self._attributes = [(itemgetter(*cell.keys), cell.place) for cell in attributes]
-        self._dicts = [cell.place for cell in dicts]
+        # Empty ones are left out: their sizes show that they get items (unless a class has a length of its own).
+        self._dicts = [cell.place for cell in dicts if cell.place or type(cell.place) is not dict]
         self._others = [cell.place for cell in others]
         self._plain = [tensor for tensor in self._all_tensors if _is_plain(tensor)]
         self._odd = [tensor for tensor in self._all_tensors if not _is_plain(tensor)]
@@ -165,11 +168,11 @@ class Layout:
                 self.shareable["memory of", memory_of(value)] = name, value
                 self._note_tensor(value, name)
         elif isinstance(value, DeferredBatchNorm):
-            pass  # it knows recomputations
+            pass  # it handles recomputations itself
         elif isinstance(value, nn.Module):
             yield from self._visit_module(value, name)
         elif type(value).__module__.partition(".")[0] == "pymoe":
-            pass  # its own bookkeeping
+            pass  # bookkeeping of pymoe
         elif isinstance(value, (tuple, frozenset)):
             yield from ((item, f"{name}[{number}]", foreign) for number, item in enumerate(value))
         elif isinstance(value, (dict, list, set, deque)):
@@ -190,7 +193,7 @@ class Layout:
             self.generators.append(source)
             self.names[id(source)] = name
             self.shareable[id(value)] = name, value
-        elif _is_array(value):
+        elif is_numpy_array(value):
             yield from self._visit_array(value, name)
         elif isinstance(value, GeneratorType) or (
             hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
@@ -213,7 +216,7 @@ class Layout:
                 continue
             if id(item) not in self._found:
                 self._found[id(item)] = item
-                if isinstance(item, dict):  # not so in modules of TorchScript, whose names are fixed
+                if isinstance(item, dict):  # modules of TorchScript have other objects, whose names are fixed
                     self._cells[1].append(Cell(item, cell.name))
             for child, held in item.items():
                 yield held, path + child, False
@@ -250,7 +253,7 @@ class Layout:
         classes = [one for one in type(value).__mro__ if _is_users(one)]
         slots = [slot for one in classes for slot in vars(one).values() if isinstance(slot, MemberDescriptorType)]
         if slots:
-            yield from self._visit_view(lambda: [_in_slot(slot, value) for slot in slots], name)
+            yield from self._visit_view(lambda: [value_in_slot(slot, value) for slot in slots], name)
         yield from ((one, "", True) for one in classes)
 
     def _visit_class(self, value: type) -> Found:
@@ -259,7 +262,7 @@ class Layout:
         name = value.__qualname__.rpartition(".<locals>.")[2]
         named = {key: item for key, item in vars(value).items() if not (key[:2] == "__" == key[-2:])}
         held = {key: item for key, item in named.items() if not isinstance(item, _METHODS)}
-        # Two that every class has, so that there are several.
+        # The first two are in every class, so that itemgetter has several.
         self._cells[0].append(Cell(vars(value), name, ("__module__", "__doc__", *held), True))
         yield from ((item, f"{name}.{key}", True) for key, item in held.items())
         functions = [(key, getattr(item, "__func__", item)) for key, item in named.items()]
@@ -284,7 +287,7 @@ class Layout:
             else:
                 yield from self._visit_view(lambda: value.ravel().tolist(), name)
         elif not value.flags.writeable:
-            if _is_array(value.base):  # which others may write to
+            if is_numpy_array(value.base):  # others may write to it
                 yield value.base, name, True
         elif value.size:
             tensor = _as_tensor(value)
@@ -326,11 +329,12 @@ class Layout:
 
     def values(self) -> Iterator[Any]:
         """Iterate over all values; raises KeyError if an attribute is gone."""
-        return chain(
-            chain.from_iterable([getter(place) for getter, place in self._attributes]),
-            chain.from_iterable(map(dict.values, self._dicts)),
-            chain.from_iterable(self._others),
-        )
+        attributes = [getter(place) for getter, place in self._attributes]
+        return chain.from_iterable([*attributes, *map(dict.values, self._dicts), *self._others])
+
+    def holds(self, sizes: list[int], values: list[Any]) -> bool:
+        """Return whether places have these sizes and the very same values; raises KeyError if an attribute is gone."""
+        return [*map(len, self._places)] == sizes and all(map(is_, values, self.values()))
 
     def stamps(self) -> list[int]:
         """Return numbers that differ from those of another time where a tensor was written to, as torch counts it."""
@@ -370,21 +374,9 @@ def _is_users(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in _OTHERS_CODE
 
 
-def _in_slot(slot: Any, value: Any) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError:
-        return _MISSING
-
-
 def _held_by(function: FunctionType) -> list[Any]:
-    held = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":  # of super()
-            try:
-                held.append(cell.cell_contents)
-            except ValueError:  # the variable has no value yet
-                held.append(_MISSING)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = [value_in_cell(cell) for name, cell in cells if name != "__class__"]  # a cell that super() uses
     return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
@@ -400,23 +392,18 @@ def _random_of(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else Random(value.getstate, value.setstate)
+        return None if isinstance(value, random.SystemRandom) else ForeignGenerator(value.getstate, value.setstate)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return None
     if isinstance(value, numpy_random.RandomState):
-        return Random(
+        return ForeignGenerator(
             lambda: pickle.dumps(value.get_state(legacy=False)), lambda state: value.set_state(pickle.loads(state))
         )
     bits = value.bit_generator if isinstance(value, numpy_random.Generator) else value
     if not isinstance(bits, numpy_random.BitGenerator):
         return None
-    return Random(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return ForeignGenerator(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
 
 
 def _as_tensor(array: Any) -> torch.Tensor | None:
@@ -441,7 +428,7 @@ def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
 
     def read() -> Sequence[Any]:
         now = how_far(iterator)
-        if now != last[0]:  # else it stays the same object
+        if now != last[0]:  # otherwise it stays the same object
             last[0] = now
         return last
 

@@ -1,16 +1,23 @@
-"""Stages that share a state take turns, in the order in which the model would run micro-batch after micro-batch.
+"""Layers that several stages of a pipe, or several pipes, share: who may write to them, and when.
 
-Stages run concurrently. They may share parameters freely, and tables that forwards read. But what their forwards write
-(running statistics, a scale, a cache) has to be written, and read, by one stage after the other: of one micro-batch
-first, then of the next. So the first of such stages waits with a micro-batch for the last of them to be done with the
-one before, where the schedule allows it (:class:`pymoe.pipe.execution.plan.Plan`); else no forward may write.
+**Stages of a pipe** run concurrently. They may share parameters freely, and tables that forwards read. But what their
+forwards write (running statistics, a scale, a cache) has to be written, and read, by one stage after the other: of one
+micro-batch first, then of the next. So the first of such stages waits with a micro-batch for the last of them to be
+done with the one before, where the schedule allows it (:class:`pymoe.pipe.execution.plan.ActionPlan`); else no forward
+may write. Each step finds out who writes. Stages whose forwards have written nothing in the last step take no turns as
+long as what they share is as it was then, parameters excepted; if one writes nevertheless, the step fails.
 
-Who writes is found out in each step. Stages whose forwards have written nothing in the last step take no turns as long
-as what they share is as it was then, parameters excepted; if one writes nevertheless, the step fails.
+**Steps of several pipes** may run at the same time, in several threads, but then no forward may write to what they
+share. Nobody knows which of them would have come first; updates would be lost, and a step would see what another has
+put back for a recomputation. So the second step compares what they share when it begins and when the first one ends. If
+it has changed, or was put back meanwhile, both steps fail. Steps of one pipe run one after the other anyway, and pipes
+in a stage of another belong to its step.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,14 +26,14 @@ from typing import Any
 from torch import nn
 
 from pymoe.pipe.auxiliary import is_weighted
-from pymoe.pipe.execution.held_state import HeldState, State
-from pymoe.pipe.execution.held_values import Layout
+from pymoe.pipe.execution.held_state import HeldSnapshot, HeldState
+from pymoe.pipe.execution.held_values import HeldLayout
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 """Buffers of layers whose kernels write to buffers behind the version counter's back: batch norms and observers."""
 
 
-def turns_of(layouts: Sequence[Layout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
+def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
     """Return for each stage, given by what its modules hold, its turns; None: it shares nothing.
 
     ``known``: those of an earlier time, which are the same where the same stages share the same.
@@ -35,7 +42,7 @@ def turns_of(layouts: Sequence[Layout], known: Sequence[Turns | None] = ()) -> l
     for number, layout in enumerate(layouts):
         for key in layout.shareable:
             users.setdefault(key, []).append(number)
-    group = list(range(len(layouts)))  # for each stage the least that it shares something with, in steps
+    group = list(range(len(layouts)))  # for each stage the lowest stage that it shares something with, directly or not
     shared = {key: stages for key, stages in users.items() if len(stages) > 1}
     for stages in shared.values():
         joined = {group[stage] for stage in stages}
@@ -56,23 +63,25 @@ def turns_of(layouts: Sequence[Layout], known: Sequence[Turns | None] = ()) -> l
 
 
 class Turns:
-    """Some stages, and the state that they share."""
+    """Orders the forwards of some stages that share a state."""
 
     def __init__(self, stages: Sequence[int], roots: Sequence[tuple[str, Any]]) -> None:
-        """``roots``: modules, containers and tensors, with their names."""
+        """Begin with ``roots``: modules, containers and tensors, with their names."""
         self.stages = tuple(stages)
         self.lock = StageLock()
-        """Held by a forward that may write, and by recomputations: no other stage sees what is put back for these."""
+        """Held by a forward that may write, and by recomputations, so that no other stage sees what is put back for
+        them.
+        """
         self.is_ordered = False
-        """Whether the schedule that runs keeps the order; set by whoever runs it."""
+        """True if the schedule that runs keeps the order. The engine sets it."""
         self._roots = roots
         self._held = HeldState(roots)
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
-        # Auxiliary losses are written to and put back: nobody may see them meanwhile, in whatever order.
+        # Auxiliary losses are written to and put back: no other stage may see them meanwhile, in any order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
-        self._checked: State | None = None  # the state in which forwards were last seen to write nothing
+        self._checked: HeldSnapshot | None = None  # the state in which forwards were last seen to write nothing
 
     def is_like(self, other: Turns) -> bool:
         """Return whether the other's stages are the same, and what they share."""
@@ -89,14 +98,14 @@ class Turns:
         if code != self._code:
             self._code, self._may_write = code, self._may_write_at_first
         elif self._checked is not None or self._wrote:
-            self._may_write = self._wrote or not state.is_but_for_parameters(self._checked)
+            self._may_write = self._wrote or not state.differs_in_parameters_alone(self._checked)
         self._may_write = self._may_write or bool(_writing_unseen(state.layout))
         self._wrote, self._checked = False, None
         return self._may_write
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context in which one of the stages runs a forward.
+        """Let one of the stages run a forward in the block.
 
         Raises:
             RuntimeError: it has written to what is shared, out of turn.
@@ -136,7 +145,7 @@ def _only_reads(root: Any) -> bool:
     return isinstance(root, nn.Parameter)
 
 
-def _writing_unseen(layout: Layout) -> list[nn.Module]:
+def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
     """Return the layers whose kernels are taken to write to them: a look at their buffers would wait for a device."""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
@@ -144,7 +153,7 @@ def _writing_unseen(layout: Layout) -> list[nn.Module]:
 
 
 class StageLock:
-    """A reentrant lock. That of a copied pipe is its own."""
+    """A reentrant lock; a copied pipe has a lock of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -157,3 +166,118 @@ class StageLock:
 
     def __reduce__(self) -> Any:
         return StageLock, ()
+
+
+# Steps of several pipes at the same time.
+
+_lock = threading.RLock()
+_running: list[RunningStep] = []
+_overlaps: list[_Overlap] = []
+_moments = itertools.count(2, 2)  # seen() takes the next number, which is not a power of two: it reads samples alone
+
+
+class RunningStep:
+    """A step, or a part of one, while it runs."""
+
+    def __init__(self, stages: Sequence[HeldState], owner: object) -> None:
+        """Begin a step of the pipe whose threads ``owner`` has."""
+        self.stages = stages
+        self.owner = owner
+        self.conflict: str | None = None
+        """The name of what another step shared at the same time, after one of the two has written to it."""
+
+    def shareable(self) -> dict[Any, tuple[str, Any]]:
+        """Return what other steps may have, too."""
+        found: dict[Any, tuple[str, Any]] = {}
+        for held in self.stages:
+            found.update(held.look().layout.shareable)
+        return found
+
+    def refuse_conflict(self) -> None:
+        """Raise RuntimeError if there was a conflict."""
+        if self.conflict is not None:
+            raise RuntimeError(
+                f"two pipes that ran at the same time, in two threads, share {self.conflict!r}, which was written to "
+                "meanwhile: updates may be lost, and one may have read what the other was about to change. No gradient "
+                "is added. Run them one after the other, or give each layers of its own (copy.deepcopy)"
+            )
+
+
+class _Overlap:
+    """Two steps while both are running, and what they share."""
+
+    def __init__(self, steps: tuple[RunningStep, RunningStep], roots: Sequence[tuple[str, Any]]) -> None:
+        self.steps = steps
+        self._held = HeldState(roots, next(_moments))
+        self._seen = self._held.seen(to_compare=True)
+        layout = self._seen.layout
+        self._names = {id(tensor): layout.name(number) for number, tensor in enumerate(layout.tensors)}
+        self._names.update((id(cell.place), cell.name) for cell in layout.cells)
+
+    def end(self) -> None:
+        """Note that one of the steps has ended."""
+        if names := self._held.changes(self._seen):
+            self.fail(names[0])
+
+    def note(self, exchanged: set[int]) -> None:
+        """Note what was put back for a recomputation: the ids of tensors and containers."""
+        if names := [self._names[one] for one in exchanged if one in self._names]:
+            self.fail(names[0])
+
+    def fail(self, name: str) -> None:
+        for step in self.steps:
+            step.conflict = step.conflict or name
+
+
+@contextmanager
+def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
+    """Let a step run in the block; :meth:`RunningStep.refuse_conflict` is for after it.
+
+    ``around``: the owners of steps that this one is a part of.
+    """
+    step = RunningStep(stages, owner)
+    with _lock:
+        others = [other for other in _running if other.owner not in around]
+        _running.append(step)
+    try:
+        if others:
+            _watch(step, others)
+        yield step
+    finally:
+        with _lock:
+            if step in _running:  # the child of a fork has forgotten it
+                _running.remove(step)
+            mine = [one for one in _overlaps if step in one.steps]
+            _overlaps[:] = [one for one in _overlaps if one not in mine]
+            for overlap in mine:
+                overlap.end()
+
+
+def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
+    mine = step.shareable()
+    for other in others:
+        roots = [root for key, root in other.shareable().items() if key in mine]
+        if roots:
+            with _lock:
+                if other in _running:
+                    _overlaps.append(_Overlap((step, other), roots))
+
+
+def note_put_back(held: HeldState, seen: Any) -> None:
+    """Note that what was seen earlier has been put back, and is no longer."""
+    if _overlaps:
+        exchanged = held.exchanged(seen)
+        with _lock:
+            for overlap in _overlaps:
+                overlap.note(exchanged)
+
+
+def _forget() -> None:
+    """Forget the steps in the child of a fork: their threads are the parent's, and one of them may hold the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _running.clear()
+    _overlaps.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

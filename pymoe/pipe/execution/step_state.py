@@ -1,48 +1,304 @@
-"""One mini-batch on its way through a pipeline, and the loops that perform the actions of a plan for it."""
+"""One mini-batch on its way through a pipeline, and each micro-batch in one stage, from its forward to the end of its
+backward, which may recompute the forward.
+
+Recomputed forwards keep their inputs instead of their graphs. Source: Chen et al., "Training Deep Nets with Sublinear
+Memory Cost" (2016), arXiv 1604.06174. The recomputation draws the same random numbers (from the same stream), sees the
+state that the first run saw (a spectral norm reads what it writes), and leaves the present state unchanged (a batch
+norm would count the micro-batch twice).
+
+The first run also makes a graph, which is released when the run ends: modules may ask for gradients and hooks within
+it, and what they keep from one run to the next (the weights of ``parametrize.cached``, autocast's casts) has its
+history. That takes no more memory at a time than the recomputation will. If the run has changed what cannot be put
+back, or what nobody has copied, the graph is kept.
+"""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import partial
-from itertools import repeat
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
 
-from pymoe._errors import describe_error
-from pymoe._torch_private import profiler_enabled
 from pymoe.autograd import random_streams
-from pymoe.autograd.random_streams import Source as RandomSource
-from pymoe.autograd.random_streams import Stream
-from pymoe.autograd.thread_state import current
+from pymoe.autograd.graph_nodes import version_of
+from pymoe.autograd.isolated_graph import differentiate
+from pymoe.autograd.random_streams import RandomSource, RandomStream, with_stream
+from pymoe.autograd.thread_state import ThreadState, current, in_state
 from pymoe.pipe import context
 from pymoe.pipe.context import MicroBatch
-from pymoe.pipe.execution.activation import Activation
 from pymoe.pipe.execution.gradients import LeafSums, total
-from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, is_fixed, pack, receive
-from pymoe.pipe.execution.plan import Plan, TimedAction, calls_threads
-from pymoe.pipe.execution.recompute import StageRecompute
+from pymoe.pipe.execution.graph import (
+    BoundaryTensor,
+    GradAccumulator,
+    Graph,
+    StageValue,
+    is_fixed,
+    pack,
+    receive,
+    receive_value,
+)
+from pymoe.pipe.execution.held_state import HeldState, Seen
+from pymoe.pipe.execution.shared_layers import Turns, note_put_back
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.schedule import Action, Kind
-from pymoe.pipe.stages import INPUT, Pipeline, Source
+from pymoe.pipe.split_backward import SplitBackward
+from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
-FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # found faster
-_PASSES = {
-    Kind.FORWARD: "the forward pass",
-    Kind.BACKWARD: "the backward pass",
-    Kind.BACKWARD_INPUT: "the backward pass of inputs",
-    Kind.BACKWARD_WEIGHT: "the backward pass of weights",
-}
+
+class Activation(GradAccumulator):
+    """Holds what a micro-batch's forward through one stage leaves for its backward: a graph, or how to recompute one.
+
+    :meth:`forward` runs the stage, for pipelines in one process and across ranks alike. Then :meth:`backward`, or
+    :meth:`backward_input` and :meth:`backward_weight`. All of them need a thread that is
+    :func:`pymoe.pipe.context.in_pipeline`. Gradients of the tensors that the stage sends are added to this object.
+    """
+
+    __slots__ = ("_graph", "_micro_batch", "_position", "_random", "_recomputation", "_split", "_stage", "_state")
+
+    def __init__(
+        self, stage: Stage, micro_batch: MicroBatch, random: RandomSource, position: int, state: ThreadState
+    ) -> None:
+        """Prepare a forward that draws from the stream at ``position`` of the mini-batch's random numbers.
+
+        ``state`` is the state of the thread that asked for the forward; a recomputation runs in it, too.
+        """
+        self.grads = []
+        self._stage = stage
+        self._micro_batch = micro_batch
+        self._random = random
+        self._position = position
+        self._state = state
+        self._graph: Graph | None = None
+        self._recomputation: Recomputation | None = None
+        self._split: SplitBackward | None = None
+
+    def forward(
+        self, received: Sequence[StageValue], graphs: bool, recompute: StageRecompute | None = None
+    ) -> list[StageValue]:
+        """Run the stage's function and return what the stage sends.
+
+        Args:
+            received: the values of the stage's inputs.
+            graphs: there will be a backward; without one nothing is kept.
+            recompute: the stage's; keep the inputs instead of the graph, if there can be a graph. None: keep the graph.
+        """
+        device = self._stage.device
+        if not graphs:
+            arguments = [receive_value(value, device) for value in received]
+            return [pack(output, BoundaryTensor) for output in self._call(self._stream(), self._micro_batch, arguments)]
+        graph, about = Graph(self._stream(), device), self._micro_batch
+        if recompute is not None and recompute.is_useful(received):
+            about, arguments = about.in_run(checkpointing=True), graph.begin(received)
+            with recompute.lock:
+                before = recompute.before(received)
+                outputs = self._call(graph.stream, about, arguments)
+                self._recomputation = recompute.after(received, before)
+            if self._recomputation is not None:
+                graph.close()
+                sent = [pack(output, self._cut_off) for output in outputs]
+                graph.refuse_hidden_tensors(sent)
+                return sent
+        else:
+            outputs = self._call(graph.stream, about, graph.begin(received))
+        self._graph = graph
+        sent = graph.end(outputs, self)
+        self.grads = [None] * len(graph.roots)
+        return sent
+
+    def backward(self, sums: LeafSums, keep: bool = False) -> None:
+        """Run both parts of the backward; gradients of leaves are added to ``sums``. ``keep``: it will run again."""
+        graph = self._graph or self._recompute(keep)
+        edges, leaves, keeps = graph.edges, graph.leaves, keep or not graph.is_compiled
+        found = with_stream(graph.stream, differentiate, graph.roots, self.grads, edges, leaves, graph.entry, keeps)
+        graph.deliver(found)
+        sums.add(leaves, found[len(edges) :])
+        if keep:
+            self.grads = [None] * len(self.grads)
+        else:
+            self.release()
+
+    def backward_input(self) -> None:
+        """Run the first part: gradients for the stages before."""
+        graph = self._graph = self._graph or self._recompute(False)
+        self._split = with_stream(
+            graph.stream, SplitBackward, graph.roots, self.grads, graph.edges, graph.leaves, graph.is_compiled
+        )
+        graph.deliver(self._split.input_gradients)
+
+    def backward_weight(self, sums: LeafSums) -> None:
+        """Run the second part: gradients of leaves, which are added to ``sums``."""
+        graph, split = self._graph, self._split
+        assert graph is not None
+        assert split is not None
+        sums.add(graph.leaves, with_stream(graph.stream, split.weight_gradients))
+        self.release()
+
+    def release(self) -> None:
+        self._graph = self._recomputation = self._split = None
+        self.grads = []
+
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """Return the leaves to which the backward adds; before a recomputation, the parameters of the stage."""
+        if self._graph is not None:
+            return self._graph.leaves
+        modules = () if self._recomputation is None else self._stage.modules
+        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+
+    def _stream(self) -> RandomStream:
+        """Return the random numbers of this forward from their beginning: a recomputation draws the same ones."""
+        return RandomStream(self._random, self._position)
+
+    def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run the stage's function. The way back has no call, since Ctrl-C could come there."""
+        streams, contexts = random_streams.this_thread, context.this_thread
+        outer_stream, streams.stream = streams.stream, stream
+        outer, contexts.micro_batch = contexts.micro_batch, micro_batch
+        try:
+            return self._stage.function(*arguments)
+        finally:
+            contexts.micro_batch, streams.stream = outer, outer_stream
+
+    def _cut_off(self, tensor: torch.Tensor) -> BoundaryTensor:
+        """Return a tensor that is sent, without its graph."""
+        self.grads.append(None)
+        if not tensor.requires_grad:
+            return BoundaryTensor(tensor)
+        return BoundaryTensor(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
+
+    def _recompute(self, again: bool) -> Graph:
+        """Make the graph by running the forward again. ``again``: it will be recomputed once more later."""
+        graph = Graph(self._stream(), self._stage.device)
+        in_state(self._state, self._recompute_forward, graph, again)
+        if len(graph.roots) != len(self.grads):
+            raise RuntimeError(
+                f"a checkpointed stage has returned {len(self.grads)} tensors, and {len(graph.roots)} when it was "
+                "recomputed for its backward pass: it must do the same both times"
+            )
+        return graph
+
+    def _recompute_forward(self, graph: Graph, again: bool) -> None:
+        recomputation = self._recomputation
+        assert recomputation is not None
+        about, received = self._micro_batch.in_run(recomputing=True), recomputation.inputs(again)
+        stage, seen = recomputation.stage, recomputation.seen
+        with stage.lock:
+            try:
+                with stage.held.put_back(seen):
+                    graph.end(self._call(graph.stream, about, graph.begin(received)), self)
+            finally:
+                note_put_back(stage.held, seen)
+
+
+# Recomputation.
+
+
+def recomputed(checkpoint: str, micro_batches: int) -> range:
+    """Return the micro-batches that are recomputed under ``checkpoint="always"``, ``"except_last"`` or ``"never"``."""
+    return range({"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint])
+
+
+_NO_LOCK = nullcontext()
+BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
+"""The tensors that a forward takes, copies of those that earlier forwards have changed, and the state that it sees."""
+
+
+class StageRecompute:
+    """Finds out what the forwards of one stage change, and recomputes them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.turns: Turns | None = None
+        """The turns of the stages that share state with this one; None: it shares nothing. The engine sets it."""
+        self.held = HeldState(("", module) for module in modules)
+        self._modules = modules
+        self._trains = False
+        self._edited: set[int] = set()  # inputs that have been changed in place: these are copied
+
+    def begin_step(self) -> None:
+        """Begin a step; parameters may have been frozen or exchanged since the last one."""
+        self._trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
+
+    def is_useful(self, received: Sequence[StageValue]) -> bool:
+        """Return whether there can be a graph: without one, a forward that keeps it costs no more."""
+        return self._trains or any(
+            type(leaf) is BoundaryTensor and leaf.accumulator is not None for value in received for leaf in value.leaves
+        )
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Return the lock under which first runs and recomputations run; one that does nothing if nothing is shared."""
+        return _NO_LOCK if self.turns is None else self.turns.lock
+
+    def before(self, received: Sequence[StageValue]) -> BeforeRun:
+        """Return what :meth:`after` needs, before the first run of a forward that takes these values."""
+        edited = self._edited
+        taken = [leaf for value in received for leaf in value.leaves if type(leaf) is BoundaryTensor]
+        copies = {number: leaf.tensor.clone() for number, leaf in enumerate(taken) if number in edited}
+        return taken, copies, self.held.before()
+
+    def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
+        """Return how to run a forward again, after its first run; None: its graph is to be kept.
+
+        That is so if it has changed what cannot be put back or what nobody has copied.
+        """
+        edited = self._edited
+        taken, copies, seen = before[0], before[1], self.held.after(before[2])
+        changed = {number for number, leaf in enumerate(taken) if version_of(leaf.tensor) != leaf.version}
+        if not changed <= edited:
+            self._edited = edited | changed
+            return None
+        if seen is None:
+            return None
+        # The stages that have sent what it changes keep what that has become.
+        replaced = {id(taken[number]): _like(taken[number], copies[number]) for number in changed}
+        return Recomputation(received, self, seen, replaced)
+
+
+class Recomputation:
+    """Keeps what a forward needs to be recomputed."""
+
+    __slots__ = ("_edited", "_received", "seen", "stage")
+
+    def __init__(
+        self,
+        received: Sequence[StageValue],
+        stage: StageRecompute,
+        seen: Seen,
+        edited: dict[int, BoundaryTensor],
+    ) -> None:
+        """Keep the inputs; ``edited``: copies from before the first run of those that the forward changes, by id."""
+        self.stage = stage
+        self.seen = seen
+        self._edited = list(edited.values())
+        self._received = _replaced(received, edited) if edited else received
+
+    def inputs(self, again: bool) -> Sequence[StageValue]:
+        """Return the inputs. ``again``: they will be asked for once more."""
+        if again and self._edited:
+            return _replaced(self._received, {id(x): _like(x, x.tensor.clone()) for x in self._edited})
+        return self._received
+
+
+def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
+    return BoundaryTensor(tensor, boundary.accumulator, boundary.number)
+
+
+def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
+    """Return ``values`` with others of their boundary tensors, by the ids of these."""
+    return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
+
+
+_OUT_OF_TURN = nullcontext()
+FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # read faster than attributes
+
+
+# The mini-batch.
 
 
 class StepInputs(GradAccumulator):
-    """The tensors that a step was given and that need gradients."""
+    """Keeps the tensors that a step was given and that need gradients."""
 
     __slots__ = ("_versions", "tensors")
 
@@ -67,7 +323,7 @@ class StepInputs(GradAccumulator):
 
 
 class StepState:
-    """Everything that belongs to one mini-batch: :meth:`perform` does one action of a schedule, on any thread.
+    """Holds everything that belongs to one mini-batch; :meth:`perform` does one action of a schedule, on any thread.
 
     For one micro-batch and stage actions come in the order of the pipeline, for one stage and kind in the order of the
     micro-batches. So all sums are made in an order that threads do not change.
@@ -85,9 +341,9 @@ class StepState:
     ) -> None:
         """Take the values of the pipeline's inputs, whose forwards are recomputed for the micro-batches ``recomputed``.
 
-        ``graphs``: there will be backward passes. ``loss_weights``: the pipeline ends in a loss, in a stage that no
-        schedule has, and the loss of each micro-batch has this gradient; None: it does not. ``around``: the threads of
-        the pipes of which a stage runs this one.
+        ``graphs``: there will be backward passes. ``loss_weights``: the gradients of the micro-batches' losses, in
+        which the pipeline ends, in a stage that no schedule has; None: it does not end in a loss. ``around``: the
+        threads of the pipes that run this one in one of their stages.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
@@ -98,7 +354,7 @@ class StepState:
         self._graphs = graphs
         self._thread_state = current()
         self._random = RandomSource()
-        self.stream_between_actions = Stream(self._random, -1)
+        self.stream_between_actions = RandomStream(self._random, -1)
         self._weights = micro_batches.weights
         self._uses = pipeline.uses
         cross = self.inputs.cross if graphs else BoundaryTensor
@@ -108,14 +364,16 @@ class StepState:
             {source: pack(values[number], cross) for number, source in given} for values in micro_batches.values
         ]
         count = len(self._values)
-        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # of values with several
+        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # by values that are taken several times
         self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
-        self._begun = [0] * len(pipeline.stages)  # forwards, by stage
+        self._begun = [0] * len(pipeline.stages)  # numbers of forwards, by stage
         self._keep = False
         self._loss_weights = loss_weights
-        self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)  # of those in schedules
+        self._last = len(pipeline.stages) - (
+            1 if loss_weights is None else 2
+        )  # the last of the stages that schedules have
         self.readings: list[LossReading | None] = [None] * count
-        """What the graphs of the losses tell; see :func:`pymoe.pipe.loss.with_loss`."""
+        """The readings of the losses' graphs; see :func:`pymoe.pipe.loss.with_loss`."""
         self._losses: list[torch.Tensor | None] = [None] * count
         self._loss_grads: dict[tuple[float, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
         if recomputed:
@@ -158,7 +416,7 @@ class StepState:
         activation = Activation(stage, about, self._random, position, self._thread_state)
         of_stage = self.recompute[number]
         is_recomputed = index in self._recomputed and not is_loss
-        with nullcontext() if of_stage.turns is None else of_stage.turns.forward():
+        with _OUT_OF_TURN if of_stage.turns is None else of_stage.turns.forward():
             sent = activation.forward(received, self._graphs, of_stage if is_recomputed else None)
         if self._graphs:
             self._activations[number][index] = activation
@@ -178,7 +436,7 @@ class StepState:
                 here[source] = value
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
-        """The loss of a micro-batch, whose backward begins with its weight."""
+        """Take the loss of a micro-batch, whose backward begins with its weight."""
         tensor = self._losses[index] = loss.tensor
         if not self._graphs:
             return
@@ -228,12 +486,12 @@ class StepState:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its graphs need none of autograd's own threads, which serve devices."""
+        """Return whether its graphs need none of autograd's own threads, which serve devices."""
         tensors = [*self.inputs.tensors, *(p for s in self._pipeline.stages for m in s.modules for p in m.parameters())]
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
 
     def begin_backward(self, keep: bool) -> None:
-        """The backwards of one of possibly several backward passes begin. ``keep``: there will be another."""
+        """Begin the backwards of one of possibly several backward passes. ``keep``: there will be another."""
         self._keep = keep
         self._sums = [LeafSums() for _ in self._pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)
@@ -246,152 +504,3 @@ class StepState:
         """Let go of all values, graphs and gradients."""
         self._values, self._activations, self._sums = [], [], []
         self.inputs = StepInputs()
-
-
-WAIT_SLICE_S = 0.05
-"""What a signal may come late by: one that comes just before a wait, or to another thread, does not end it."""
-
-
-def _pass(gate: SimpleQueue[None]) -> None:
-    while True:
-        try:
-            return gate.get(timeout=WAIT_SLICE_S)
-        except Empty:
-            pass
-
-
-class PlanRun:
-    """One run of a plan: actions are performed inline as long as they are short, then by the threads of all workers."""
-
-    def __init__(self, plan: Plan, state: StepState) -> None:
-        self._plan = plan
-        self._state = state
-        self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
-        self._process = os.getpid()
-        # When there are several threads: for each action what it gets when one of another worker has ended.
-        self._gates: dict[Action, SimpleQueue[None]] = {}
-        self._stopped: SimpleQueue[None] = SimpleQueue()  # has something once no further action is to start
-        self._stop: Callable[[], object] | None = None
-        self._began = time.perf_counter()
-        self._timed: list[TimedAction] = []
-        self._done: frozenset[Action] = frozenset()  # inline, before there were several threads
-        self._error: BaseException | None = None
-        self._failing = threading.Lock()
-
-    def run_inline(self, to_the_end: bool) -> bool:
-        """Perform actions on this thread as long as they are short, or all of them; True if nothing is left to do."""
-        plan = self._plan
-        if plan.policy.uses_threads and not to_the_end:
-            return False
-        self.perform_actions(plan.in_order, None if to_the_end else [])
-        self._done = frozenset([action for action, _, _ in self._timed])
-        return self._error is not None or len(self._timed) == len(plan.in_order)
-
-    def begin_threads(self) -> Callable[[], object]:
-        """Go on with the threads of all workers, each of which performs its :meth:`actions_of`.
-
-        Returns what stops them: no further action starts, and nobody waits. It may be called any number of times, and
-        no Ctrl-C can come before it has done all that, since nothing in it is Python.
-        """
-        self._gates = {action: SimpleQueue() for action in self._plan.awaited}
-        # What is left of the one iterator is what has not been told yet; once all are told, it is used up.
-        tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
-        stop: Callable[[], object] = partial(deque, tell, 0)
-        self._stop = stop
-        return stop
-
-    def actions_of(self, worker: int) -> Iterator[Action]:
-        """The actions of a worker that are left, each when it can start.
-
-        Raises:
-            RuntimeError: the process is a fork of the one that began the run.
-        """
-        plan, gates, stopped = self._plan, self._gates, self._stopped
-        for action in plan.orders[worker]:
-            if self._process != os.getpid():
-                raise RuntimeError("a step cannot go on in a fork: its workers exist only in the parent process")
-            for _ in plan.awaited.get(action, ()):
-                _pass(gates[action])
-                if not stopped.empty():
-                    return
-            if not stopped.empty():
-                return
-            if action not in self._done:
-                yield action
-            for waiting in plan.waiting.get(action, ()):
-                gates[waiting].put(None)
-
-    def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
-        """Perform actions on this thread, in this order. Raises nothing; an error ends the run.
-
-        ``long``: note the times of long actions there, and stop when they call for threads. None: do not stop.
-        """
-        perform, timed = self._perform, self._timed
-        assert perform is not None
-        clock = time.perf_counter
-        action = None
-        streams, contexts = random_streams.this_thread, context.this_thread
-        outer_stream, outer = streams.stream, contexts.micro_batch
-        context.count_threads(1)
-        try:
-            streams.stream = self._state.stream_between_actions
-            if outer_stream is None:
-                random_streams.begin_drawing()
-            for action in actions:
-                start = clock()
-                perform(action)
-                end = clock()
-                timed.append((action, start, end))
-                if long is not None and calls_threads(long, end - start):
-                    break
-                action = None
-        except BaseException as error:
-            self.fail(error, action)
-        finally:  # first what no Ctrl-C can come before: no call
-            contexts.micro_batch, streams.stream = outer, outer_stream
-            if outer_stream is None:
-                random_streams.end_drawing()
-            context.count_threads(-1)
-
-    def fail(self, error: BaseException, action: Action | None) -> None:
-        """Stop the run; the first error is the one that is raised."""
-        with self._failing:
-            if self._error is None:
-                self._error = error
-                note = _place(action)
-            else:
-                note = f"{_place(action)} failed, too: {describe_error(error)}"
-            if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
-                self._error.add_note(note)
-        if self._stop is not None:
-            self._stop()
-
-    def outcome(self) -> list[TimedAction]:
-        """Return when each action started and ended, in any order, after the end of the run.
-
-        Raises:
-            BaseException: what an action has raised first, with a note of stage and micro-batch.
-        """
-        error, self._error, self._perform = self._error, None, None
-        if error is None:
-            seconds = time.perf_counter() - self._began
-            if self._stop is None:
-                self._plan.policy.saw_inline(seconds)
-            else:
-                self._plan.policy.saw_threads(seconds, [end - start for _, start, end in self._timed])
-            return self._timed
-        try:
-            raise error
-        finally:
-            del error
-
-    def _in_range(self, action: Action) -> None:
-        """Perform an action in a range of the profile."""
-        with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
-            self._state.perform(action)
-
-
-def _place(action: Action | None) -> str:
-    if action is None:
-        return "between two micro-batches"
-    return f"in {_PASSES[action.kind]} of stage {action.stage}, micro-batch {action.micro_batch}"

@@ -13,18 +13,28 @@ of inputs (I) and that of weights (W). :func:`build` makes a :class:`Schedule` b
     python -m pymoe.pipe.schedules 1f1b zero-bubble --stages 4 --micro-batches 8
 """
 
-# The order of these imports is the order of the names.
-from pymoe.pipe.schedules.gpipe import gpipe  # isort: skip
-from pymoe.pipe.schedules.one_forward_one_backward import one_forward_one_backward  # isort: skip
-from pymoe.pipe.schedules.interleaved import interleaved_one_forward_one_backward  # isort: skip
-from pymoe.pipe.schedules.zero_bubble import zero_bubble  # isort: skip
-
+from pymoe.pipe.schedules.builders import (
+    build,
+    gpipe,
+    interleaved_one_forward_one_backward,
+    names,
+    one_forward_one_backward,
+    options,
+    register,
+    zero_bubble,
+)
 from pymoe.pipe.schedules.pictures import png, text
-from pymoe.pipe.schedules.record import Record, Span, as_run, mean_times
-from pymoe.pipe.schedules.registry import build, names, options, register
-from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError, live_counts, peak_live
-from pymoe.pipe.schedules.simulate import Times, simulate
-from pymoe.pipe.schedules.validate import run, validate
+from pymoe.pipe.schedules.record import Record, Span, Times, as_run, mean_times, simulate
+from pymoe.pipe.schedules.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    live_counts,
+    peak_live,
+    run,
+    validate,
+)
 
 __all__ = [
     "Action",

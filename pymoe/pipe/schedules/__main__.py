@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     top = argparse.ArgumentParser(
         prog="python -m pymoe.pipe.schedules",
         description="Simulate pipeline schedules: what every worker does when, bubbles, and live activations.",
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """The schedule ``name``, simulated. Of several schedules each gets the options that it has."""
+    """Return the schedule ``name``, simulated. Of several schedules each gets the options that it has."""
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:
@@ -63,7 +63,7 @@ def plan(name: str, chosen: argparse.Namespace) -> Record:
 
 
 def times(argument: str) -> Times:
-    """``1,2,1`` as the times of forward, backward of inputs and backward of weights."""
+    """Return ``1,2,1`` as the times of forward, backward of inputs and backward of weights."""
     try:
         forward, backward_input, backward_weight = map(float, argument.split(","))
         return Times(forward, backward_input, backward_weight)

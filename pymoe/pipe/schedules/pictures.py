@@ -21,12 +21,12 @@ NAMES = {
     Kind.BACKWARD_INPUT: "backward of inputs",
     Kind.BACKWARD_WEIGHT: "backward of weights",
 }
-MOST_LABELS = 1000
+MAX_LABELS = 1000
 """With more actions than this the labels are left out."""
 
 
 def label(record: Record, span: Span) -> str:
-    """``F5``; where workers have several stages ``F5b``, the letter counting them from a to z."""
+    """Return ``F5``; where workers have several stages ``F5b``, with a letter that counts them from a to z."""
     stage, micro_batch, kind = span.action
     earlier = record.placement[:stage].count(record.placement[stage])
     several = len(record.placement) > record.workers
@@ -34,7 +34,7 @@ def label(record: Record, span: Span) -> str:
 
 
 def text(record: Record, width: int | None = None) -> str:
-    """A line for every worker, ``width`` characters at most; None: as wide as the labels need, 160 at most.
+    """Return a line for every worker, ``width`` characters at most; None: as wide as the labels need, 160 at most.
 
     An action is drawn as its label, filled up with dashes. Where that does not fit its letter stands alone, and what
     is shorter than half a character is not seen. Blanks are bubbles.
@@ -81,7 +81,7 @@ def png(file: str | Path, *records: Record) -> Path:
     for axes, record in zip(grid[:, 0], records, strict=True):
         shown += [kind for kind in _draw(axes, record) if kind not in shown]
     grid[-1, 0].set_xlim(0, max(record.makespan for record in records) or 1)
-    units = {record.unit for record in records if record.unit}  # those without are on the same scale
+    units = {record.unit for record in records if record.unit}  # records without a unit are on the same scale
     grid[-1, 0].set_xlabel(f"time ({units.pop() if len(units) == 1 else 'in the unit of the given times'})")
     from matplotlib.patches import Patch
 
@@ -93,8 +93,8 @@ def png(file: str | Path, *records: Record) -> Path:
 
 
 def _draw(axes: Any, record: Record) -> list[Kind]:
-    """One record; a later (virtual) stage of a worker is darker. Returns the kinds that occur."""
-    with_labels = sum(map(len, record.spans)) <= MOST_LABELS
+    """Draw one record; a later (virtual) stage of a worker is darker. Return the kinds that occur."""
+    with_labels = sum(map(len, record.spans)) <= MAX_LABELS
     seen: dict[tuple[Kind, int], None] = {}
     for worker, order in enumerate(record.spans):
         own = [stage for stage, home in enumerate(record.placement) if home == worker]

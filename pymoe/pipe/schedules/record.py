@@ -1,15 +1,15 @@
-"""When every action started and ended, planned or as run, and what follows from it."""
+"""When every action starts and ends, simulated or as run, and what follows from it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, peak_live
+from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, peak_live, run
 
 
 class Span(NamedTuple):
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """The time that it took."""
+        """Return the time that it took."""
         return self.end - self.start
 
 
@@ -34,7 +34,7 @@ class Record:
     """The worker of every stage."""
     spans: tuple[tuple[Span, ...], ...]
     unit: str = ""
-    """Of times: "s", say. Empty: that of whatever times they were made of."""
+    """The unit of times: "s", say. Empty: that of whatever times they were made of."""
 
     def __repr__(self) -> str:
         actions, time = sum(map(len, self.spans)), f"{self.makespan:.4g} {self.unit}".strip()
@@ -42,54 +42,56 @@ class Record:
 
     @property
     def workers(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
         return len(self.spans)
 
     @cached_property
     def makespan(self) -> float:
-        """The time until the last action has ended."""
+        """Return the time until the last action has ended."""
         return max((order[-1].end for order in self.spans if order), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that every worker works."""
+        """Return the time that every worker works."""
         return tuple(sum(span.duration for span in order) for order in self.spans)
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
-        """For every worker, the share of the makespan in which it waits: 0 to 1."""
+        """Return, for every worker, the share of the makespan in which it waits: 0 to 1."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def mean_bubble(self) -> float:
-        """The share of all workers' time that is spent waiting."""
+        """Return the share of all workers' time that is spent waiting."""
         return sum(self.bubble) / self.workers
 
     @property
     def ideal(self) -> float:
-        """The makespan if no worker ever waited: the work of the busiest. No order of these actions takes less."""
+        """Return the makespan if no worker ever waited: the work of the busiest. No order takes less."""
         return max(self.busy)
 
     @property
     def speed_up(self) -> float:
-        """How much longer one worker would need for all of it."""
+        """Return how much longer one worker would need for all of it."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """For every worker, the most activations it holds at once; :func:`live_counts` says what is held how long."""
+        """Return, for every worker, the most activations that it holds at once; :func:`live_counts` says what is held
+        how long.
+        """
         return tuple(peak_live(span.action for span in order) for order in self.spans)
 
     @cached_property
     def peak_live_of_stages(self) -> tuple[int, ...]:
-        """The same for every stage by itself, where a worker has several."""
+        """Return the same for every stage by itself, where a worker has several."""
         return tuple(
             peak_live(span.action for span in self.spans[worker] if span.action.stage == stage)
             for stage, worker in enumerate(self.placement)
         )
 
     def peak_memory(self, kept: float = 1.0) -> tuple[float, ...]:
-        """For every worker, the most memory it holds at once, in activations, where the backward of inputs
+        """Return, for every worker, the most memory that it holds at once, in activations, where the backward of inputs
         already frees a part and ``kept``, 0 to 1, is what the backward of weights still needs.
         """
         peaks = []
@@ -159,3 +161,72 @@ def mean_times(record: Record) -> Callable[[Action], float]:
             durations[span.action.stage, span.action.kind].append(span.duration)
     means = {what: sum(values) / len(values) for what, values in durations.items()}
     return lambda action: means[action.stage, action.kind]
+
+
+# Simulation.
+
+Duration = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The duration of every action: a number, or a sequence with one number for every stage."""
+
+    forward: Duration = 1.0
+    backward_input: Duration = 1.0
+    backward_weight: Duration = 1.0
+    backward: Duration | None = None
+    """The time of a backward done at once; None: that of its two parts together."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a time below 0."""
+        for field in fields(self):
+            given = getattr(self, field.name)
+            for duration in given if isinstance(given, Sequence) else (0.0 if given is None else given,):
+                if not duration >= 0:
+                    raise ValueError(f"{field.name} must take 0 or longer, got {duration}")
+
+    def __call__(self, action: Action) -> float:
+        """Return the duration of ``action``."""
+        stage, _, kind = action
+        if kind is Kind.BACKWARD and self.backward is None:
+            return _of(self.backward_input, stage) + _of(self.backward_weight, stage)
+        return _of(getattr(self, kind.name.lower()), stage)
+
+
+def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
+    """Return when every action starts and ends if every worker keeps its order and starts actions as soon as it can.
+
+    ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
+    weights), or any function of the action. What another worker has to send arrives ``communication`` after its end and
+    keeps neither of the two from working. Raises :class:`ScheduleError` if the schedule is not valid, ValueError for a
+    time below 0.
+    """
+    times = Times() if times is None else times
+    unit = "forwards of a stage" if times == Times() else ""
+    if not communication >= 0:
+        raise ValueError(f"communication must take 0 or longer, got {communication}")
+    ends: dict[Action, float] = {}
+    free = [0.0] * schedule.workers
+    spans: list[list[Span]] = [[] for _ in free]
+    for worker, action, dependencies in run(schedule):
+        start = free[worker]
+        for needed in dependencies:
+            arrives = ends[needed]
+            if schedule.placement[needed.stage] != worker:
+                arrives += communication
+            start = max(start, arrives)
+        duration = times(action)
+        if not duration >= 0:
+            raise ValueError(f"action {action} must take 0 or longer, got {duration}")
+        free[worker] = ends[action] = start + duration
+        spans[worker].append(Span(action, start, ends[action]))
+    return Record(schedule.name, schedule.placement, tuple(map(tuple, spans)), unit)
+
+
+def _of(duration: Duration, stage: int) -> float:
+    if isinstance(duration, (float, int)):
+        return duration
+    if stage >= len(duration):
+        raise ValueError(f"times for {len(duration)} stages, none for stage {stage}")
+    return duration[stage]

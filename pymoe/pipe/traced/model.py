@@ -1,34 +1,40 @@
-"""A captured model as the stages of a pipeline."""
+"""A captured model as the stages of a pipeline, captured and split again for every mode."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.capture import Captured
-from pymoe.pipe.capture.arguments import Arguments, Like
+from pymoe.pipe.capture import Captured, capture
+from pymoe.pipe.capture.arguments import Arguments, InputChecks, Like
+from pymoe.pipe.capture.capture import CONSTANT, all_nodes
 from pymoe.pipe.capture.errors import stack_level
-from pymoe.pipe.capture.graph import CONSTANT
 from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.input_checks import InputChecks
 from pymoe.pipe.capture.opaque import Computed
-from pymoe.pipe.devices import place
 from pymoe.pipe.execution.shared_layers import StageLock
+from pymoe.pipe.loss import find_loss
 from pymoe.pipe.micro_batches import MicroBatches, Whole
-from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import Pipeline, Stage
-from pymoe.pipe.structure import Structure
-from pymoe.pipe.traced.graph_passes import modules_as_arguments
-from pymoe.pipe.traced.losses import find_loss
-from pymoe.pipe.traced.partition import Partition, StageGraph, partition
-from pymoe.pipe.traced.shared_state import Spec, State, by_first_name
+from pymoe.pipe.stages import Pipeline, Stage, StagedModel, Structure, place
+from pymoe.pipe.traced.partition import (
+    Partition,
+    SharedState,
+    Spec,
+    StageGraph,
+    by_first_name,
+    compute_nodes,
+    modules_as_arguments,
+    partition,
+    split_regions,
+)
+from pymoe.pipe.traced.split_points import SplitPoint, is_marker, mark, marked
 from pymoe.pipe.traced.stage_module import StageModule, has, populate
 
 
@@ -57,11 +63,11 @@ class TracedModel(StagedModel):
         self._trace = trace
         self._multi_use = by_first_name(multi_use, module)
         self._variants: list[_Variant] = []
-        self._changes = 0  # how often it was captured again, but for modes
-        self._uses: list[dict[str, None]] = []  # of every stage, in any mode
+        self._changes = 0  # how often it was captured again, not counting changes of modes
+        self._uses: list[dict[str, None]] = []  # names that every stage uses, in any mode
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
-        self._is_chosen = False  # for the call whose micro-batches were made last
+        self._is_chosen = False  # true once micro-batches were made for a call
         self._one_at_a_time = StageLock()  # threads that find that it must be captured again
         first = trace(module, args, kwargs)
         self._now = self._add(first)
@@ -70,18 +76,18 @@ class TracedModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline of the model as it is now, or as it was for the micro-batches that have just been made."""
+        """Return the pipeline of the present model, or of the model for which micro-batches have just been made."""
         is_chosen, self._is_chosen = self._is_chosen, False
         return self._now.pipeline if is_chosen else self._choose().pipeline
 
     @property
     def loss(self) -> int | None:
-        """Which of the pipeline's outputs is the loss."""
+        """Return which of the pipeline's outputs is the loss."""
         return self._now.loss
 
     @property
     def has_loss(self) -> bool:
-        """Whether the user has said where it is."""
+        """Return whether the user has said where it is."""
         return self.loss_spec is not None
 
     def micro_batches(
@@ -112,7 +118,7 @@ class TracedModel(StagedModel):
         return self.parts[stage].code(self._choose().number)
 
     def _choose(self, leaves: Sequence[Any] | None = None) -> _Variant:
-        """Return the capture that holds by now, a new one if there is none."""
+        """Return the capture that holds now, a new one if there is none."""
         if self._structure.has_changed() or self._now.guards.broken(leaves) is not None:
             with self._one_at_a_time:
                 self._structure.refuse_edited_stages()
@@ -181,7 +187,7 @@ class TracedModel(StagedModel):
         graph, number = captured.graph.graph, len(self._variants)
         modules_as_arguments(graph)
         parameters = frozenset(name for name, _ in self.module.named_parameters())
-        state = State(parameters, self._multi_use, apart=len(set(self.devices)) > 1)
+        state = SharedState(parameters, self._multi_use, apart=len(set(self.devices)) > 1)
         made = partition(graph, state, self.devices)
         self._check_number(len(made.stages))
         if not self.parts:
@@ -264,4 +270,108 @@ class _Variant:
     pipeline: Pipeline
     loss: int | None
     structure: Structure
-    """What ``pipeline`` was made for."""
+    """The structure that ``pipeline`` was made for."""
+
+
+# Captures, cut at the same places in every mode.
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+Key = tuple[str, str, int]
+
+
+@dataclass
+class Trace:
+    """Captures a model, with markers at its stage boundaries."""
+
+    split_spec: Mapping[str, SplitPoint] | None
+    split_policy: SplitPolicy | None
+    dynamic_shapes: Any
+    opaque: Sequence[type[nn.Module] | str]
+    _chosen: list[list[Key]] | None = None
+    """The keys of the nodes after every boundary of a policy."""
+    _wanted: int | None = None
+    """The number of stages that the policy is to make, if it says so."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """Capture the model in its present mode.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            TypeError: the policy does not return a graph module.
+            ValueError: a module that the specification names does not exist, or is not called.
+        """
+        spec = self.split_spec or {}
+        module = marked(module, spec) if spec else module
+        captured = capture(module, args, kwargs, dynamic_shapes=self.dynamic_shapes, opaque=self.opaque)
+        split_regions(captured.graph.graph)
+        if spec:
+            _check_calls(captured.graph, spec)
+        if self._chosen is not None:
+            _mark_again(captured.graph.graph, self._chosen)
+        elif self.split_policy is not None:
+            self._wanted = getattr(self.split_policy, "stages", None)
+            changed = self.split_policy(captured.graph)
+            if not isinstance(changed, fx.GraphModule):
+                raise TypeError(
+                    f"split_policy: expected a torch.fx.GraphModule as its result, got {type(changed).__name__}"
+                )
+            object.__setattr__(captured, "graph", changed)
+            self._chosen = _boundaries(changed.graph)
+            self.split_policy = None  # other modes are split at the same places
+        return captured
+
+    def why_one_stage(self) -> str | None:
+        """Return why a model for which several stages were requested is one; None if none were."""
+        ends = "at the beginning or the end of what the model computes, where they make no stages"
+        if self.split_spec:
+            return f"all split points of split_spec ({', '.join(self.split_spec)}) are {ends}"
+        if self._chosen is None or self._wanted == 1:
+            return None
+        if self._chosen:
+            return f"all boundaries that split_policy has inserted are {ends}"
+        return (
+            "split_policy has inserted no boundary: pymoe.pipe.mark_boundary(node) inserts one before a node, and the "
+            "policy returns the graph module in which it did so"
+        )
+
+
+def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
+    """Refuse split points at modules that are never called, which would make no boundary."""
+    called = {path for node in all_nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    for name in spec:
+        if name and name not in called:
+            raise ValueError(f"split_spec: the model's forward does not call {name!r}")
+
+
+def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
+    """Return names of nodes that captures in other modes share: module, operator, and the count of both so far."""
+    seen: Counter[tuple[str, str]] = Counter()
+    keys = []
+    for node in nodes:
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        pair = (stack[-1][0] if stack else "", str(node.target))
+        keys.append((*pair, seen[pair]))
+        seen[pair] += 1
+    return keys
+
+
+def _boundaries(graph: fx.Graph) -> list[list[Key]]:
+    nodes = compute_nodes(graph)
+    key_of = dict(zip(nodes, _keys(nodes), strict=True))
+    found: list[list[Key]] = []
+    for node in graph.nodes:
+        if is_marker(node):
+            found.append([])
+        elif node in key_of:
+            for after in found:
+                after.append(key_of[node])
+    return found
+
+
+def _mark_again(graph: fx.Graph, boundaries: Sequence[Sequence[Key]]) -> None:
+    nodes = compute_nodes(graph)
+    node_of = dict(zip(_keys(nodes), nodes, strict=True))
+    for keys in boundaries:
+        node = next((node_of[key] for key in keys if key in node_of), None)
+        if node is not None:
+            mark(graph, node)

@@ -1,21 +1,27 @@
-"""Partition a captured graph at its stage boundaries: one graph a stage, and the edges between them."""
+"""Partition a captured graph at its stage boundaries: one graph a stage, and the edges between them.
+
+Before that, boundaries leave the regions that they are in, and opaque modules become arguments of the nodes that call
+them. Parameters and buffers that several stages use are replicated or transmitted, as the user says, and as nodes
+change them in place.
+"""
 
 from __future__ import annotations
 
+import copy
+import enum
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from pymoe._torch_private import OpOverload
-from pymoe.pipe.capture.graph import CONSTANT
-from pymoe.pipe.capture.opaque import Computed
+from pymoe.pipe.capture.capture import CONSTANT, Region
+from pymoe.pipe.capture.opaque import Computed, OpaqueModule
 from pymoe.pipe.stages import INPUT, Source
-from pymoe.pipe.traced.shared_state import Aliases, State
-from pymoe.pipe.traced.split_points import is_marker
+from pymoe.pipe.traced.split_points import is_marker, mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +42,12 @@ class Partition:
 
     stages: tuple[StageGraph, ...]
     outputs: tuple[Source, ...]
-    """Of the model's output leaves those that are computed."""
+    """Sources of the model's output leaves that are computed."""
     leaves: tuple[Any, ...]
     """The model's output leaves; ``Computed`` stands for the next of ``outputs``."""
 
 
-def partition(graph: fx.Graph, state: State, devices: Sequence[torch.device | None] = ()) -> Partition:
+def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None] = ()) -> Partition:
     """Partition a captured graph at its markers.
 
     Every value comes straight from the stage that computes it; one that is changed in place, from the last that does.
@@ -55,7 +61,7 @@ def partition(graph: fx.Graph, state: State, devices: Sequence[torch.device | No
 
 
 class _Partitioner:
-    def __init__(self, graph: fx.Graph, state: State, devices: Sequence[torch.device | None]) -> None:
+    def __init__(self, graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None]) -> None:
         self._graph = graph
         self._aliases = Aliases(graph)
         self._numbers = _stage_numbers(graph)
@@ -110,7 +116,7 @@ class _StageBuilder:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[fx.Node, Source] = {}  # nodes of the whole graph
         self._given: dict[fx.Node, int] = {}
-        self._end: fx.Node | None = None  # of the placeholders
+        self._end: fx.Node | None = None  # the last placeholder
         self._state: list[str] = []
 
     def has(self, node: fx.Node) -> bool:
@@ -199,7 +205,7 @@ class _StageBuilder:
 
 
 def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the stage of every call in the graph but the markers, from 0 up.
+    """Return the stage of every call in the graph except for markers, from 0 up.
 
     Markers end stages, and those with nothing between them are one: no stage is empty.
     """
@@ -264,4 +270,294 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
         is_source = node.op == "placeholder" or (node.op == "get_attr" and not str(node.target).startswith(CONSTANT))
         if is_source or found.intersection(node.all_input_nodes):
             found.add(node)
+    return found
+
+
+# Rewrites of a captured graph before it is partitioned.
+
+
+def split_regions(graph: fx.Graph) -> None:
+    """Split regions, blocks without gradients or in autocast, at the markers inside, which then stand between them."""
+    for node in list(graph.nodes):
+        if isinstance(node.target, Region):
+            split_regions(node.target.graph.graph)
+            if any(is_marker(inner) for inner in node.target.graph.graph.nodes):
+                _split_region(graph, node, node.target)
+
+
+def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
+    """Put several regions, with markers between them, where one was."""
+    block = region.graph.graph
+    # What stands in the outer graph for nodes of the block.
+    outside: dict[fx.Node, Any] = dict(zip(block.find_nodes(op="placeholder"), node.args, strict=True))
+    for number, segment in enumerate(_segments(block)):
+        if number:
+            mark(graph, node)
+        if segment:
+            _insert_region(graph, node, region, segment, outside)
+    results: Any = block.output_node().args[0]
+    for user in list(node.users):  # each takes one of the results
+        result = results[user.args[1]]
+        user.replace_all_uses_with(outside[result])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _insert_region(
+    graph: fx.Graph, before: fx.Node, region: Region, segment: list[fx.Node], outside: dict[fx.Node, Any]
+) -> None:
+    """Insert a region of some of the nodes, and add what it gives to ``outside``."""
+    inside = set(segment)
+    taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
+    given = [node for node in segment if any(user not in inside for user in node.users)]
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in taken:
+        copies[source] = part.placeholder(source.name)
+        copies[source].meta = dict(source.meta)
+    for node in segment:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output([copies[node] for node in given])
+    target = Region(region.__name__, fx.GraphModule({}, part), region.grad, region.autocast)
+    with graph.inserting_before(before):
+        call = graph.call_function(target, tuple(outside[source] for source in taken))
+        call.meta = {key: value for key, value in segment[0].meta.items() if key != "val"}
+        for number, node in enumerate(given):
+            outside[node] = graph.call_function(operator.getitem, (call, number))
+            outside[node].meta = dict(node.meta)
+
+
+def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Yield the nodes between markers."""
+    segment: list[fx.Node] = []
+    for node in block.nodes:
+        if is_marker(node):
+            yield segment
+            segment = []
+        elif node.op not in ("placeholder", "output"):
+            segment.append(node)
+    yield segment
+
+
+class ModuleCall:
+    """The target of a node: takes a module and the computed leaves of its arguments, returns those of its result."""
+
+    def __init__(self, call: OpaqueModule) -> None:
+        self.__name__ = call.__name__
+        self._call = copy.copy(call)  # how leaves become arguments, without the module
+        self._call.function = self._call.module = None  # type: ignore[assignment]
+
+    def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
+        return self._call.call(module, computed)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def modules_as_arguments(graph: fx.Graph) -> None:
+    """Let ``get_attr`` fetch the opaque modules that a graph calls, so that they are part of a stage's state.
+
+    Raises:
+        ValueError: the whole model is opaque.
+    """
+    for node in list(graph.nodes):
+        paths = _convert(node)
+        if "" in paths:
+            raise ValueError("opaque: the whole model is opaque and cannot be split: list modules inside it")
+        for path in paths:
+            with graph.inserting_before(node):
+                _give(node, graph.get_attr(path))
+
+
+def _give(node: fx.Node, module: fx.Node) -> None:
+    node.args = (module, *node.args) if isinstance(node.target, ModuleCall) else (*node.args, module)
+
+
+def _convert(node: fx.Node) -> list[str]:
+    """Make the node take modules as arguments, a call before and a region after the others; return their paths."""
+    target = node.target
+    if isinstance(target, OpaqueModule):
+        node.target = ModuleCall(target)
+        return [target.path]
+    if not isinstance(target, Region):
+        return []
+    block = target.graph.graph
+    found = []
+    for inner in list(block.nodes):
+        for path in _convert(inner):
+            last = block.find_nodes(op="placeholder")
+            with block.inserting_after(last[-1]) if last else block.inserting_before():
+                module = block.placeholder(f"module_{path.replace('.', '_')}")
+            _give(inner, module)
+            found.append(path)
+    if found:
+        target.graph.recompile()
+    return found
+
+
+# Parameters and buffers that several stages use.
+
+
+class MultiUseParameterConfig(enum.Enum):
+    """Says how several stages share one parameter.
+
+    In one process a replicated parameter is one object, in the stages that use it; across processes it is a copy in
+    each, and their gradients are summed.
+    """
+
+    TRANSMIT = 1
+    """The first stage that uses it holds it, and sends its value to the others, which send gradients back."""
+    REPLICATE = 2
+    """Every stage that uses it holds it."""
+
+
+MultiUseParamSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
+"""One for all parameters, or for some by qualified name."""
+Spec = MultiUseParamSpec | None
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """Keeps what is known about the parameters and buffers of a graph."""
+
+    parameters: frozenset[str]
+    """Names of those that are parameters."""
+    spec: Spec
+    """One for all parameters, or by name."""
+    apart: bool = False
+    """True if stages are on different devices: parameters absent from ``spec`` are transmitted, else replicated."""
+
+    def transmitted(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], aliases: Aliases) -> dict[fx.Node, int]:
+        """Return the parameters and buffers whose values are transmitted between stages, and the stage that holds each.
+
+        Raises:
+            ValueError: a buffer is changed in a later stage than it is read in.
+        """
+        found = {}
+        default = MultiUseParameterConfig.TRANSMIT if self.apart else MultiUseParameterConfig.REPLICATE
+        for node in graph.find_nodes(op="get_attr"):
+            users = sorted({stage_of[user] for user in node.users if user in stage_of})
+            if len(users) < 2:
+                continue
+            if node.target in self.parameters:
+                spec = self.spec.get(str(node.target)) if isinstance(self.spec, Mapping) else self.spec
+                is_sent = (spec or default) is MultiUseParameterConfig.TRANSMIT
+            else:
+                is_sent = _is_changed(node, users, stage_of, aliases)
+            if is_sent:
+                found[node] = users[0]
+        return found
+
+
+def by_first_name(spec: Spec, model: nn.Module) -> Spec:
+    """Return the specification by the names that captured graphs use: of a shared parameter the first.
+
+    Raises:
+        TypeError: it is neither a configuration nor a mapping to such.
+        ValueError: the model has no parameter of a name.
+    """
+    if spec is None or isinstance(spec, MultiUseParameterConfig):
+        return spec
+    if not isinstance(spec, Mapping) or not all(isinstance(use, MultiUseParameterConfig) for use in spec.values()):
+        raise TypeError(
+            f"multi_use_param_spec: expected a MultiUseParameterConfig or a dict of them by name, got {spec!r}"
+        )
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := [name for name in spec if name not in every]:
+        raise ValueError(f"multi_use_param_spec: the model has no parameter {unknown[0]!r}")
+    return {first[id(every[name])]: use for name, use in spec.items()}
+
+
+def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
+    """Return whether one stage changes the buffer and later ones read it: they then get its value of that time."""
+    writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
+    if not writers or writers == users:
+        return False  # stages that all change it take turns
+    if writers == users[:1]:
+        return True
+    raise ValueError(
+        f"the buffer {node.target!r} is used by stages {users} and changed by {writers}: the next micro-batch would "
+        "read it before this one has changed it. Move the stage boundaries so that one stage has all of its uses"
+    )
+
+
+class Aliases:
+    """Finds the tensors that the nodes of a graph change in place, and views of others, by the operators' schemas.
+
+    The base of a view is the node whose tensor's memory it shares.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._bases: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}  # nodes that write, by base
+        for node in graph.nodes:
+            if (viewed := _viewed(node)) is not None:
+                self._bases[node] = self.base(viewed)
+            for written in _written(node):
+                self._writers.setdefault(self.base(written), []).append(node)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """Return the node whose memory this one's tensor shares; itself for a tensor of its own."""
+        return self._bases.get(node, node)
+
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that change its tensor, in their order."""
+        return self._writers.get(self.base(node), [])
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the arguments that the node changes in place."""
+    if isinstance(node.target, OpOverload):
+        for argument, value in _arguments(node):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes(value)
+    elif isinstance(node.target, Region):
+        block = node.target.graph.graph
+        aliases = Aliases(block)
+        for placeholder, value in zip(block.find_nodes(op="placeholder"), node.args, strict=False):
+            if aliases.writers(placeholder):
+                yield from _nodes(value)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose memory the result of this node shares."""
+    if node.target is operator.getitem:
+        first = node.args[0]
+        return _out_of_block(first, node.args[1]) if isinstance(first, fx.Node) else None
+    if not isinstance(node.target, OpOverload):
+        return None
+    returned = [info for result in node.target._schema.returns if (info := result.alias_info) is not None]
+    if not returned:
+        return None
+    names = set(returned[0].before_set)
+    for argument, value in _arguments(node):
+        if argument.alias_info is not None and names & set(argument.alias_info.before_set):
+            return next(iter(_nodes(value)), None)
+    return None
+
+
+def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
+    """Return the argument of a region that is its output ``number``, if one is; else the region."""
+    if not isinstance(node.target, Region):
+        return node
+    block = node.target.graph.graph
+    outputs = block.output_node().args[0]
+    result = outputs[number] if isinstance(outputs, (tuple, list)) else outputs
+    inside = block.find_nodes(op="placeholder")
+    base = Aliases(block).base(result) if isinstance(result, fx.Node) else None
+    given = node.args[inside.index(base)] if base in inside else node
+    return given if isinstance(given, fx.Node) else None
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    target: Any = node.target
+    arguments = target._schema.arguments
+    yield from zip(arguments, node.args, strict=False)
+    yield from ((argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
     return found

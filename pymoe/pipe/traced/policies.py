@@ -14,19 +14,16 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pymoe._torch_private import FakeTensorMode, pytree
-from pymoe.pipe.balance.cost import balance_cost, least_maximum
-from pymoe.pipe.balance.profile import now
-from pymoe.pipe.capture.graph import opaque_modules
-from pymoe.pipe.capture.infer_shapes import example_tensor
-from pymoe.pipe.capture.opaque import OpaqueModule
+from pymoe.pipe.balance import balance_cost, least_maximum, now
+from pymoe.pipe.capture.capture import opaque_modules
+from pymoe.pipe.capture.opaque import OpaqueModule, example_tensor
 from pymoe.pipe.capture.snapshots import attributes_restored
-from pymoe.pipe.traced.partition import compute_nodes, is_number
-from pymoe.pipe.traced.shared_state import Aliases
+from pymoe.pipe.traced.partition import Aliases, compute_nodes, is_number
 from pymoe.pipe.traced.split_points import mark
 
 Costs = dict[fx.Node, float]
 TOLERANCE = 1.1
-"""How much slower than the optimum the slowest stage may be, for fewer boundary values."""
+"""The slowest stage may take this many times the optimum, for fewer boundary values."""
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
@@ -123,7 +120,7 @@ def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
 
 
 def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
-    """Return where stages begin, but the first."""
+    """Return where stages begin, except for the first."""
     if stages == 1:
         return []
     best = least_maximum(costs, stages)
@@ -170,7 +167,7 @@ def _parameters(graph: fx.GraphModule) -> Costs:
 
 def _flops(graph: fx.GraphModule) -> Costs:
     """Count floating point operations of matrix products, convolutions and attention in the forward; nothing is run."""
-    counting = _Counting(graph)
+    counting = _NodeFlops(graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         counting.run(*_example(graph))
     return counting.costs
@@ -185,7 +182,7 @@ def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
     with _restored(graph):
         example = _example(graph)
         for _ in range(passes + 1):
-            timing = _Timing(graph)
+            timing = _NodeTimes(graph)
             timing.run(*example)
             taken.append(timing.costs)
     return {node: statistics.median(costs[node] for costs in taken[1:]) for node in taken[0]}
@@ -213,7 +210,7 @@ class _Costing(fx.Interpreter):
         self.costs: Costs = {}
 
 
-class _Counting(_Costing):
+class _NodeFlops(_Costing):
     def run_node(self, n: fx.Node) -> Any:
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
@@ -221,7 +218,7 @@ class _Counting(_Costing):
         return result
 
 
-class _Timing(_Costing):
+class _NodeTimes(_Costing):
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)

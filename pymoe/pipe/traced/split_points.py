@@ -1,4 +1,4 @@
-"""Where a model is split into stages: ``pipe_split()`` in its code, or before and after calls of its modules."""
+"""Marks where a model is split into stages: ``pipe_split()`` in its code, or before and after calls of its modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from pymoe._torch_private import OpOverload, OpOverloadPacket
 from pymoe.pipe.capture.opaque import refuse_boundary
-from pymoe.pipe.other_names import also_called
+from pymoe.pipe.info import also_called
 
 _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -23,7 +23,7 @@ _library.impl("split", lambda: None, "CompositeExplicitAutograd")
 _MARKER = torch.ops.pymoe_pipe.split.default
 fx.node.has_side_effect(_MARKER)  # or captures would leave it out
 aten_pipe_split_alias = _MARKER
-"""What :func:`pipe_split` becomes in a captured graph, under PiPPy's name: the target of the node."""
+"""The target of the node that :func:`pipe_split` becomes in a captured graph, under PiPPy's name."""
 
 _annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and the copy, until that is captured
 
@@ -31,7 +31,7 @@ _annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  
 def pipe_split() -> None:
     """Mark the boundary of two stages in a model's ``forward``: :func:`pymoe.pipeline` splits the model there.
 
-    Does nothing when the model just runs. A boundary at the very beginning or end, or beside another, makes no stage.
+    Does nothing when the model just runs. A boundary at the very beginning or end, or next to another, makes no stage.
     """
     if compiler._is_exporting_flag:
         refuse_boundary()
@@ -84,7 +84,7 @@ class SplitPoint(enum.Enum):
 
 
 class PipeSplitWrapper:
-    """Where PiPPy has its ``SplitPoint``. Nothing is wrapped: :func:`annotate_split_points` marks modules."""
+    """Has ``SplitPoint``, as in PiPPy. Nothing is wrapped: :func:`annotate_split_points` marks modules."""
 
     SplitPoint = SplitPoint
 
@@ -103,8 +103,8 @@ class NoSuchModule(ValueError, AttributeError):
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
     """Return the model with stage boundaries before or after calls of some of its modules.
 
-    The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, but for
-    shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
+    The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, except
+    for shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
     :func:`pymoe.pipeline` warns if it gets the given model and the returned one was dropped.
 
     Args:
@@ -158,7 +158,7 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 def _shallow(module: nn.Module) -> nn.Module:
     """Return a module with the same parameters and buffers, also later ones, and its own dictionary of the children."""
-    if parametrize.is_parametrized(module):  # which torch does not copy
+    if parametrize.is_parametrized(module):  # torch does not copy it
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
     else:
@@ -178,7 +178,7 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook. A capture calls it beside opaque modules, too."""
+    """A hook. A capture calls it before and after opaque modules, too."""
 
     is_boundary = True
 

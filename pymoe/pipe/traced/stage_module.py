@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from pymoe._torch_private import OpOverload
-from pymoe.pipe.capture.graph import Region
+from pymoe.pipe.capture.capture import Region
 
 _KINDS = ("_parameters", "_buffers")
 
@@ -47,7 +47,7 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        self._shared: list[_Taken] = []  # what the model has there now is taken at every call
+        self._shared: list[_Taken] = []  # every call takes what the model has there now
         self.made: list[_Made] = []
         """This, and the modules within that are no modules of the model, each with the one that it stands for."""
 
@@ -111,7 +111,7 @@ class StageModule(nn.Module):
                 if name not in below or child is None:
                     continue
                 uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
-                if [] in below[name] or uses_all:  # of what any stage uses
+                if [] in below[name] or uses_all:  # all of what any stage uses
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
@@ -158,7 +158,7 @@ def populate(
 
     What they held is forgotten.
     """
-    users: dict[int, set[StageModule]] = {}  # by parameter or buffer
+    users: dict[int, set[StageModule]] = {}  # stages by the ids of parameters and buffers
     for part, of_stage in zip(parts, names, strict=True):
         for name in of_stage:
             owner, _, last = name.rpartition(".")
@@ -191,7 +191,7 @@ class _NodeRef(int):
     """A node among the arguments of another, by its number."""
 
 
-class _Operator(str):
+class _OperatorName(str):
     """An operator of torch, by its name in ``torch.ops``."""
 
 
@@ -205,7 +205,7 @@ def serialize(graph: fx.Graph) -> list[tuple[Any, ...]]:
     for node in graph.nodes:
         target: Any = node.target
         if isinstance(target, OpOverload):
-            target = _Operator(target)
+            target = _OperatorName(target)
         elif isinstance(target, Region):
             target = target.__name__, serialize(target.graph.graph), target.grad, target.autocast
         args, kwargs = (fx.map_arg(arguments, ref) for arguments in (node.args, node.kwargs))  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def deserialize(nodes: list[tuple[Any, ...]]) -> fx.Graph:
         return made[value] if isinstance(value, _NodeRef) else value
 
     for op, target, args, kwargs, name in nodes:
-        if isinstance(target, _Operator):
+        if isinstance(target, _OperatorName):
             target = operator.attrgetter(target)(torch.ops)
         elif isinstance(target, tuple):
             region, inner, grad, autocast = target

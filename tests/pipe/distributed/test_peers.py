@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from pymoe.pipe.distributed.peers import PAGE_BYTES, Heartbeat, Peer, Position, new_page
+from pymoe.pipe.distributed.watchdog import PAGE_BYTES, Heartbeat, Peer, Position, new_page
 
 
 @pytest.fixture

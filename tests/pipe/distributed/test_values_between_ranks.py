@@ -12,8 +12,7 @@ from training import EXACT, compare, every_schedule, make, parallel, run, stages
 
 import pymoe
 from pymoe.pipe.skip import pop, skippable, stash
-from pymoe.pipe.staged import StagedModel
-from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage, StagedModel
 
 
 def skips(rank, world, name):

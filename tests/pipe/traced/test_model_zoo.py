@@ -84,7 +84,7 @@ def plain_step(case, model, batch, seed):
     losses = []
     random_streams.install()
     torch.manual_seed(seed)
-    source = random_streams.Source()
+    source = random_streams.RandomSource()
     for index, (part, share) in enumerate(cut(batch, CHUNKS if case.rows_meet else 1)):
         set_aux_loss_scale(model, share)
         if case.parts is None:

@@ -27,7 +27,7 @@ from traced_models import WIDTH, rows
 
 from pymoe import pipe_split, pipeline
 from pymoe.pipe import CaptureError
-from pymoe.pipe.capture.frozen import Snapshots
+from pymoe.pipe.capture.snapshots import Snapshots
 
 pytestmark = pytest.mark.usefixtures("doubles")
 

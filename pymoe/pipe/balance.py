@@ -1,16 +1,25 @@
-"""Measures what every layer of a sequential model costs: time, and memory.
+"""Chooses how many layers each stage of a pipeline has: by measured time, or by memory.
 
-A copy of the model runs layer by layer, and leaves no trace in the model itself.
+::
+
+    balance = balance_by_time(2, model, sample)     # of a micro-batch's size
+    pipe = Pipe(model, chunks=8, balance=balance)
+
+A copy of the model runs layer by layer to measure what each layer costs, and leaves no trace in the model itself. Names
+and arguments are those of torchgpipe (Kim et al., 2020).
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,8 +27,92 @@ from torch import nn
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.micro_batches import split
-from pymoe.pipe.skip import tracking
-from pymoe.pipe.skip.tracker import Key
+from pymoe.pipe.skip import Key, tracking
+
+__all__ = [
+    "LayerSize",
+    "LayerTime",
+    "balance_by_size",
+    "balance_by_time",
+    "balance_cost",
+    "profile_sizes",
+    "profile_times",
+]
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | int | None = None,
+) -> list[int]:
+    """Return layers per stage that make the slowest stage as fast as can be, by the times of :func:`profile_times`.
+
+    Args:
+        partitions: the number of stages.
+        module: the model. It is left as it was.
+        sample: an input, preferably of a micro-batch's size: times need not be proportional to the rows.
+        timeout: seconds to measure.
+        device: where to measure; None: where the model is.
+
+    Returns:
+        What ``Pipe`` takes as ``balance``.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
+        ValueError: there are more stages than layers, or less than one; ``timeout`` is negative.
+    """
+    _check(partitions, module)
+    times = profile_times(module, sample, timeout=timeout, device=device)
+    return balance_cost([layer.total for layer in times], partitions)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | int | None = None,
+) -> list[int]:
+    """Return layers per stage that make the largest stage as small as can be, by the bytes of :func:`profile_sizes`.
+
+    ``param_scale`` is how many copies of its parameters training holds: 2 for parameters and gradients (SGD), 3 with
+    momentum, 4 for Adam.
+
+    Args:
+        partitions: the number of stages.
+        module: the model. It is left as it was.
+        input: a mini-batch of the size to train with.
+        chunks: the number of micro-batches; the activations of one are counted.
+        param_scale: see above.
+        device: where to measure; None: where the model is.
+
+    Returns:
+        What ``Pipe`` takes as ``balance``.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
+        ValueError: there are more stages than layers, or less than one; ``chunks`` is less than 1; ``param_scale`` is
+            negative.
+    """
+    _check(partitions, module)
+    if not param_scale >= 0:
+        raise ValueError(f"balance_by_size: param_scale must not be negative, got {param_scale}")
+    sizes = profile_sizes(module, input, chunks=chunks, device=device)
+    return balance_cost([layer.total(param_scale) for layer in sizes], partitions)
+
+
+def _check(partitions: int, module: nn.Sequential) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
+    check_partitions(partitions, len(module))
+
+
+# Measurements.
 
 
 @dataclass(frozen=True)
@@ -28,17 +121,17 @@ class LayerTime:
 
     name: str
     forward: float
-    """Of one pass."""
+    """Seconds of one pass."""
     backward: float
-    """Of one pass; 0 where nothing requires gradients."""
+    """Seconds of one pass; 0 where nothing requires gradients."""
     forward_spread: float
-    """The distance between the quartiles."""
+    """Distance between the quartiles."""
     backward_spread: float
     passes: int
 
     @property
     def total(self) -> float:
-        """The seconds of forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward + self.backward
 
 
@@ -48,11 +141,11 @@ class LayerSize:
 
     name: str
     parameters: int
-    """Those that require gradients."""
+    """Bytes of parameters that require gradients."""
     fixed: int
     """Buffers, and parameters that do not require gradients."""
     activations: int
-    """What autograd keeps of one micro-batch between forward and backward."""
+    """Bytes that autograd keeps of one micro-batch between forward and backward."""
 
     def total(self, param_scale: float = 1.0) -> float:
         """Return the sum, with ``param_scale`` times the trained parameters."""
@@ -81,8 +174,8 @@ def profile_times(
     """
     if timeout < 0:
         raise ValueError(f"profile_times: timeout must not be negative, got {timeout}")
-    skips = Skips(separate)
-    with copied(module, sample, device, skips) as (layers, value, where):
+    skips = _KeptSkips(_separate)
+    with _copied(module, sample, device, skips) as (layers, value, where):
         _pass(layers, value, where, skips)
         end = now(where) + timeout
         passes = [_pass(layers, value, where, skips)]
@@ -121,7 +214,7 @@ def profile_sizes(
         raise ValueError(f"profile_sizes: chunks must be a positive integer, got {chunks!r}")
     storages = _Storages()
     micro_batch = split([input], chunks).values[0][0]
-    with copied(module, micro_batch, device, Skips(lambda value: value)) as (layers, value, _):
+    with _copied(module, micro_batch, device, _KeptSkips(lambda value: value)) as (layers, value, _):
         held = []
         for _, layer in layers:
             trained = storages.add([parameter for parameter in layer.parameters() if parameter.requires_grad])
@@ -161,18 +254,18 @@ class _Storages:
 
 
 def _pass(
-    layers: list[tuple[str, nn.Module]], value: Any, device: torch.device, skips: Skips
+    layers: list[tuple[str, nn.Module]], value: Any, device: torch.device, skips: _KeptSkips
 ) -> list[tuple[float, float]]:
     """Run all layers once. Return the seconds of forward and backward of each."""
     times = []
     for name, layer in layers:
         skips.stashed.clear()
-        value = separate(value)
+        value = _separate(value)
         begin = now(device)
         with _naming(f"in layer '{name}'"):
             value = layer(value)
         middle = now(device)
-        ends = [tensor for tensor in tensors_of((value, skips.stashed)) if tensor.requires_grad]
+        ends = [tensor for tensor in _tensors_of((value, skips.stashed)) if tensor.requires_grad]
         gradients = [torch.ones_like(tensor) for tensor in ends]
         restart = now(device)
         if ends:
@@ -218,12 +311,12 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-class Skips:
-    """Keeps skips for any number of pops; ``hand_over`` makes of a skip what a layer gets."""
+class _KeptSkips:
+    """Keeps skips for any number of pops; ``hand_over`` converts a skip for the layer that gets it."""
 
     def __init__(self, hand_over: Callable[[Any], Any]) -> None:
         self.kept: dict[Key, Any] = {}
-        self.stashed: list[Any] = []  # by the layer that runs
+        self.stashed: list[Any] = []  # values that the running layer has stashed
         self._hand_over = hand_over
 
     def save(self, key: Key, value: Any) -> None:
@@ -235,8 +328,8 @@ class Skips:
 
 
 @contextmanager
-def copied(
-    module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: Skips
+def _copied(
+    module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: _KeptSkips
 ) -> Iterator[tuple[list[tuple[str, nn.Module]], Any, torch.device]]:
     """Copy the model's layers, with their names, and its input to a device. Yields both, and the device.
 
@@ -245,7 +338,7 @@ def copied(
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
     if device is None:
-        tensors = (*module.parameters(), *module.buffers(), *tensors_of(value))
+        tensors = (*module.parameters(), *module.buffers(), *_tensors_of(value))
         where = tensors[0].device if tensors else torch.device("cpu")
     else:
         where = torch.device(device)
@@ -257,18 +350,94 @@ def copied(
         tracking(skips),
     ):
         layers = copy.deepcopy(module).to(where)
-        given = map_tensors(lambda x: x.detach().to(where, copy=True).requires_grad_(x.requires_grad), value)
+        given = _map_tensors(lambda x: x.detach().to(where, copy=True).requires_grad_(x.requires_grad), value)
         yield list(layers._modules.items()), given, where  # type: ignore[arg-type]
 
 
-def separate(value: Any) -> Any:
+def _separate(value: Any) -> Any:
     """Return the same values with a graph that begins here; a layer may write into them."""
-    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
+    return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, function, value)
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+def _tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# The best cut of a row of costs.
+
+
+def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
+    """Cut a row of costs into consecutive blocks, so that the greatest sum of a block is as small as can be.
+
+    The slowest stage sets the pace of a pipeline: that is what is minimised, exactly. Of several ways to reach it the
+    one with the least sum of squared costs is taken (the most even one); of several of these the one with the most even
+    numbers of layers. No block is empty. Sums are exact, also of floats.
+
+    Args:
+        costs: of every layer, in any unit; not negative.
+        partitions: the number of blocks.
+
+    Returns:
+        The number of layers of every block.
+
+    Raises:
+        TypeError: ``partitions`` is not an integer.
+        ValueError: there are more blocks than layers, less than one, or a cost is negative or not finite.
+    """
+    check_partitions(partitions, len(costs))
+    if any(not math.isfinite(cost) or cost < 0 for cost in costs):
+        raise ValueError(f"balance_cost: costs must be finite and not negative, got {list(costs)}")
+    sums, _ = _exact_sums(costs)
+    limit, layers = _least_maximum(sums, partitions), len(costs)
+    Way = tuple[int, int, tuple[int, ...]]
+    best: dict[int, Way] = {
+        0: (0, 0, ())
+    }  # by number of layers: least squares of costs and of sizes, and the sizes of blocks
+    for blocks_left in reversed(range(partitions)):
+        further: dict[int, Way] = {}
+        for start, (squares, size_squares, sizes) in best.items():
+            for end in range(start + 1, layers - blocks_left + 1):
+                cost, size = sums[end] - sums[start], end - start
+                if cost > limit:
+                    break
+                way = squares + cost * cost, size_squares + size * size, (*sizes, size)
+                further[end] = min(way, further.get(end, way))
+        best = further
+    return list(best[layers][2])
+
+
+def least_maximum(costs: Sequence[float], partitions: int) -> float:
+    """Return the greatest sum of a block in the best way to cut ``costs``, as :func:`balance_cost` does."""
+    check_partitions(partitions, len(costs))
+    sums, unit = _exact_sums(costs)
+    return _least_maximum(sums, partitions) / unit
+
+
+def check_partitions(partitions: int, layers: int) -> None:
+    """Raise TypeError or ValueError unless ``partitions`` is from 1 to ``layers``."""
+    if not isinstance(partitions, int) or isinstance(partitions, bool):
+        raise TypeError(f"balance: partitions must be an integer, got {partitions!r}")
+    if not 1 <= partitions <= layers:
+        raise ValueError(f"balance: partitions must be from 1 to the number of layers, {layers}, got {partitions}")
+
+
+def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
+    """Return the sums of the first 0, 1, ... costs in a unit that makes them integers, and how many of it are 1."""
+    ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
+    unit = math.lcm(*[denominator for _, denominator in ratios])
+    return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit
+
+
+def _least_maximum(sums: Sequence[int], partitions: int) -> int:
+    """Return the least limit at which blocks that take all they can reach the end, found by bisection."""
+    low, high = 0, sums[-1]
+    while low < high:
+        limit, end = (low + high) // 2, 0
+        for _ in range(partitions):
+            end = bisect.bisect_right(sums, sums[end] + limit) - 1
+        low, high = (low, limit) if end == len(sums) - 1 else (limit + 1, high)
+    return low

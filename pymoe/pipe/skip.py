@@ -1,22 +1,179 @@
-"""``@skippable``, ``stash`` and ``pop``: modules whose forward pass is a generator of commands."""
+"""Skip connections of a sequential model, declared where they begin and end.
+
+::
+
+    @skippable(stash=["features"])
+    class Down(nn.Module):
+        def forward(self, x):
+            yield stash("features", x)
+            return self.conv(x)
+
+    @skippable(pop=["features"])
+    class Up(nn.Module):
+        def forward(self, x):
+            features = yield pop("features")
+            return self.conv(torch.cat([x, features], dim=1))
+
+    model = nn.Sequential(Down(), Middle(), Up())
+
+The modules in between do not know of the skip. The model runs like any other; when it is cut into stages, a skip goes
+from the stage of its stash straight to the stages of its pops.
+
+A skippable module knows names alone. It hands what it stashes to the tracker of its thread, and asks the tracker for
+what it pops. Outside a pipeline that is an ``InPlace``, which keeps skips for the modules that run next in the
+same thread; inside, it is the pipeline's own, which sends them to other stages.
+
+The interface is that of torchgpipe (Kim et al., 2020: "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+Models"), with any number of pops for a stash.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable
+import uuid
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from torch import nn
 
-from pymoe.pipe.skip.tracker import Key, Namespace, current_tracker, will_pop
+__all__ = [
+    "Namespace",
+    "SkipRoute",
+    "SkipTracker",
+    "Skippable",
+    "current_skip_tracker",
+    "current_tracker",
+    "pop",
+    "skip_routes",
+    "skippable",
+    "stash",
+    "tracking",
+    "verify_skippables",
+]
+
+
+# Trackers and namespaces.
+
+
+class Namespace:
+    """Keeps skips apart: those of one name in different namespaces have nothing to do with each other.
+
+    ::
+
+        for _ in range(2):
+            ns = Namespace()
+            layers += [Down().isolate(ns), Up().isolate(ns)]
+
+    Copies, pickled ones included, are the same namespace.
+    """
+
+    __slots__ = ("_id",)
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and other._id == self._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id[:8]}>"
+
+
+Key = tuple[Namespace | None, str]  # None: skips that are not in a namespace
+
+
+class SkipTracker(Protocol):
+    """Takes skips, and gives them back once for each module that pops them."""
+
+    def save(self, key: Key, value: Any) -> None:
+        """Keep ``value``, which may be None, for all pops of ``key``."""
+
+    def load(self, key: Key) -> Any:
+        """Return what was saved. Raise KeyError if nothing was, or nothing is left."""
+
+
+_lock = threading.Lock()
+_poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules by what they pop
+
+
+def will_pop(name: str, module: Any) -> None:
+    """Remember, while ``module`` lives, that it pops ``name``, in the namespace that it has then."""
+    with _lock:
+        _poppers.setdefault(name, weakref.WeakSet()).add(module)
+
+
+def _count_pops(key: Key) -> int:
+    """Return how many times a skip is asked for in a forward pass."""
+    with _lock:
+        modules = list(_poppers.get(key[1], ()))
+    return sum(module.key_of(key[1]) == key for module in modules)
+
+
+class InPlace:
+    """The tracker outside pipelines.
+
+    A skip is released when all modules that pop it have done so. Where two models have the same key, as a model and its
+    copy do, it is released at the next stash.
+    """
+
+    def __init__(self, count_pops: Callable[[Key], int] = _count_pops) -> None:
+        self._kept: dict[Key, tuple[Any, int]] = {}
+        self._count_pops = count_pops
+
+    def save(self, key: Key, value: Any) -> None:
+        self._kept.pop(key, None)
+        if pops := self._count_pops(key):
+            self._kept[key] = value, pops
+
+    def load(self, key: Key) -> Any:
+        value, pops = self._kept.pop(key)
+        if pops > 1:
+            self._kept[key] = value, pops - 1
+        return value
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.tracker: SkipTracker = InPlace()
+
+
+_current = _Current()
+
+
+def current_tracker() -> SkipTracker:
+    """Return the tracker of this thread."""
+    return _current.tracker
+
+
+current_skip_tracker = current_tracker  # torchgpipe's name
+
+
+@contextmanager
+def tracking(tracker: SkipTracker) -> Iterator[None]:
+    """Have modules that run in this thread within the block stash into ``tracker`` and pop from it."""
+    before, _current.tracker = _current.tracker, tracker
+    try:
+        yield
+    finally:
+        _current.tracker = before
+
+
+# Skippable modules.
 
 Value = TypeVar("Value")
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class stash(Generic[Value]):
-    """``yield stash(name, value)`` in the ``forward`` of a skippable module: keep a value for those who pop the name.
+    """Keeps a value for the modules that pop its name: ``yield stash(name, value)`` in a skippable module's
+    ``forward``.
 
     ``value`` is a tensor of any dtype, None, or anything else that may cross the boundary of a stage; ``tensor`` is
     another name for it. Without the ``yield`` nothing is stashed, and the module raises.
@@ -40,7 +197,7 @@ class stash(Generic[Value]):
 
     @property
     def tensor(self) -> Value:
-        """The value."""
+        """Return the value."""
         return self.value
 
     @tensor.setter
@@ -52,7 +209,7 @@ class stash(Generic[Value]):
 
 
 class pop:
-    """``value = yield pop(name)`` in the ``forward`` of a skippable module: the value stashed under the name."""
+    """Asks for the value stashed under a name: ``value = yield pop(name)`` in a skippable module's ``forward``."""
 
     __slots__ = ("name",)
 
@@ -64,7 +221,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """What :func:`skippable` adds to a module.
+    """Adds to a module what :func:`skippable` declares.
 
     Modules that were written for torchgpipe or ``torch.distributed.pipeline`` find ``module_cls``, ``namespaces``,
     ``namespaced(name)`` and ``dispatch(input, handle_stash, handle_pop)``, too, where the decorated class has nothing
@@ -204,13 +361,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     return decorate
 
 
-class _Running(threading.local):
+class _Innermost(threading.local):
     """The module whose commands this thread carries out."""
 
     innermost: Skippable | None = None
 
 
-_running = _Running()
+_running = _Innermost()
 
 
 def _dispatch(
@@ -297,3 +454,70 @@ def _names(where: str, argument: str, names: Iterable[str]) -> frozenset[str]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in sorted(names))
+
+
+# Routes from stashes to pops.
+
+
+@dataclass(frozen=True)
+class SkipRoute:
+    """One skip: the part that stashes it, and the parts that pop it.
+
+    ``pops`` has a part once for each module in it that pops; ascending, and possibly ``stash`` itself.
+    """
+
+    key: Key
+    stash: int
+    pops: tuple[int, ...]
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that every pop of a sequential model has a stash before it, and every stash a pop.
+
+    Modules count in the order of their assignment, nested ones too.
+
+    Raises:
+        TypeError: with a line for each fault: a name that is stashed twice in one namespace, popped before it is
+            stashed or without it, or never popped.
+    """
+    faults: list[str] = []
+    stashed: set[Key] = set()
+    popped: set[Key] = set()
+    for name, layer in _skippables(module):
+        for key in layer.poppable():
+            if key not in stashed:
+                faults.append(f"'{name}' declared '{key[1]}' as poppable but it was not stashed")
+            popped.add(key)
+        for key in layer.stashable():
+            if key in stashed:
+                faults.append(f"'{name}' redeclared '{key[1]}' as stashable but not isolated by namespace")
+            stashed.add(key)
+    for key in sorted(stashed - popped, key=lambda key: key[1]):
+        faults.append(f"no module declared '{key[1]}' as poppable but stashed")
+    if faults:
+        lines = "\n".join(f"* {fault}" for fault in faults)
+        raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{lines}")
+
+
+def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
+    """Return the routes of all skips of a model that was cut into ``parts``, in the order of their stashes.
+
+    The model is one that :func:`verify_skippables` accepts.
+    """
+    routes: dict[Key, list[int]] = {}  # the part that stashes, and those that pop
+    for number, part in enumerate(parts):
+        for _, layer in _skippables(part):
+            for key in layer.poppable():
+                routes[key].append(number)
+            for key in layer.stashable():
+                routes[key] = [number]
+    return [SkipRoute(key, stash, tuple(pops)) for key, (stash, *pops) in routes.items()]
+
+
+def _skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
+    """Yield skippable modules with their names, in order; one that is there twice comes twice."""
+    if isinstance(module, Skippable):
+        yield name, module
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _skippables(child, f"{name}.{child_name}" if name else child_name)
