@@ -4,9 +4,9 @@
     python tests/house.py 3d233d7 HEAD .     # a column for each commit; "." is the working tree
     python tests/house.py --names HEAD       # and the modules that define each repeated name
 
-Lines are those of text files that git knows or does not ignore, blank lines and comments included; pictures and archives
-are left out. Repeated names are classes and public functions at the top level of more than one module of pymoe. Methods
-are left out, and so are functions whose names begin with an underscore: they are private to their module.
+Lines are those of text files that git knows or does not ignore, blank lines and comments included; pictures and
+archives are left out. Repeated names are classes and public functions at the top level of more than one module of
+pymoe. Methods are left out, and so are functions whose names begin with an underscore: they are private to their module.
 """
 
 import argparse
