@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.output import as_markdown, command, parser_of, save
+from benchmarks.common.run import as_markdown, command, parser_of, save
 from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
 from pymoe.bench.timing import Spread

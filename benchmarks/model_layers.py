@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.run import command, names_of, parser_of, save
 from benchmarks.layers import report
 from benchmarks.layers.blocks import BLOCKS, TINY, Block, built
 from benchmarks.layers.cases import MODES, Effort, run_case, tokens_of
 from benchmarks.layers.contenders import Contender, Plan
 from benchmarks.layers.limits import READ_BYTES, fastest_reader, last_level_cache
-from benchmarks.output import command, parser_of, save
 from pymoe.bench.environment import cpu_flags, environment, memory_gib
 from pymoe.bench.report import plain, write_json
 from pymoe.bench.timing import WallTimer
@@ -91,18 +90,6 @@ def parse() -> argparse.Namespace:
     if options.memory is None:
         options.memory = (memory_gib() or 16.0) / 2
     return options
-
-
-def names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Return a parser of names out of ``known``, separated by commas."""
-
-    def parsed(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected names out of {', '.join(known)}, got {', '.join(unknown)}")
-        return found
-
-    return parsed
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -22,13 +22,10 @@ import torch
 from torch import Tensor
 
 import pymoe
-from benchmarks.output import command, illustrate, parser_of, save
+from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.parallel import report
 from benchmarks.parallel.calls import KINDS, LOOP, SYSTEMS, Kind, System
-from benchmarks.parallel.draw import draw
-from benchmarks.parallel.targets import judged
 from pymoe._runtime import WorkerPool
-from pymoe.bench.environment import environment
 from pymoe.bench.timing import Spread
 
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
@@ -48,35 +45,30 @@ def main() -> int:
     """Measure; 1 if somebody's gradients are wrong."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     kinds = [kind for kind in KINDS if kind.name in options.kinds]
     counts = QUICK_COUNTS if options.quick else COUNTS
     most = options.rounds or (QUICK_ROUNDS if options.quick else max(kind.rounds for kind in kinds))
-    result: Record = {
-        "command": command("parallel_backward"),
-        "environment": environment(),
-        "settings": {"slow_rounds": SLOW_ROUNDS, "quick": options.quick},
-        "kinds": {
+    run = Run(
+        "parallel_backward",
+        options.output,
+        {"slow_rounds": SLOW_ROUNDS, "quick": options.quick},
+        kinds={
             kind.name: {"about": kind.about, "workers": kind.workers, "rounds": min(most, kind.rounds)}
             for kind in kinds
         },
-        "systems": {system.name: system.about for system in SYSTEMS},
-        "handover": handover(QUICK_ROUNDS),
-        "records": [],
-        "overheads": [],
-        "ratios": [],
-    }
+        systems={system.name: system.about for system in SYSTEMS},
+        handover=handover(QUICK_ROUNDS),
+        **{part: [] for part in ("records", "overheads", "ratios")},
+    )
+    result = run.result
     for kind in kinds:
         with pymoe.runtime.parallel_workers(kind.workers):
             measure(kind, counts, min(most, kind.rounds), result)
         print(f"{kind.name}: measured", file=sys.stderr, flush=True)
-    result["targets"] = judged(result)
-    result["settings"]["load_after"] = environment()["load"]
-    result["wall_seconds"] = round(time.perf_counter() - start, 1)
-    stem = options.output / "parallel_backward"
-    save(result, report.markdown(result), stem)
+    result["targets"] = report.judged(result)
+    run.keep(report.markdown)
     report.show(result)
-    illustrate(result, draw, stem)
+    illustrate(result, report.draw, run.stem)
     return int(any(record["verdict"] == "WRONG" for record in result["records"]))
 
 
@@ -87,16 +79,13 @@ def parse() -> argparse.Namespace:
     names = [kind.name for kind in KINDS]
     parser.add_argument(
         "--kinds",
-        type=lambda text: text.split(","),
+        type=names_of(names),
         default=names,
         metavar="NAME,...",
         help=f"what calls do (default: {','.join(names)})",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="values behind a median, at most")
-    options = parser.parse_args()
-    if unknown := set(options.kinds) - set(names):
-        parser.error(f"unknown kinds {sorted(unknown)}; there are: {', '.join(names)}")
-    return options
+    return parser.parse_args()
 
 
 def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) -> None:

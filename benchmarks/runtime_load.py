@@ -21,16 +21,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import command, illustrate, parser_of, save
+from benchmarks.common.run import Run, illustrate, in_a_line, names_of, parser_of
 from benchmarks.runtime import profile, report
 from benchmarks.runtime.clients import Effort, Sample
-from benchmarks.runtime.draw import rates
 from benchmarks.runtime.hivemind_peer import PYTHON
 from benchmarks.runtime.scenario import Cell, all_cells
 from benchmarks.runtime.serving import Contender
 from benchmarks.runtime.systems import POOL, PYMOE, System, all_systems
-from benchmarks.runtime.targets import judged
-from pymoe.bench.environment import environment
 from pymoe.bench.timing import Spread
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
@@ -45,42 +42,29 @@ def main() -> int:
     """Run the chosen cells; 1 if somebody's answer is wrong, or if pymoe was to be measured and could not be."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     systems = all_systems(options.hivemind)
-    if unknown := [name for name in options.systems if name not in systems]:
-        sys.exit(f"unknown systems {unknown}; there are: {', '.join(systems)}")
     chosen = {name: systems[name] for name in options.systems}
     pattern = re.compile(options.cells or (QUICK_CELLS if options.quick else ""))
     cells = [cell for cell in all_cells() if pattern.search(str(cell))]
     effort = QUICK if options.quick else FULL
     effort = replace(effort, seconds=options.seconds or effort.seconds)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    stem = options.output / "runtime_load"
-    facts = environment()
-    present = introduce(chosen)
-    result: Record = {
-        "command": command("runtime_load"),
-        "environment": facts,
-        "settings": asdict(effort) | {"rounds": rounds, "quick": options.quick},
-        "systems": present,
-        "cells": [],
-        "targets": [],
-    }
+    run = Run("runtime_load", options.output, asdict(effort) | {"rounds": rounds, "quick": options.quick})
+    result, present = run.result, introduce(chosen)
+    result |= {"systems": present, "cells": [], "targets": []}
     for expert, own in groupby(cells, lambda cell: cell.expert):
         contenders = open_all(expert, chosen, present)
         for _, group in groupby(own, lambda cell: replace(cell, kind="")):
             result["cells"] += measure_group(list(group), chosen, contenders, effort, rounds)
-            result["targets"] = judged(result["cells"])
-            result["settings"]["load_after"] = environment()["load"]
-            result["wall_seconds"] = round(time.perf_counter() - start, 1)
-            save(result, report.markdown(result), stem)  # so that a run that is ended keeps what it has
+            result["targets"] = report.judged(result["cells"])
+            run.keep(report.markdown)
         for one in contenders.values():
             one.close()
     if options.profile:
         profile.add(result, cells, chosen=bool(options.cells))
-        save(result, report.markdown(result), stem)
+        run.keep(report.markdown)
     report.show(result)
-    illustrate(result, rates, stem)
+    illustrate(result, report.draw, run.stem)
     return int(failed(result))
 
 
@@ -91,7 +75,7 @@ def parse() -> argparse.Namespace:
     names = [name for name in all_systems(PYTHON) if name != POOL]
     parser.add_argument(
         "--systems",
-        type=lambda text: text.split(","),
+        type=names_of(all_systems(PYTHON)),
         default=names,
         metavar="NAME,...",
         help=f"who is measured (default: {','.join(names)}; also: {POOL})",
@@ -170,7 +154,7 @@ def measure_group(
         bounds = {turn[1]: own for turn, own in samples.items() if turn[0] == cells[0]}
         found = bounds | {turn[1]: own for turn, own in samples.items() if turn[0] == cell}
         records.append(record_of(cell, found))
-        print(report.line(records[-1]), file=sys.stderr, flush=True)
+        print(report.in_short(records[-1]), file=sys.stderr, flush=True)
     return records
 
 
@@ -227,11 +211,6 @@ def failed(result: Record) -> bool:
             wrong |= one["verdict"] == "WRONG" or (name in (PYMOE, POOL) and one["verdict"] != "right")
     measured = {name for record in result["cells"] for name in record["systems"]}
     return wrong or not {PYMOE, POOL}.isdisjoint(result["systems"].keys() - measured)
-
-
-def in_a_line(error: BaseException) -> str:
-    """An exception, short enough for a table."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 if __name__ == "__main__":

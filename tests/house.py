@@ -6,7 +6,7 @@
 
 Lines are those of text files that git knows or does not ignore, blank lines and comments included; pictures and
 archives are left out. Repeated names are classes and public functions at the top level of more than one module of
-pymoe. Methods are left out, and so are functions whose names begin with an underscore: they are private to their module.
+pymoe. Methods are left out, and so are functions whose names begin with an underscore.
 """
 
 import argparse

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.common.run import as_markdown
 from benchmarks.layers.contenders import KT_KERNEL, PYMOE, TRANSFORMERS
 from benchmarks.layers.targets import QUANTISED, limit_of, missed, ours, over_fp32, row_of
-from benchmarks.output import as_markdown
 from pymoe.bench.report import Table, time_with_spread
 
 Record = dict[str, Any]

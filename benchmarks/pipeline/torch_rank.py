@@ -6,9 +6,7 @@ It is asked on standard input and answers on standard output, one JSON object a 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import os
 import sys
 import time
 import warnings
@@ -23,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from benchmarks.common.children import serve
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
@@ -104,34 +103,34 @@ def spans_of(clear: Callable[[], None], run: Callable[[], None], repeats: int) -
     return {"spans": spans, "cpu": cpu / repeats}
 
 
-def serve(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
-    """Answers until standard input ends; ``opened_by`` makes what is asked of a request, the rank, and their number."""
+def serve_rank(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
+    """Answer until the input ends; ``opened_by`` makes what is asked of a request, the rank, and their number."""
     rank, world, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", f"file://{file}", timeout=RENDEZVOUS_LIMIT, rank=rank, world_size=world)
     opened: dict[str, Any] = {}
-    gc.freeze()  # what has been imported is not looked at again
-    gc.disable()
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         key = request["key"]
-        try:
-            if "open" in request:
-                opened[key] = opened_by(request, rank, world)
-                answer: dict[str, Any] = {}
-            elif "close" in request:
-                opened.pop(key, None)
-                answer = {}
-            else:
-                answer = getattr(opened[key], request["do"])()
-        except Exception as error:
-            answer = {"failure": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
-        print(json.dumps(answer), file=answers, flush=True)
+        if "open" in request:
+            opened[key] = opened_by(request, rank, world)
+        elif "close" in request:
+            opened.pop(key, None)
+        else:
+            return getattr(opened[key], request["do"])()
+        return {}
+
+    def start() -> Callable[[dict[str, Any]], dict[str, Any]]:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        dist.init_process_group("gloo", f"file://{file}", timeout=RENDEZVOUS_LIMIT, rank=rank, world_size=world)
+        gc.freeze()  # what has been imported is not looked at again
+        gc.disable()
+        return answer
+
+    serve(start)
 
 
 if __name__ == "__main__":
-    serve(lambda asked, rank, world: Pipelined(Case(**asked["open"]), asked["schedule"], asked["stages"], rank, world))
+    serve_rank(
+        lambda asked, rank, world: Pipelined(Case(**asked["open"]), asked["schedule"], asked["stages"], rank, world)
+    )

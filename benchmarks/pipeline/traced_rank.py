@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import pymoe
 from benchmarks.pipeline import torch_orders
-from benchmarks.pipeline.torch_rank import serve, spans_of
+from benchmarks.pipeline.torch_rank import serve_rank, spans_of
 from benchmarks.pipeline.traced_work import TracedCase, gradients, largest_error, loss, reference
 
 
@@ -66,4 +66,4 @@ class Captured:
 
 
 if __name__ == "__main__":
-    serve(Captured)
+    serve_rank(Captured)

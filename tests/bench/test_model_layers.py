@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 pytest.importorskip("transformers")
 
 from benchmarks import model_layers
-from benchmarks.layers import cases, contenders, exact, limits, report, targets
+from benchmarks.layers import cases, contenders, exact, limits, targets
 from benchmarks.layers.blocks import BLOCKS, TINY, as_moe, built
 from benchmarks.layers.contenders import PYMOE, TRANSFORMERS, Plan
 from pymoe import nn as pymoe_nn
@@ -113,23 +113,6 @@ def test_quantised_experts_are_made_once_a_block(name, monkeypatch):
     assert asked == [8, 4]
     assert not hasattr(one.experts, "quantised")
     assert [made[f"pymoe int{bits}"].layer.experts.quantised for bits in (8, 4)] == [8, 4]
-
-
-def test_ktransformers_is_left_out_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    one = built(TINY["tiny-qwen3"], torch.bfloat16)
-    absent = {found.name: found.reason for found in contenders.contenders(Plan(one, 1, False)) if not_there(found)}
-    assert "not installed" in absent["kt-kernel"]
-    plan = Plan(one, 1, False, processor_time=True)
-    absent = {found.name: found.reason for found in contenders.contenders(plan) if not_there(found)}
-    assert "processor time" in absent["kt-kernel"]
-
-
-def test_a_reason_to_leave_somebody_out_is_said_without_the_type_of_an_error():
-    one = built(TINY["tiny-gptoss"], torch.float32)
-    absent = {found.name: found.reason for found in contenders.contenders(Plan(one, 1, False)) if not_there(found)}
-    assert absent["kt-kernel"] == "computes bf16 blocks with a plain swiglu"
-    assert absent["pymoe.nn.MoE"].startswith("no option of pymoe.nn.MoE computes")
 
 
 def not_there(found):
@@ -284,12 +267,6 @@ def test_targets():
     assert targets.missed(narrow | {"rows": narrow["rows"][1:]}, []) == ["pymoe was not measured"]
 
 
-def test_the_summary_has_a_row_a_case_and_marks_what_was_missed():
-    table = report.summary([case_of(), case_of("train", rows=64, share=0.5)])
-    assert [row[-1] for row in table.rows] == ["-", "90 % of mm"]
-    assert {len(row) for row in table.rows} == {len(table.heading)}
-
-
 def test_a_run_writes_its_tables_and_keeps_earlier_cases(tmp_path, monkeypatch, capfd):
     def run(*arguments):
         given = ["model_layers", "--blocks", "tiny-qwen3", "--dtypes", "fp32", "--modes", "decode", "--budget", "0.01"]
@@ -323,11 +300,3 @@ def test_a_process_that_dies_fails_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["model_layers", "--clock", "cpu", "--output", str(tmp_path)])
     assert model_layers.main() == 1
     assert "olmoe by the cpu clock: the process failed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--blocks", "llama"], ["--tokens", "0"], ["--modes", "decode,sleep"]])
-def test_unknown_names_are_refused(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["model_layers", *arguments])
-    with pytest.raises(SystemExit):
-        model_layers.parse()
-    assert "expected" in capsys.readouterr().err
