@@ -234,8 +234,8 @@ FAULTS = [
     Fault(
         "grouped_linear reads one row past its tile",
         TILE_LOADER,
-        "const bool inside = i * row_step < rows_left && i * depth_step < depths_left;",
-        "const bool inside = i * row_step <= rows_left && i * depth_step < depths_left;",
+        "inside = i * row_step <",
+        "inside = i * row_step <=",
         "address",
         "grouped_linear",
     ),

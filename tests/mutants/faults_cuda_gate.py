@@ -109,8 +109,8 @@ FAULTS = [
     Fault(
         "gate_topk writes scores over those that others still read",
         GATE,
-        "if (kHeld > 0) __syncwarp();  // all lanes have read the scores of the token before\n",
-        "\n",
+        "if (kHeld > 0) __syncwarp();  // all lanes have read the scores of the token before",
+        "",
         "thread",
         "gate_topk",
     ),
