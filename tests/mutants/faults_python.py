@@ -180,13 +180,6 @@ FAULTS = [
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(
-        "combine sums the rest of a row in the other order",
-        BODY,
-        "for (int64_t k = 0; k < now.count; ++k) {\n      total = accumulate",
-        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      total = accumulate",
-        (EQUAL, RANDOM, "-k", "combine"),
-    ),
-    Fault(
         "combine starts at -0",
         BODY,
         "vector_t<T> total = {};",

@@ -49,13 +49,6 @@ FAULTS = [
         (ONCE, "-k", "restarted_server"),
     ),
     Fault(
-        "keys are not loaded",
-        HOSTED,
-        "        self.journal.restore(found.keys)\n",
-        "",
-        (ONCE, "-k", "restarted_server"),
-    ),
-    Fault(
         "saved keys are newer than the parameters",
         JOURNAL,
         "if update <= updates))",
