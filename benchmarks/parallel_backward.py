@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import queue
 import sys
-import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -22,10 +20,10 @@ import torch
 from torch import Tensor
 
 import pymoe
+from benchmarks.common.handover import between_threads, to_worker
 from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.parallel import report
 from benchmarks.parallel.calls import KINDS, LOOP, SYSTEMS, Kind, System
-from pymoe._runtime import WorkerPool
 from pymoe.bench.timing import Spread
 
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
@@ -196,31 +194,10 @@ def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
 
 
 def handover(rounds: int) -> Record:
-    """The floor: seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
-    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def echo() -> None:
-        while there.get():
-            back.put(True)
-
-    other = threading.Thread(target=echo)
-    other.start()
-    python, worker = [], []
-    with WorkerPool(1) as pool:
-        for _ in range(rounds):
-            start = time.perf_counter()
-            for _ in range(HANDOVERS):
-                there.put(True)
-                back.get()
-            middle = time.perf_counter()
-            for _ in range(HANDOVERS):
-                pool.submit(int).result()
-            worker.append((time.perf_counter() - middle) / (2 * HANDOVERS))
-            python.append((middle - start) / (2 * HANDOVERS))
-    there.put(False)
-    other.join()
-    return {"python": asdict(Spread.of(python)), "worker": asdict(Spread.of(worker))}
+    """Return the seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
+    ways = {"python": between_threads, "worker": to_worker}
+    found = [[way(HANDOVERS) for way in ways.values()] for _ in range(rounds)]
+    return {name: asdict(Spread.of(list(values))) for name, values in zip(ways, zip(*found, strict=True), strict=True)}
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
     for one in contenders:
         if one.running is not None and not one.failure:
             one.attempt(one.running.close)
-    return {"case": asdict(case), "systems": found}
+    return {"case": asdict(case), "about": case.about, "systems": found}
 
 
 def take_turns(contenders: list[Contender], rounds: int) -> None:
@@ -150,7 +150,7 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
         found[one.system.name] = record
         if one.running is not None and not one.failure:
             one.attempt(one.running.close)
-    return {"case": asdict(case), "systems": found}
+    return {"case": asdict(case), "about": case.about, "systems": found}
 
 
 def wrong(result: Record) -> list[str]:

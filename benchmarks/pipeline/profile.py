@@ -6,11 +6,11 @@ import cProfile
 import gc
 import pstats
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.handover import to_worker
 from benchmarks.pipeline.ours import open_pipe, open_plan
 from benchmarks.pipeline.systems import InProcess, open_sequential
 from benchmarks.pipeline.work import Case
@@ -114,22 +114,9 @@ def by_function(profiler: cProfile.Profile) -> Iterator[tuple[int, float, str]]:
         yield count, own, function if file == "~" else f"{function} ({where}:{line})"
 
 
-def hand_over(turns: int = 2000) -> str:
-    """The floor: what it takes until the worker of another lane goes on."""
-    from pymoe._runtime import WorkerPool
-
-    with WorkerPool(1) as pool:
-        pool.submit(int).result()
-        start = time.perf_counter()
-        for _ in range(turns):
-            pool.submit(int).result()
-        took = (time.perf_counter() - start) / (2 * turns)
-    return f"a hand-over to or from a worker of the runtime takes {took * 1e6:.1f} us"
-
-
 def profile(cases: list[Case], cheap: list[Case]) -> list[str]:
     """All of it, as lines."""
-    lines = [hand_over()]
+    lines = [f"a hand-over to or from a worker of the runtime takes {to_worker(2000) * 1e6:.1f} us"]
     for case in cases:
         lines += ["", *pieces(case)]
     for case in cheap:

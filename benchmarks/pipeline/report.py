@@ -9,8 +9,6 @@ from benchmarks.common.picture import picture
 from benchmarks.common.run import Sections, as_report, closeness, measured, show_sections, spread_of
 from benchmarks.common.targets import targets_table, verdict
 from benchmarks.pipeline.systems import SEQUENTIAL
-from benchmarks.pipeline.traced_work import MODELS, TracedCase
-from benchmarks.pipeline.work import WORKS, Case
 from pymoe.bench.report import Table, time_with_spread
 
 Record = dict[str, Any]
@@ -88,22 +86,14 @@ def bookkeeping_table(record: Record) -> Table:
     return Table(["system", "stages", "processor, us", "wall, us", "gradients"], rows, LEFT, frozenset({"WRONG"}))
 
 
-def heading_of(case: Record) -> str:
-    """Return a case in words."""
-    if case["work"] in MODELS:
-        return f"{TracedCase(**case)}: {TracedCase(**case).layers} layers, {MODELS[case['work']][0]}"
-    return f"{Case(**case)}: {Case(**case).layers} layers, each {WORKS[case['work']].about}"
-
-
 def sections(result: Record) -> Sections:
     """Yield all tables with their headings, the targets first."""
     if result.get("targets"):
         yield "Targets", targets_table(result["targets"])
     for record in result.get("bookkeeping", ()):
-        heading = heading_of(record["case"])
-        yield f"What a stage and a micro-batch cost besides, {heading}", bookkeeping_table(record)
+        yield f"What a stage and a micro-batch cost besides, {record['about']}", bookkeeping_table(record)
     for record in result["cells"]:
-        yield heading_of(record["case"]), cell_table(record)
+        yield record["about"], cell_table(record)
 
 
 def show(result: Record) -> None:

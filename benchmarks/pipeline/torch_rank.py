@@ -24,7 +24,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from benchmarks.common.children import serve
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.live import watched
-from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
+from benchmarks.pipeline.work import LOSS, Case, gradients, largest_error, reference, sequential, time_of
 
 RENDEZVOUS_LIMIT = timedelta(seconds=300)
 """A rank that waits longer for another gives up."""
@@ -67,23 +67,19 @@ class Pipelined:
         with watched(self.stages) as counters:
             self.run()
         expected = reference(self.case)
-        size = len(expected) // self.count
-        errors = [
-            largest_error(gradients(stage), expected[i * size : (i + 1) * size])
-            for i, stage in zip(self.own, self.stages, strict=True)
-        ]
+        errors = [largest_error(gradients(stage), expected) for stage in self.stages]
         live = {i: counter.peak for i, counter in zip(self.own, counters, strict=True)}
         return {"error": max(errors), "live": live, "orders": self.orders}
 
     def step(self) -> dict[str, Any]:
         """As :func:`spans_of`."""
-        return spans_of(self.clear, self.run, WORKS[self.case.work].repeats)
+        return spans_of(self.clear, self.run, self.case.repeats)
 
     def plain(self) -> dict[str, Any]:
         """The sequential run of the same stages in this process: processor and other seconds."""
         model = torch.nn.Sequential(*(layer for stage in self.stages for layer in stage))
-        run = partial(sequential, model, self.x, self.y, self.case.micro_batches)
-        wall, cpu = time_of(self.clear, run, WORKS[self.case.work].repeats)
+        run = partial(sequential, self.case, model, self.x, self.y)
+        wall, cpu = time_of(self.clear, run, self.case.repeats)
         return {"wall": wall, "cpu": cpu}
 
 

@@ -16,7 +16,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import pymoe
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.torch_rank import serve_rank, spans_of
-from benchmarks.pipeline.traced_work import TracedCase, gradients, largest_error, loss, reference
+from benchmarks.pipeline.traced_work import TracedCase, loss
+from benchmarks.pipeline.work import gradients, largest_error, reference
 
 
 class Captured:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.handover import between_threads
 from benchmarks.runtime.clients import Effort, summary
 from benchmarks.runtime.ours import BackendServer
 from benchmarks.runtime.scenario import Cell, Expert, call, prepared
@@ -152,13 +153,13 @@ def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
     expert = Expert(cell.expert)
     batch = tuple(torch.cat([tensor] * requests) for tensor in asked)
     function = median_seconds(lambda: call(expert, batch)) / requests
-    hand_over = ping_pong()
+    hand_over = between_threads(2000)
     note = "by itself, on one thread"
     return [
         row("part: submit_task", submit * 1e6, "us per request", note),
         row("part: result() of a finished request", take * 1e6, "us per request", note),
         row("part: the expert's function", function * 1e6, "us per request", f"{note}, {requests} requests a batch"),
-        row(HAND_OVER, hand_over * 1e6, "us each", "two Python threads and two locks"),
+        row(HAND_OVER, hand_over * 1e6, "us each", "two Python threads and two queues"),
     ]
 
 
@@ -195,25 +196,3 @@ def median_seconds(function: Callable[[], object]) -> float:
         function()
         took.append(time.perf_counter() - begin)
     return statistics.median(took)
-
-
-def ping_pong(turns: int = 2000) -> float:
-    """Seconds until a Python thread that waits for a lock goes on, after another has released it."""
-    ping, pong = threading.Lock(), threading.Lock()
-    ping.acquire()
-    pong.acquire()
-
-    def other() -> None:
-        for _ in range(turns):
-            ping.acquire()
-            pong.release()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    begin = time.perf_counter()
-    for _ in range(turns):
-        ping.release()
-        pong.acquire()
-    took = time.perf_counter() - begin
-    thread.join()
-    return took / (2 * turns)

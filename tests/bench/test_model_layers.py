@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 pytest.importorskip("transformers")
 
 from benchmarks import model_layers
-from benchmarks.layers import cases, contenders, exact, limits, targets
+from benchmarks.layers import cases, contenders, exact, limits, report
 from benchmarks.layers.blocks import BLOCKS, TINY, as_moe, built
 from benchmarks.layers.contenders import PYMOE, TRANSFORMERS, Plan
 from pymoe import nn as pymoe_nn
@@ -93,7 +93,7 @@ def test_a_wrong_contender_is_called_wrong_and_a_failing_one_left_out(monkeypatc
     absent = {one["name"]: one["reason"] for one in case["absent"]}
     assert absent["failing"] == "RuntimeError: no such instruction"
     case |= {"clock": "wall", "block": "tiny-mixtral"}
-    assert "liar is WRONG" in targets.missed(case, [case])
+    assert "liar is WRONG" in report.missed(case, [case])
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gptoss"])
@@ -256,15 +256,15 @@ def case_of(mode="decode", dtype="float32", rows=0.5, speed_up=1.2, share=0.8, s
 
 
 def test_targets():
-    assert targets.missed(case_of(), []) == []
-    assert targets.missed(case_of(speed_up=0.9), []) == ["1.0x transformers"]
-    assert targets.missed(case_of(share=0.7), []) == ["75 % of read"]
-    assert targets.missed(case_of("prefill", rows=64, share=0.89), []) == ["90 % of mm"]
-    assert targets.missed(case_of("train", rows=32, share=0.64), []) == ["65 % of mm"]
-    assert targets.missed(case_of("prefill", rows=4, share=0.1), []) == []
+    assert report.missed(case_of(), []) == []
+    assert report.missed(case_of(speed_up=0.9), []) == ["1.0x transformers"]
+    assert report.missed(case_of(share=0.7), []) == ["75 % of read"]
+    assert report.missed(case_of("prefill", rows=64, share=0.89), []) == ["90 % of mm"]
+    assert report.missed(case_of("train", rows=32, share=0.64), []) == ["65 % of mm"]
+    assert report.missed(case_of("prefill", rows=4, share=0.1), []) == []
     wide, narrow = case_of(), case_of(dtype="bfloat16", **{"pymoe int8": 0.3, "pymoe int4": 0.3})
-    assert targets.missed(narrow, [wide, narrow]) == ["int4 3.5x fp32"]
-    assert targets.missed(narrow | {"rows": narrow["rows"][1:]}, []) == ["pymoe was not measured"]
+    assert report.missed(narrow, [wide, narrow]) == ["int4 3.5x fp32"]
+    assert report.missed(narrow | {"rows": narrow["rows"][1:]}, []) == ["pymoe was not measured"]
 
 
 def test_a_run_writes_its_tables_and_keeps_earlier_cases(tmp_path, monkeypatch, capfd):

@@ -12,7 +12,8 @@ from benchmarks.pipeline import measure, traced_work
 from benchmarks.pipeline.systems import SEQUENTIAL, System
 from benchmarks.pipeline.torch_peer import Ranks
 from benchmarks.pipeline.traced_systems import open_alone, systems
-from benchmarks.pipeline.traced_work import MODELS, TracedCase, gradients, largest_error, loss, reference
+from benchmarks.pipeline.traced_work import MODELS, TracedCase, loss
+from benchmarks.pipeline.work import gradients, largest_error, reference
 from pymoe.pipe.schedules import build, simulate
 
 TINY = TracedCase("sleep", 2, 3)
@@ -45,7 +46,7 @@ def spoiled(case):
 
     def wrong(x, y):
         right(x, y)
-        next(running.model.parameters()).grad *= 1.001
+        next(running.stages[0].parameters()).grad *= 1.001
 
     running._step = wrong
     return running

@@ -36,7 +36,7 @@ def test_a_sleeping_layer_sleeps_where_its_times_say(monkeypatch):
     slept = []
     monkeypatch.setattr(work.time, "sleep", slept.append)
     model, (x, y) = Case("sleep", 2, 4).model(), Case("sleep", 2, 4).batch()
-    sequential(model, x, y, 4)
+    sequential(Case("sleep", 2, 4), model, x, y)
     assert sum(slept) == pytest.approx(4 * (3 * 8 - 1) * work.SLEEP)  # nobody wants the gradient of the model's input
     slept.clear()
     inner = Sleeping(8)
