@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("expert_parallel", __doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny layer and few rounds: some seconds")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"steps behind a median (default: {ROUNDS})")
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(cell: Record) -> Table:
-    """Medians of a step, and ratios within rounds with their quartiles."""
+    """Return medians of a step, and ratios within rounds with their quartiles."""
     rows = []
     for name in SYSTEMS:
         wall, processors, waits, transport = (list(column) for column in zip(*cell["times"][name], strict=True))
@@ -116,7 +116,7 @@ def ratio(cell: Record, one: str, other: str, column: int, *, inverse: bool = Fa
 
 
 def wire_table(records: list[Record]) -> Table:
-    """Forward and backward beside what the order of chunks allows."""
+    """Return forward and backward compared with what the order of chunks allows."""
     rows = []
     for one in records:
         cells = [str(one["chunks"])]
@@ -132,7 +132,7 @@ def wire_table(records: list[Record]) -> Table:
 
 
 def hot_table(ways: dict[str, Record]) -> Table:
-    """Rows and processor time of the fullest rank, with ratios within rounds."""
+    """Return rows and processor time of the fullest rank, with ratios within rounds."""
     rows = []
     for name, way in ways.items():
         wall, fullest, both = (list(column) for column in zip(*way["times"], strict=True))
@@ -157,7 +157,7 @@ def hot_table(ways: dict[str, Record]) -> Table:
 
 
 def markdown(result: Record, tables: dict[str, Table]) -> str:
-    """The report."""
+    """Return the report."""
     about = (
         "Two ranks over gloo on one machine, forward and backward in float32; medians, and ratios of processor time "
         "within a round with quartiles. Ranks of one machine share its memory and cores, so a step's wall time is no "

@@ -28,20 +28,20 @@ SPAN = 0.1
 
 
 def lines(most_bytes: float) -> list[Any]:
-    """The benchmark cases, as pairs of operator and case."""
+    """Return the benchmark cases, as pairs of operator and case."""
     from pymoe.bench.operators import OPERATORS
 
     return [(one, case) for one in OPERATORS.values() for case in one.bench_cases if case.bytes <= most_bytes]
 
 
 def name_of(spec: Any, case: Any) -> str:
-    """What ``--filter`` is matched with."""
+    """Return what ``--filter`` is matched with."""
     direction = "forward+backward" if case.backward else "forward"
     return f"{spec.name} | {case.name} | {str(case.dtype).removeprefix('torch.')} | {direction}"
 
 
 def prepared(spec: Any, case: Any) -> Callable[[], object]:
-    """The call of a case."""
+    """Return the call of a case."""
     from pymoe.bench.calls import generator
     from pymoe.bench.lines import forward_call, training_step
 
@@ -112,7 +112,7 @@ def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> d
 
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
-    """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
+    """Return a record of one line: seconds and the ratios to v3, as medians and quartiles."""
     from pymoe.bench.timing import Spread
 
     seconds = in_turns(children, dict.fromkeys(children, name), rounds)

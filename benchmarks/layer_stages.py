@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("layer_stages", __doc__)
     everything = (*BLOCKS, *TINY)
     parser.add_argument("--blocks", type=names_of(everything), default=list(BLOCKS), metavar="NAME,...")

@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("model_layers", __doc__)
     everything = (*BLOCKS, *TINY)
     parser.add_argument("--blocks", type=names_of(everything), default=list(BLOCKS), metavar="NAME,...")
@@ -93,7 +93,7 @@ def parse() -> argparse.Namespace:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Numbers from 1 on, separated by commas."""
+    """Return numbers from 1 on, separated by commas."""
     found = tuple(int(part) for part in text.split(","))
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text}")
@@ -128,12 +128,12 @@ def in_process(block: str, clock: str, options: argparse.Namespace, result: Reco
 
 
 def same(one: Record, other: Record, *keys: str) -> bool:
-    """Whether two records agree in ``keys``."""
+    """Return whether two records agree in ``keys``."""
     return all(one[key] == other[key] for key in keys)
 
 
 def order(case: Record) -> tuple[Any, ...]:
-    """Where a case stands in the tables."""
+    """Return where a case stands in the tables."""
     blocks, dtypes = list({**BLOCKS, **TINY}), [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
     return (
         case["clock"],
@@ -145,7 +145,7 @@ def order(case: Record) -> tuple[Any, ...]:
 
 
 def kept(file: Path) -> Record:
-    """The result of earlier runs, or an empty one."""
+    """Return the result of earlier runs, or an empty one."""
     if not file.exists():
         return {"environment": {}, "runs": [], "cases": []}
     found: Record = json.loads(file.read_text())

@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("moe_layer", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
@@ -164,7 +164,7 @@ def skew(layer: MoE, x: Tensor) -> None:
 
 
 def first_call(contender: Contender, timer: Timer, device: torch.device) -> tuple[Any, float]:
-    """What a contender returns, and the seconds until it is there."""
+    """Return what a contender returns, and the seconds until it is there."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     begin = timer.now()
@@ -198,7 +198,7 @@ def judge(contender: Contender, result: Any, expected: tuple[Tensor, ...]) -> tu
 
 
 def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Timing], shape: Shape) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     mine = timings[contender.name]
     return {
         "name": contender.name,
@@ -214,7 +214,7 @@ def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Tim
 
 
 def ratio(mine: Timing, other: Timing) -> dict[str, float]:
-    """How many times as long as another: round by round, or of medians where a contender ran once."""
+    """Return how many times as long as another: round by round, or of medians where a contender ran once."""
     if len(mine.seconds) == len(other.seconds):
         return asdict(mine.over(other))
     middle = mine.median / other.median
@@ -222,12 +222,12 @@ def ratio(mine: Timing, other: Timing) -> dict[str, float]:
 
 
 def heading(one: dict[str, Any]) -> str:
-    """What a scenario is."""
+    """Return what a scenario is."""
     return f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}, {one['flops'] / 1e9:.1f} GFLOP forward + backward"
 
 
 def table(one: dict[str, Any]) -> Table:
-    """A scenario as text."""
+    """Return a scenario as text."""
     rows = [
         [
             r["name"],
@@ -248,7 +248,7 @@ def table(one: dict[str, Any]) -> Table:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All scenarios as Markdown."""
+    """Return all scenarios as Markdown."""
     facts = result["environment"]
     lines = [
         f"Made by `{result['command']}` on {facts['date'][:10]}: {machine(result)}, torch {facts['torch']}; load "
@@ -263,7 +263,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def machine(result: dict[str, Any]) -> str:
-    """What computed."""
+    """Return what computed."""
     facts = result["environment"]
     if result["settings"].get("device") == "cuda":
         return str(facts["gpu"])

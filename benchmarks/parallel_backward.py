@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("parallel_backward", __doc__)
     parser.add_argument("--quick", action="store_true", help="1 and 8 calls and few rounds: some seconds")
     names = [kind.name for kind in KINDS]
@@ -137,12 +137,12 @@ def timed(kind: Kind, count: int, system: System) -> tuple[float, ...]:
 
 
 def now() -> tuple[float, float]:
-    """Time, and the processor's time of this process."""
+    """Return time, and the processor's time of this process."""
     return time.perf_counter(), time.process_time()
 
 
 def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
-    """No gradients."""
+    """Remove all gradients."""
     for args in calls:
         for tensor in args:
             tensor.grad = None
@@ -157,7 +157,7 @@ def judge(kind: Kind, count: int, system: System, expected: list[Tensor]) -> tup
 
 
 def results(kind: Kind, count: int, system: System) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Return outputs and gradients."""
     calls = kind.arguments(count)
     outputs = system.forward(kind.function, calls)
     system.backward(outputs, [torch.ones(kind.shape) for _ in calls])
@@ -167,7 +167,7 @@ def results(kind: Kind, count: int, system: System) -> list[Tensor]:
 
 
 def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Seconds per call and pass beyond the loop's, round by round."""
+    """Return seconds per call and pass beyond the loop's, round by round."""
     found = []
     for count in counts:
         loop = times[count, LOOP]
@@ -181,7 +181,7 @@ def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]
 
 
 def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Times over that of one call of the loop, round by round."""
+    """Return times over that of one call of the loop, round by round."""
     found = []
     for count in counts:
         for system in SYSTEMS:

@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("pipeline_distributed", __doc__)
     parser.add_argument("--quick", action="store_true", help="2 processes, 4 micro-batches, few rounds: some seconds")
     parser.add_argument(
@@ -71,13 +71,13 @@ def parse() -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> list[TracedCase]:
-    """What is measured."""
+    """Return what is measured."""
     sizes = [(2, 4)] if options.quick else [(workers, count) for workers in WORKERS for count in MICRO_BATCHES]
     return [TracedCase(work, *size) for work in options.works for size in sizes]
 
 
 def failed(result: Record) -> bool:
-    """Whether pymoe's gradients were wrong, or it failed. What its peers do is in the tables."""
+    """Return whether pymoe's gradients were wrong, or it failed. What its peers do is in the tables."""
     return any(
         one["failure"] or one.get("verdict") == "WRONG"
         for record in result["cells"]

@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("pipeline_schedules", __doc__)
     parser.add_argument("--quick", action="store_true", help="2 workers, 8 micro-batches, few rounds: some seconds")
     names = (*WORKS, *CHEAP)
@@ -93,24 +93,24 @@ def parse() -> argparse.Namespace:
 
 
 def everyone(ranks: dict[int, Ranks]) -> list[System]:
-    """All systems in the order of the tables, the sequential run first."""
+    """Return all systems in the order of the tables, the sequential run first."""
     sequential, *others = in_process()
     return [sequential, *pymoe_systems(), *others, *torch_systems(ranks)]
 
 
 def chosen(system: System, pattern: str) -> bool:
-    """Whether a system takes part; the sequential run always does."""
+    """Return whether a system takes part; the sequential run always does."""
     return system.name == SEQUENTIAL or re.search(pattern, system.name) is not None
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """The cases whose speed-up is measured."""
+    """Return the cases whose speed-up is measured."""
     sizes = [(2, 8)] if options.quick else [(workers, count) for workers in WORKERS for count in MICRO_BATCHES]
     return [Case(work, *size) for work in WORKS if work in options.works for size in sizes]
 
 
 def cheap_cases(options: argparse.Namespace) -> list[Case]:
-    """The cases whose bookkeeping is measured."""
+    """Return the cases whose bookkeeping is measured."""
     sizes = [(2, 8)] if options.quick else [(workers, count) for workers in WORKERS for count in CHEAP_MICRO_BATCHES]
     return [Case(work, *size) for work in CHEAP if work in options.works for size in sizes]
 
@@ -126,7 +126,7 @@ def by_stages(systems: list[System], case: Case, ranks: dict[int, Ranks]) -> dic
 
 
 def version_of(system: System) -> str:
-    """Its version, or why there is none."""
+    """Return the system's version, or why there is none."""
     try:
         return system.version()
     except Exception as error:
@@ -134,7 +134,7 @@ def version_of(system: System) -> str:
 
 
 def failed(result: Record) -> bool:
-    """Whether gradients were wrong or pymoe could not be measured."""
+    """Return whether gradients were wrong or pymoe could not be measured."""
     ours = [
         one["failure"]
         for part in ("cells", "bookkeeping")

@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     names = [LOCAL, DIRECT, COALESCED, SECURE, HIVEMIND, RAY]
     parser = parser_of("remote_load", __doc__)
     parser.add_argument("--quick", action="store_true", help="short windows, and few")
@@ -106,7 +106,7 @@ def open_system(name: str, options: argparse.Namespace, versions: dict[str, str]
 
 
 def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds: int) -> Record:
-    """Windows of all contenders, in turns. One that fails is measured no more."""
+    """Measure windows of all contenders, in turns. One that fails is measured no more."""
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for i in range(rounds):
         names = list(contenders)
@@ -122,7 +122,7 @@ def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds
 
 
 def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
-    """For each length the bytes a second, there and back, of one caller; medians over calls that take turns."""
+    """Return for each length the bytes a second, there and back, of one caller; medians over calls that take turns."""
     pools = {name: one.server.echo for name, one in contenders.items() if hasattr(getattr(one, "server", None), "echo")}
     found = []
     for name, rows in MESSAGES.items():

@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("runtime_load", __doc__)
     parser.add_argument("--quick", action="store_true", help="few cells and short windows, less than a minute")
     names = [name for name in all_systems(PYTHON) if name != POOL]
@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
 
 
 def introduce(systems: dict[str, System]) -> dict[str, Record]:
-    """Each system's version and what is wrong with its answers, or why it is left out."""
+    """Return each system's version and what is wrong with its answers, or why it is left out."""
     present: dict[str, Record] = {}
     for system in systems.values():
         record = {"about": system.about, "version": "", "fault": "", "absent": ""}
@@ -109,14 +109,14 @@ def introduce(systems: dict[str, System]) -> dict[str, Record]:
 
 
 def verdict_of(record: Record) -> str:
-    """A system's record in a few words."""
+    """Return a system's record in a few words."""
     if record["absent"]:
         return f"left out, {record['absent']}"
     return f"WRONG, {record['fault']}" if record["fault"] else "answers checked"
 
 
 def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]) -> dict[str, Contender]:
-    """The systems that can be measured, serving one expert."""
+    """Return the systems that can be measured, serving one expert."""
     contenders = {}
     for system in systems.values():
         if present[system.name]["absent"]:
@@ -131,7 +131,7 @@ def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]
 def measure_group(
     cells: list[Cell], systems: dict[str, System], contenders: dict[str, Contender], effort: Effort, rounds: int
 ) -> list[Record]:
-    """Windows of all systems on cells that differ in the kind of clients alone, in turns.
+    """Measure windows of all systems on cells that differ in the kind of clients alone, in turns.
 
     A contender that fails is closed, leaves ``contenders``, and is measured no more.
     """
@@ -159,12 +159,12 @@ def measure_group(
 
 
 def kinds_of(system: System, cells: list[Cell]) -> tuple[str, ...]:
-    """The kinds of clients that a system is measured with: of those to which the kind is all one, the first."""
+    """Return the kinds of clients that a system is measured with: of those to which the kind is all one, the first."""
     return system.kinds if len(system.kinds) > 1 else (cells[0].kind,)
 
 
 def record_of(cell: Cell, found: dict[str, list[Sample]]) -> Record:
-    """A cell's figures: medians and quartiles over the rounds, ratios taken round by round."""
+    """Return a cell's figures: medians and quartiles over the rounds, ratios taken round by round."""
     systems: Record = {}
     for name, samples in found.items():
         good = [sample for sample in samples if sample.rate > 0]
@@ -204,7 +204,7 @@ def verdict(samples: list[Sample]) -> str:
 
 
 def failed(result: Record) -> bool:
-    """Whether an answer was wrong, or pymoe's figures are not whole."""
+    """Return whether an answer was wrong, or pymoe's figures are not whole."""
     wrong = any(one["fault"] for one in result["systems"].values())
     for record in result["cells"]:
         for name, one in record["systems"].items():

@@ -48,12 +48,12 @@ class Cell:
         return f"T {self.tokens}, H {self.hidden}, F {self.ffn}, E {self.experts}, K {self.top_k}"
 
     def layer(self) -> MoE:
-        """The whole layer, the same in every process."""
+        """Return the whole layer, the same in every process."""
         torch.manual_seed(0)
         return MoE(self.hidden, self.ffn, self.experts, self.top_k, dtype=torch.float32)
 
     def rows(self) -> Tensor:
-        """All tokens."""
+        """Return the rows of all tokens."""
         return torch.randn(self.tokens, self.hidden, generator=torch.Generator().manual_seed(1))
 
 
@@ -111,7 +111,7 @@ def leave() -> None:
 
 
 def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) -> dict[str, Any]:
-    """One cell: by system, a list of rounds with the seconds of steps; bytes; and how results compare.
+    """Measure one cell: by system, a list of rounds with the seconds of steps; bytes; and how results compare.
 
     Seconds are those of wall, of the processors of all ranks, of waits, and of all gloo's threads, which are among the
     second.
@@ -152,7 +152,7 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) ->
 
 
 def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...], tuple[Tensor, Tensor]]:
-    """Forward and backward: seconds of this process (see measure); output and input gradient."""
+    """Return forward and backward: seconds of this process (see measure); output and input gradient."""
     x = rows.detach().clone().requires_grad_()
     direction = torch.ones_like(x)
     for parameter in layer.parameters():

@@ -83,7 +83,7 @@ def wanted_share(case: Record) -> float | None:
 
 
 def markdown(result: Record) -> str:
-    """Everything as Markdown."""
+    """Return everything as Markdown."""
     lines = [*paragraphs(result)]
     cases = result["cases"]
     for clock, title in CLOCKS.items():
@@ -97,7 +97,7 @@ def markdown(result: Record) -> str:
 
 
 def paragraphs(result: Record) -> list[str]:
-    """What was measured, on what and how."""
+    """Return what was measured, on what and how."""
     facts, runs = result["environment"], result["runs"]
     made = " and ".join(f"`{command}`" for command in dict.fromkeys(run["command"] for run in runs))
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
@@ -121,12 +121,12 @@ def paragraphs(result: Record) -> list[str]:
 
 
 def call_of(case: Record) -> str:
-    """What a case asks for."""
+    """Return what a case asks for."""
     return f"{case['mode']} T {case['tokens']}"
 
 
 def summary(cases: list[Record]) -> Table:
-    """One row a case: pymoe beside the best of transformers and the limit."""
+    """Return one row a case: pymoe compared with the best of transformers and the limit."""
     rows = []
     for case in cases:
         row, whole = ours(case), row_of(case, PYMOE[1])
@@ -153,18 +153,18 @@ def summary(cases: list[Record]) -> Table:
 
 
 def times(value: float | None) -> str:
-    """A speed-up."""
+    """Return a speed-up."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def share(row: Record | None, limit: str) -> str:
-    """The share of a limit that a contender reaches."""
+    """Return the share of a limit that a contender reaches."""
     found = row["of"].get(limit) if row else None
     return f"{100 * found['median']:.0f} % of {limit}" if found else "-"
 
 
 def details(cases: list[Record]) -> Table:
-    """One row a case, a column for each contender and limit."""
+    """Return one row a case, a column for each contender and limit."""
     names = [name for name in (*TRANSFORMERS, *PYMOE, *QUANTISED, KT_KERNEL) if any(row_of(c, name) for c in cases)]
     limits = [name for name in LIMITS if any(name in case["limits"] for case in cases)]
     rows = [
@@ -181,7 +181,7 @@ def details(cases: list[Record]) -> Table:
 
 
 def cell(row: Record | None) -> str:
-    """A contender's time and error."""
+    """Return a contender's time and error."""
     if row is None:
         return "-"
     once = " (once)" if row["seconds"]["rounds"] == 1 else ""
@@ -190,7 +190,7 @@ def cell(row: Record | None) -> str:
 
 
 def left_out(cases: list[Record]) -> list[str]:
-    """Who was left out, why and where."""
+    """Return who was left out, why and where."""
     places: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         for one in case["absent"]:

@@ -34,7 +34,7 @@ class Contender:
     """The sequential run beside each sample, where that is not the one of this process."""
 
     def attempt(self, function: Callable[[], Any]) -> Any:
-        """What the function returns; None if it fails, after which this contender takes part no more."""
+        """Return what the function returns; None if it fails, after which this contender takes part no more."""
         try:
             return function()
         except Exception as error:  # a peer that fails must not keep the others from being measured
@@ -60,7 +60,7 @@ def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
 
 
 def take_turns(contenders: list[Contender], rounds: int) -> None:
-    """Each takes a step a round, every round beginning with another."""
+    """Have each take a step a round, every round beginning with another."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -89,14 +89,14 @@ def take_turns(contenders: list[Contender], rounds: int) -> None:
 
 
 def note_own_share(one: Contender, sample: Sample) -> None:
-    """Where the system says how its last step went."""
+    """Note the share that the actions of the last step would have taken, if the system says how that step went."""
     record, plan = getattr(one.running, "record", None), getattr(one.running, "planned", None)
     if one.own is not None and record is not None and plan is not None:
         one.own.append(simulate(plan, mean_times(record())).makespan / sample[0])
 
 
 def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
-    """What is kept of a contender: ratios are taken round by round."""
+    """Return what is kept of a contender: ratios are taken round by round."""
     record: Record = {"failure": one.failure}
     if one.check is not None:
         record |= {"verdict": verdict(one.check.error), "error": one.check.error, "live": one.check.live}
@@ -154,7 +154,7 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
 
 
 def wrong(result: Record) -> list[str]:
-    """Who gave wrong gradients, where."""
+    """Return who gave wrong gradients, where."""
     return [
         f"{name}: {Case(**record['case'])}"
         for part in ("cells", "bookkeeping")

@@ -41,13 +41,13 @@ class Running(Protocol):
     """The actions of its workers, where there is such a plan."""
 
     def check(self) -> Check:
-        """Runs a step, untimed, and looks at what it gave."""
+        """Run a step, untimed, and look at what it gave."""
 
     def step(self) -> tuple[float, float]:
-        """Seconds of a step, and of the processor in it (of all threads; nan where the system cannot say)."""
+        """Return seconds of a step, and of the processor in it (of all threads; nan where the system cannot say)."""
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class InProcess:
 
 
 def open_sequential(case: Case) -> InProcess:
-    """The bound that speed-ups are taken over."""
+    """Return the bound that speed-ups are taken over."""
     stages = case.stages(case.workers)
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
     return InProcess(case, stages, lambda x, y: sequential(case, model, x, y))
 
 
 def open_torchgpipe(case: Case) -> InProcess:
-    """torchgpipe, told that each stage has a device of its own."""
+    """Open torchgpipe, told that each stage has a device of its own."""
     try:
         from torchgpipe import GPipe
     except ImportError as error:
@@ -123,7 +123,7 @@ def open_torchgpipe(case: Case) -> InProcess:
 
 
 def in_process() -> list[System]:
-    """The systems of this process, the sequential run first."""
+    """Return the systems of this process, the sequential run first."""
     return [
         System(SEQUENTIAL, "forward and backward of one micro-batch after the other", open_sequential),
         System(

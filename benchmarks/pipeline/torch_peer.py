@@ -88,7 +88,7 @@ class OnRanks:
         return self.ranks.ask(key=self._key, do=what)
 
     def step(self) -> tuple[float, float]:
-        """From the first rank's start, behind a barrier, to the last rank's end."""
+        """Return the seconds from the first rank's start, behind a barrier, to the last rank's end."""
         answers = self._ask("step")
         spans = list(zip(*(answer["spans"] for answer in answers), strict=True))
         wall = sum(max(end for _, end in step) - min(start for start, _ in step) for step in spans)
@@ -115,13 +115,13 @@ class TorchSchedule(OnRanks):
         return Check(max(answer["error"] for answer in answers), [live[i] for i in range(self.stages)])
 
     def plain(self) -> tuple[float, float]:
-        """The sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
+        """Time the sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
         (answer,) = self._ask("plain")
         return answer["wall"], answer["cpu"]
 
 
 def torch_systems(ranks: dict[int, Ranks]) -> list[System]:
-    """Each of torch's schedules, a process a worker; ``ranks`` gets the processes for each number of workers."""
+    """Return each of torch's schedules, a process a worker; ``ranks`` gets the processes for each number of workers."""
 
     def opener(name: str) -> Callable[[Case], TorchSchedule]:
         def open_(case: Case) -> TorchSchedule:
@@ -155,5 +155,5 @@ def on_one_rank(ranks: dict[int, Ranks], stages: int) -> list[tuple[System, int]
 
 
 def title(name: str) -> str:
-    """A schedule's name in tables."""
+    """Return a schedule's name in tables."""
     return f"torch {name.removeprefix('Schedule')}"

@@ -61,7 +61,7 @@ class Pipelined:
                 parameter.grad = None
 
     def check(self) -> dict[str, Any]:
-        """The first step runs an additional forward to learn shapes, so the second is the one that is looked at."""
+        """Check the second step: the first runs an additional forward to learn shapes."""
         self.run()
         self.clear()
         with watched(self.stages) as counters:
@@ -72,11 +72,11 @@ class Pipelined:
         return {"error": max(errors), "live": live, "orders": self.orders}
 
     def step(self) -> dict[str, Any]:
-        """As :func:`spans_of`."""
+        """Return what :func:`spans_of` does."""
         return spans_of(self.clear, self.run, self.case.repeats)
 
     def plain(self) -> dict[str, Any]:
-        """The sequential run of the same stages in this process: processor and other seconds."""
+        """Time the sequential run of the same stages in this process: processor and other seconds."""
         model = torch.nn.Sequential(*(layer for stage in self.stages for layer in stage))
         run = partial(sequential, self.case, model, self.x, self.y)
         wall, cpu = time_of(self.clear, run, self.case.repeats)

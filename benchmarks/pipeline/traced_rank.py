@@ -51,7 +51,7 @@ class Captured:
                 parameter.grad = None
 
     def check(self) -> dict[str, Any]:
-        """Torch's first step runs an additional forward to learn shapes, so the second is the one that is looked at."""
+        """Check the second step: torch's first runs an additional forward to learn shapes."""
         self.run()
         self.clear()
         self.run()
@@ -62,7 +62,7 @@ class Captured:
         }
 
     def step(self) -> dict[str, Any]:
-        """As :func:`spans_of`."""
+        """Return what :func:`spans_of` does."""
         return spans_of(self.clear, self.run, self.case.repeats)
 
 

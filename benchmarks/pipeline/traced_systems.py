@@ -37,20 +37,20 @@ class There(OnRanks):
 
 
 def planned(name: str, case: TracedCase) -> Schedule | None:
-    """The schedule where its ideal is known: times of sleeping layers are."""
+    """Return the schedule where its ideal is known: times of sleeping layers are."""
     if case.work != "sleep":
         return None
     return build(OURS[name], torch_orders.stages_of(name, case.workers), case.micro_batches)
 
 
 def open_alone(case: TracedCase) -> InProcess:
-    """The bound that speed-ups are taken over."""
+    """Return the bound that speed-ups are taken over."""
     model = case.model()
     return InProcess(case, [model], lambda x, y: sequential(case, model, x, y))
 
 
 def open_threads(name: str, case: TracedCase) -> InProcess:
-    """A pipe in this process."""
+    """Return a pipe in this process."""
     model = case.model()
     count = torch_orders.stages_of(name, case.workers)
     x, _ = case.batch()
@@ -68,7 +68,7 @@ def open_threads(name: str, case: TracedCase) -> InProcess:
 
 
 def systems(ranks: dict[int, Ranks], schedules: Sequence[str]) -> list[System]:
-    """The model alone first; ``ranks`` gets the processes for each number of workers."""
+    """Return the model alone first; ``ranks`` gets the processes for each number of workers."""
 
     def there(system: str, name: str, case: TracedCase) -> There:
         of_size = ranks.setdefault(case.workers, Ranks(case.workers, (sys.executable, "-m", RANK)))

@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
-    """Of a micro-batch; some give the model's output in a tuple."""
+    """Return the loss of a micro-batch; some give the model's output in a tuple."""
     (output,) = output if isinstance(output, (tuple, list)) else (output,)
     if target.dtype == torch.int64:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -145,7 +145,7 @@ class TracedCase(Case):
 
     @property
     def about(self) -> str:
-        """The case in words, for a heading."""
+        """Return the case in words, for a heading."""
         return f"{self}: {self.layers} layers, {MODELS[self.work][0]}"
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
@@ -153,13 +153,13 @@ class TracedCase(Case):
         return loss(output, target)
 
     def model(self) -> nn.Module:  # type: ignore[override]
-        """The model as its author wrote it."""
+        """Return the model as its author wrote it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return MODELS[self.work][1](self.layers)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all micro-batches, which have equally many rows."""
+        """Return inputs and targets of all micro-batches, which have equally many rows."""
         generator = torch.Generator().manual_seed(1)
         rows = self.micro_batches * ROWS
         if self.work == "sleep":
@@ -169,9 +169,9 @@ class TracedCase(Case):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def beginnings(self, stages: int) -> list[str]:
-        """The names of the layers with which stages begin, but for the first."""
+        """Return the names of the layers with which stages begin, but for the first."""
         return [f"layers.{number * self.layers // stages}" for number in range(1, stages)]
 
     def times(self, stages: int) -> Callable[[Action], float]:
-        """What an action takes where layers sleep, in times of a layer's forward."""
+        """Return what an action takes where layers sleep, in times of a layer's forward."""
         return lambda action: self.layers // stages * (1 if action.kind is Kind.FORWARD else 2)

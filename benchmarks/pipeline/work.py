@@ -132,7 +132,7 @@ class Case:
 
     @property
     def about(self) -> str:
-        """The case in words, for a heading."""
+        """Return the case in words, for a heading."""
         return f"{self}: {self.layers} layers, each {WORKS[self.work].about}"
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
@@ -140,18 +140,18 @@ class Case:
         return LOSS(output, target)
 
     def stages_of(self, per_worker: int) -> int:
-        """Stages of a model with so many stages a worker, where it has enough layers for that."""
+        """Return the stages of a model with so many stages a worker, where it has enough layers for that."""
         return min(self.layers, per_worker * self.workers)
 
     def model(self) -> nn.Sequential:
-        """All layers."""
+        """Return all layers."""
         work = WORKS[self.work]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return nn.Sequential(*(work.layer(work.width) for _ in range(self.layers)))
 
     def stages(self, count: int) -> list[nn.Sequential]:
-        """The model cut into ``count`` stages of equally many layers."""
+        """Return the model cut into ``count`` stages of equally many layers."""
         model = self.model()
         size, rest = divmod(self.layers, count)
         if rest:
@@ -159,7 +159,7 @@ class Case:
         return [model[i * size : (i + 1) * size] for i in range(count)]
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all micro-batches, which have equally many rows."""
+        """Return inputs and targets of all micro-batches, which have equally many rows."""
         work = WORKS[self.work]
         generator = torch.Generator().manual_seed(1)
         x, y = torch.randn(2, self.micro_batches * work.rows, work.width, generator=generator)
@@ -220,7 +220,7 @@ def verdict(error: float) -> str:
 
 
 def time_of(clear: Callable[[], object], run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Wall and processor seconds of ``run``, means over ``repeats``; ``clear``, before each, does not count."""
+    """Return wall and processor seconds of ``run``, means over ``repeats``; ``clear``, before each, does not count."""
     wall = cpu = 0.0
     for _ in range(repeats):
         clear()

@@ -39,7 +39,7 @@ def add(result: dict[str, Any], cells: list[Cell], chosen: bool) -> None:
 
 
 def profile(cell: Cell, seconds: float = SECONDS) -> dict[str, Any]:
-    """A heading, and rows of what was found, how much, and how."""
+    """Return a heading, and rows of what was found, how much, and how."""
     server = BackendServer(Expert(cell.expert))
     try:
         rows = under_load(cell, server, seconds)
@@ -61,7 +61,7 @@ def row(what: str, value: float, unit: str, note: str) -> dict[str, Any]:
 
 
 def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[str, Any]]:
-    """The load's rate, and its threads' processor time, waits for a core and sleeps per request."""
+    """Return the load's rate, and its threads' processor time, waits for a core and sleeps per request."""
     asked, expected = prepared(cell)
     effort = Effort(0.1, seconds)
     marks: list[dict[int, Usage]] = []
@@ -126,7 +126,7 @@ class Usage:
 
 
 def threads_usage() -> dict[int, Usage]:
-    """Every thread of this process; empty where the system does not say."""
+    """Return every thread of this process; empty where the system does not say."""
     found = {}
     for folder in TASKS.iterdir() if TASKS.exists() else ():
         try:
@@ -140,13 +140,13 @@ def threads_usage() -> dict[int, Usage]:
 
 
 def roles(kind: str) -> dict[int, str]:
-    """Whose threads they are, by number; those not named here are native ones, the workers."""
+    """Return whose threads they are, by number; those not named here are native ones, the workers."""
     clients = {one.native_id: "clients" for one in threading.enumerate() if one.name.startswith("client-")}
     return clients | {os.getpid(): "clients" if kind == "asyncio" else "main thread"}
 
 
 def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
-    """What the parts cost by themselves, per request."""
+    """Return what the parts cost by themselves, per request."""
     requests = max(1, round(mean_rows / cell.rows))
     submit, take = submit_and_take(cell)
     asked = prepared(cell)[0][0][0]
@@ -164,7 +164,7 @@ def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
 
 
 def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
-    """Seconds for ``submit_task`` and for ``result()`` when it is there, per request."""
+    """Return seconds for ``submit_task`` and for ``result()`` when it is there, per request."""
     from pymoe.runtime import Runtime, TaskPool
 
     asked = prepared(cell)[0][0][0]
@@ -187,7 +187,7 @@ def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
 
 
 def median_seconds(function: Callable[[], object]) -> float:
-    """Of one call, over at least twenty calls and 0.1 s."""
+    """Return the median seconds of one call, over at least twenty calls and 0.1 s."""
     took: list[float] = []
     function()
     start = time.perf_counter()
