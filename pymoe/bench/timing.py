@@ -142,7 +142,7 @@ def measure(
     timer: Timer | None = None,
     first: Mapping[str, float] | None = None,
 ) -> dict[str, Timing]:
-    """Return time every candidate in interleaved rounds.
+    """Time every candidate in interleaved rounds.
 
     Args:
         candidates: functions without arguments, by name.

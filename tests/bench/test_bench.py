@@ -266,16 +266,6 @@ def test_compare_names_lines_of_one_run_alone(result):
     assert [name.split()[1] for name in alone] == ["N1000", "N2000"]
 
 
-def test_plot_draws_two_pictures(result, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "result.json"
-    file.write_text(json.dumps(result))
-    assert cli.main(["plot", str(file), "--output", str(tmp_path / "pictures")]) == 0
-    pictures = sorted((tmp_path / "pictures").iterdir())
-    assert [one.name for one in pictures] == ["floor.png", "speedup.png"]
-    assert all(one.read_bytes().startswith(b"\x89PNG") for one in pictures)
-
-
 def test_wrong_calls_are_told_apart_from_wrong_results(tmp_path, capsys):
     file = tmp_path / "other.json"
     file.write_text("{}")
@@ -356,15 +346,6 @@ def test_an_option_that_makes_no_sense_is_named(option, value, capsys):
         cli.main(["run", option, value])
     assert status.value.code == 2
     assert f"argument {option}: must be" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["{", "", "[1]"])
-def test_a_file_that_is_no_result_is_named(text, tmp_path, capsys):
-    file = tmp_path / "bad.json"
-    file.write_text(text)
-    for command in (["compare", str(file), str(file)], ["plot", str(file)]):
-        assert cli.main(command) == 2
-        assert str(file) in capsys.readouterr().err
 
 
 def test_flags_of_the_processor_are_read_as_linux_names_them(monkeypatch):

@@ -119,15 +119,6 @@ def not_there(found):
     return isinstance(found, contenders.Absent)
 
 
-def test_copies_that_memory_does_not_hold_are_left_out(monkeypatch):
-    monkeypatch.setattr(contenders, "free_gib", lambda device: 1e-6)
-    monkeypatch.setattr(contenders, "MOST_WRITTEN", 0)
-    plan = Plan(built(TINY["tiny-qwen3"], torch.float32), 4, True)
-    absent = {found.name: found.reason for found in contenders.contenders(plan) if not_there(found)}
-    assert "copies the weights of every slot" in absent["transformers batched_mm"]
-    assert "once for each of them" in absent["transformers eager"]
-
-
 def test_a_block_is_scaled_where_memory_does_not_hold_it():
     mixtral = BLOCKS["mixtral"]
     assert mixtral.fitting(1e12) is mixtral
