@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common.children import Child, serve
+from benchmarks.common.comparison import from_turn
 from benchmarks.common.run import Run, parser_of
 
 ISAS = ("baseline", "v3", "v4", "v4_bf16", "amx")
@@ -105,8 +106,7 @@ def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> d
     seconds: dict[str, list[float]] = {isa: [] for isa in what}
     isas = list(what)
     for number in range(rounds):
-        turn = number % len(isas)
-        for isa in isas[turn:] + isas[:turn]:
+        for isa in from_turn(isas, number):
             seconds[isa].append(children[isa].ask(["run", calls[isa]]))
     return seconds
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import pymoe
+from benchmarks.common.comparison import from_turn, relative_error, verdict
 from benchmarks.common.handover import between_threads, to_worker
 from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.parallel import report
@@ -98,8 +99,7 @@ def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) ->
     try:
         for turn in range(rounds):
             for count in counts:
-                for i in range(len(SYSTEMS)):
-                    system = SYSTEMS[(turn + i) % len(SYSTEMS)]
+                for system in from_turn(SYSTEMS, turn):
                     own = times[count, system.name]
                     if len(own) >= SLOW_ROUNDS and sum(own[-1][:2]) * kind.repeats > SLOW:
                         continue
@@ -149,11 +149,10 @@ def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def judge(kind: Kind, count: int, system: System, expected: list[Tensor]) -> tuple[str, float]:
-    """``"exact"``, ``"close"`` or ``"WRONG"`` beside the loop, with the largest relative error. Warms up, too."""
+    """Return the verdict compared with the loop, and the largest relative error. It warms up, too."""
     found = results(kind, count, system)
-    errors = [float((got - wanted).norm() / wanted.norm()) for got, wanted in zip(found, expected, strict=True)]
-    worst = max(errors)
-    return ("exact" if worst == 0 else "close" if worst <= TOLERANCE else "WRONG"), worst
+    worst = max(relative_error(got, wanted) for got, wanted in zip(found, expected, strict=True))
+    return verdict(worst, TOLERANCE), worst
 
 
 def results(kind: Kind, count: int, system: System) -> list[Tensor]:

@@ -24,13 +24,13 @@ from benchmarks.common.run import Run, Sections, as_report, in_a_line, measured,
 from benchmarks.common.targets import targets_table, verdict
 from benchmarks.remote.ours import RemoteServer
 from benchmarks.remote.served import ECHO_WIDTH
-from benchmarks.runtime.clients import Effort, Sample
+from benchmarks.runtime.clients import Effort
 from benchmarks.runtime.hivemind_peer import PYTHON, HivemindProcess, version
 from benchmarks.runtime.ours import BackendServer
-from benchmarks.runtime.report import rate
+from benchmarks.runtime.report import in_short, rate
 from benchmarks.runtime.scenario import Cell, Expert
 from benchmarks.runtime.serving import Contender, InProcess
-from benchmarks.runtime_load import record_of
+from benchmarks.runtime_load import record_of, windows
 from pymoe.bench.report import Table
 
 LOCAL, DIRECT, COALESCED, SECURE = "in process", "direct", "coalesced", "coalesced, TLS"
@@ -106,18 +106,10 @@ def open_system(name: str, options: argparse.Namespace, versions: dict[str, str]
 
 
 def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds: int) -> Record:
-    """Measure windows of all contenders, in turns. One that fails is measured no more."""
-    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
-    for i in range(rounds):
-        names = list(contenders)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            try:
-                samples[name].append(contenders[name].measure(cell, effort))
-            except Exception as error:
-                samples[name].append(Sample(0, 0, 0, 0, 0, error=in_a_line(error)))
-                del contenders[name]
-    record = record_of(cell, samples)
-    print(cell, {name: rate(record, name) for name in samples}, file=sys.stderr, flush=True)
+    """Return the figures of a cell, from windows of all contenders in turns."""
+    samples = windows([(cell, name) for name in contenders], contenders, effort, rounds)
+    record = record_of(cell, {name: own for (_, name), own in samples.items()})
+    print(in_short(record), file=sys.stderr, flush=True)
     return record
 
 

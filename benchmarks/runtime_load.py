@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.comparison import from_turn
 from benchmarks.common.run import Run, illustrate, in_a_line, names_of, parser_of
 from benchmarks.runtime import profile, report
 from benchmarks.runtime.clients import Effort, Sample
@@ -131,24 +132,9 @@ def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]
 def measure_group(
     cells: list[Cell], systems: dict[str, System], contenders: dict[str, Contender], effort: Effort, rounds: int
 ) -> list[Record]:
-    """Measure windows of all systems on cells that differ in the kind of clients alone, in turns.
-
-    A contender that fails is closed, leaves ``contenders``, and is measured no more.
-    """
+    """Measure windows of all systems on cells that differ in the kind of clients alone, in turns."""
     turns = [(cell, name) for cell in cells for name in contenders if cell.kind in kinds_of(systems[name], cells)]
-    samples: dict[tuple[Cell, str], list[Sample]] = {turn: [] for turn in turns}
-    start = time.perf_counter()
-    for i in range(rounds):
-        if i >= FEWEST_ROUNDS and time.perf_counter() - start > ENOUGH:
-            break
-        for turn in turns[i % len(turns) :] + turns[: i % len(turns)]:
-            cell, name = turn
-            if name in contenders:
-                try:
-                    samples[turn].append(contenders[name].measure(cell, effort))
-                except Exception as error:
-                    samples[turn].append(Sample(0, 0, 0, 0, 0, error=in_a_line(error)))
-                    del contenders[name]  # its threads or its process may hang: closing it could, too
+    samples = windows(turns, contenders, effort, rounds)
     records = []
     for cell in cells:
         bounds = {turn[1]: own for turn, own in samples.items() if turn[0] == cells[0]}
@@ -156,6 +142,30 @@ def measure_group(
         records.append(record_of(cell, found))
         print(report.in_short(records[-1]), file=sys.stderr, flush=True)
     return records
+
+
+def windows(
+    turns: list[tuple[Cell, str]], contenders: dict[str, Contender], effort: Effort, rounds: int
+) -> dict[tuple[Cell, str], list[Sample]]:
+    """Return the samples of each cell and contender, which take turns; slow cells get fewer rounds.
+
+    A contender that fails leaves ``contenders`` and is measured no more. It is not closed: its threads or its process
+    may hang.
+    """
+    samples: dict[tuple[Cell, str], list[Sample]] = {turn: [] for turn in turns}
+    start = time.perf_counter()
+    for i in range(rounds):
+        if i >= FEWEST_ROUNDS and time.perf_counter() - start > ENOUGH:
+            break
+        for turn in from_turn(turns, i):
+            cell, name = turn
+            if name in contenders:
+                try:
+                    samples[turn].append(contenders[name].measure(cell, effort))
+                except Exception as error:
+                    samples[turn].append(Sample(0, 0, 0, 0, 0, error=in_a_line(error)))
+                    del contenders[name]
+    return samples
 
 
 def kinds_of(system: System, cells: list[Cell]) -> tuple[str, ...]:

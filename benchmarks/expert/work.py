@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common.comparison import relative_error, verdict
 from benchmarks.expert.torch_peer import TorchExpertParallel
 from pymoe import ep
 from pymoe.ep import agreement, exchange
@@ -171,7 +172,7 @@ def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...
 
 
 def verdicts(rank: int, results: dict[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
-    """How outputs and input gradients compare with those of EP 1: "exact", "close" or "WRONG"; of rank 0's tokens."""
+    """Return the verdicts on outputs and input gradients of rank 0's tokens, compared with those of EP 1."""
     if rank:
         return {}
     count = results["pymoe, EP 2"][0].shape[0]
@@ -179,7 +180,5 @@ def verdicts(rank: int, results: dict[str, tuple[Tensor, Tensor]]) -> dict[str, 
     said = {}
     for name, found in results.items():
         pairs = [(tensor[:count], other) for tensor, other in zip(found, expected, strict=True)]
-        errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-        exact = all(torch.equal(a, b) for a, b in pairs)
-        said[name] = "exact" if exact else "close" if max(errors) < 1e-5 else "WRONG"
+        said[name] = verdict(max(relative_error(a, b) for a, b in pairs), 1e-5)
     return said

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.common.comparison import from_turn, verdict
 from benchmarks.pipeline.systems import SEQUENTIAL, Check, Running, System
-from benchmarks.pipeline.work import Case, verdict
+from benchmarks.pipeline.work import TOLERANCE, Case
 from pymoe.bench.timing import Spread
 from pymoe.pipe.schedules import mean_times, simulate
 
@@ -66,8 +67,7 @@ def take_turns(contenders: list[Contender], rounds: int) -> None:
     gc.disable()
     try:
         for turn in range(rounds):
-            for i in range(len(contenders)):
-                one = contenders[(turn + i) % len(contenders)]
+            for one in from_turn(contenders, turn):
                 if one.failure:
                     continue
                 assert one.running is not None
@@ -99,7 +99,7 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
     """Return what is kept of a contender: ratios are taken round by round."""
     record: Record = {"failure": one.failure}
     if one.check is not None:
-        record |= {"verdict": verdict(one.check.error), "error": one.check.error, "live": one.check.live}
+        record |= {"verdict": verdict(one.check.error, TOLERANCE), "error": one.check.error, "live": one.check.live}
     if one.failure or not one.samples:
         return record
     assert one.running is not None
@@ -137,7 +137,7 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
     for one, (_, stages) in zip(contenders, systems.values(), strict=True):
         record: Record = {"failure": one.failure, "stages": stages}
         if one.check is not None:
-            record |= {"verdict": verdict(one.check.error), "error": one.check.error}
+            record |= {"verdict": verdict(one.check.error, TOLERANCE), "error": one.check.error}
         if not one.failure and one.samples:
             beside = one.baseline or contenders[0].samples or []
             actions = stages * case.micro_batches

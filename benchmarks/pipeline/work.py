@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.comparison import relative_error
 from pymoe.pipe.schedules import Action, Kind
 
 SLEEP = 0.001
@@ -211,12 +212,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest relative error of a gradient (Frobenius norm)."""
-    return max((float((one - expected[name]).norm() / expected[name].norm()) for name, one in found.items()), default=0)
-
-
-def verdict(error: float) -> str:
-    """``"exact"``, ``"close"`` or ``"WRONG"``."""
-    return "exact" if error == 0 else "close" if error <= TOLERANCE else "WRONG"
+    return max((relative_error(one, expected[name]) for name, one in found.items()), default=0.0)
 
 
 def time_of(clear: Callable[[], object], run: Callable[[], object], repeats: int) -> tuple[float, float]:
