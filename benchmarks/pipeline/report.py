@@ -18,6 +18,10 @@ SHARES = {2: 0.97, 4: 0.95}
 MICRO_BATCHES = (8, 16)
 COST = 60e-6
 """Most seconds of the processor per stage and micro-batch, forward and backward, beyond the sequential run."""
+COLUMNS = (
+    *("system", "step", "speed-up", "ideal", "of ideal", "with its times", "processor, us"),
+    *("live", "live, simulated", "gradients"),
+)
 LEFT = frozenset({"system", "live", "live, simulated", "gradients"})
 
 
@@ -51,7 +55,7 @@ def looked_up(records: list[Record], work: str, workers: int, micro_batches: int
 def cell_table(record: Record) -> Table:
     """Return a row for every system, with the columns of the figures that were taken of any of them."""
     cells = [cells_of(name, one) for name, one in record["systems"].items()]
-    heading = [*dict.fromkeys(column for own in cells for column in own if column != "gradients"), "gradients"]
+    heading = [column for column in COLUMNS if any(column in own for own in cells)]
     rows = [[own.get(column, "-") for column in heading] for own in cells]
     return Table(heading, rows, LEFT, frozenset({"WRONG"}))
 
@@ -66,11 +70,12 @@ def cells_of(name: str, one: Record) -> dict[str, str]:
         cells |= {"ideal": f"{one['ideal']:.2f}", "of ideal": spread_of(one["share"], "{:.0f} %", 100)}
         if own := one.get("own_share"):
             cells["with its times"] = spread_of(own, "{:.1f} %", 100)
-        if "cpu" in one:
+        if one.get("live"):
             cells["processor, us"] = spread_of(one["cpu"], "{:.0f}", 1e6)
-    for column, key in (("live", "live"), ("live, simulated", "planned_live")):
-        if one.get(key) and (key == "live" or name != SEQUENTIAL):
-            cells[column] = " ".join(map(str, one[key]))
+    if one.get("live"):  # it is counted in sequential models alone
+        cells["live"] = " ".join(map(str, one["live"]))
+        if name != SEQUENTIAL and "planned_live" in one:
+            cells["live, simulated"] = " ".join(map(str, one["planned_live"]))
     return cells | {"gradients": closeness(one)}
 
 
