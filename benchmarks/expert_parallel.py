@@ -16,17 +16,15 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections
 from benchmarks.expert import hot_experts, slow_wire, work
 from benchmarks.expert.work import ALONE, PEER, PEER_MOVES, SYSTEMS, Cell
-from benchmarks.output import as_markdown, command, measured, parser_of, save
-from pymoe.bench.environment import environment
-from pymoe.bench.report import Table, show
+from pymoe.bench.report import Table
 from pymoe.bench.timing import Spread
 
 CELLS = [Cell(4096, 512, 1024, 8, 2), Cell(8192, 256, 128, 32, 8)]
@@ -42,13 +40,9 @@ Record = dict[str, Any]
 def main() -> int:
     """Measure; 1 if somebody's results are wrong."""
     options = parse()
-    start = time.perf_counter()
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    result: Record = {
-        "command": command("expert_parallel"),
-        "environment": environment(),
-        "settings": {"rounds": rounds, "quick": options.quick},
-    }
+    run = Run("expert_parallel", options.output, {"rounds": rounds, "quick": options.quick})
+    result = run.result
     cells = QUICK_CELLS if options.quick else CELLS
     wire = 0.005 if options.quick else WIRE
     with tempfile.TemporaryDirectory() as folder:
@@ -69,22 +63,18 @@ def main() -> int:
         }
         for chunks in CHUNKS
     ]
-    result["settings"]["load_after"] = environment()["load"]
-    result["wall_seconds"] = round(time.perf_counter() - start, 1)
     tables = {cell["cell"]: table_of(cell) for cell in result["cells"]} | {
         f"a wire of {wire * 1e3:g} ms one way, experts of {wire * 1e3:g} ms": wire_table(result["wire"]),
         f"a skewed load, {result['hot']['cell']}": hot_table(result["hot"]["ways"]),
     }
-    for heading, table in tables.items():
-        print(f"\n{heading}")
-        show(table)
-    save(result, markdown(result, tables), options.output / "expert_parallel")
+    show_sections(tables.items())
+    run.keep(lambda result: markdown(result, tables))
     wrong = [verdict for cell in result["cells"] for verdict in cell["verdicts"].values() if verdict == "WRONG"]
     return int(bool(wrong) or not all(way["exact"] for way in result["hot"]["ways"].values()))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("expert_parallel", __doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny layer and few rounds: some seconds")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"steps behind a median (default: {ROUNDS})")
@@ -92,7 +82,7 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(cell: Record) -> Table:
-    """Medians of a step, and ratios within rounds with their quartiles."""
+    """Return medians of a step, and ratios within rounds with their quartiles."""
     rows = []
     for name in SYSTEMS:
         wall, processors, waits, transport = (list(column) for column in zip(*cell["times"][name], strict=True))
@@ -126,7 +116,7 @@ def ratio(cell: Record, one: str, other: str, column: int, *, inverse: bool = Fa
 
 
 def wire_table(records: list[Record]) -> Table:
-    """Forward and backward beside what the order of chunks allows."""
+    """Return forward and backward compared with what the order of chunks allows."""
     rows = []
     for one in records:
         cells = [str(one["chunks"])]
@@ -142,7 +132,7 @@ def wire_table(records: list[Record]) -> Table:
 
 
 def hot_table(ways: dict[str, Record]) -> Table:
-    """Rows and processor time of the fullest rank, with ratios within rounds."""
+    """Return rows and processor time of the fullest rank, with ratios within rounds."""
     rows = []
     for name, way in ways.items():
         wall, fullest, both = (list(column) for column in zip(*way["times"], strict=True))
@@ -167,16 +157,13 @@ def hot_table(ways: dict[str, Record]) -> Table:
 
 
 def markdown(result: Record, tables: dict[str, Table]) -> str:
-    """The report."""
+    """Return the report."""
     about = (
         "Two ranks over gloo on one machine, forward and backward in float32; medians, and ratios of processor time "
         "within a round with quartiles. Ranks of one machine share its memory and cores, so a step's wall time is no "
         "measure of two machines."
     )
-    lines = [measured(result, about, "one thread a rank"), ""]
-    for heading, table in tables.items():
-        lines += [f"## {heading[0].upper()}{heading[1:]}", "", *as_markdown(table), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return as_report([measured(result, about, "one thread a rank")], tables.items())
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ Writes JSON and Markdown tables.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from benchmarks.common.run import Run, as_markdown, measured, parser_of
 from benchmarks.host_calls import Call, microseconds, native_calls
-from benchmarks.output import as_markdown, command, measured, parser_of, save
 from pymoe import ops
-from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
 from pymoe.nn import MoE
 
@@ -39,21 +37,14 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for all calls together")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start = time.perf_counter()
-    facts = environment()
+    run = Run("host_cost", options.output, {"budget": options.budget})
     timings = microseconds(operator_calls() | layer_calls(), options.budget)
     records = [{"call": what, "way": way, **asdict(spread)} for (what, way), spread in timings.items()]
-    result = {
-        "command": command("host_cost"),
-        "environment": facts,
-        "settings": {"budget": options.budget, "load_after": environment()["load"]},
-        "wall_seconds": round(time.perf_counter() - start),
-        "microseconds": records,
-    }
+    run.result["microseconds"] = records
     tables = as_tables(records)
     for table in tables:
         show(table)
-    save(result, report(result, tables), options.output / "host_cost")
+    run.keep(lambda result: report(result, tables))
 
 
 def operator_calls() -> Candidates:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.output import as_markdown, command, parser_of, save
+from benchmarks.common.run import as_markdown, command, parser_of, save
 from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
 from pymoe.bench.timing import Spread
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("in_turns", __doc__)
     parser.add_argument("other", type=Path, metavar="OTHER", help="the root of the checkout to compare with")
     parser.add_argument(
@@ -120,7 +120,7 @@ def figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float
 
 
 def identity(record: Any) -> list[str]:
-    """What tells a record from its neighbours in a list."""
+    """Return what tells a record from its neighbours in a list."""
     if not isinstance(record, dict):
         return []
     named = record.get("case", record.get("cell", record))
@@ -132,7 +132,7 @@ def identity(record: Any) -> list[str]:
 
 
 def is_name(key: str, value: Any) -> bool:
-    """Whether an entry of a record says what was measured, not how it went."""
+    """Return whether an entry of a record says what was measured, not how it went."""
     counted = isinstance(value, int) and not isinstance(value, bool) and key != "rounds"
     return counted or (isinstance(value, str) and key not in ("verdict", "failure"))
 
@@ -153,7 +153,7 @@ def compared(turns: list[dict[str, Figures]], wanted: re.Pattern[str]) -> list[d
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """One row a figure."""
+    """Return one row a figure."""
     rows = [
         [
             record["figure"],

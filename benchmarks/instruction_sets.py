@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import IO, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from benchmarks.output import command, parser_of, save
+from benchmarks.common.children import Child, serve
+from benchmarks.common.comparison import from_turn
+from benchmarks.common.run import Run, parser_of
 
 ISAS = ("baseline", "v3", "v4", "v4_bf16", "amx")
 SPAN = 0.1
@@ -30,20 +29,20 @@ SPAN = 0.1
 
 
 def lines(most_bytes: float) -> list[Any]:
-    """The benchmark cases, as pairs of operator and case."""
+    """Return the benchmark cases, as pairs of operator and case."""
     from pymoe.bench.operators import OPERATORS
 
     return [(one, case) for one in OPERATORS.values() for case in one.bench_cases if case.bytes <= most_bytes]
 
 
 def name_of(spec: Any, case: Any) -> str:
-    """What ``--filter`` is matched with."""
+    """Return what ``--filter`` is matched with."""
     direction = "forward+backward" if case.backward else "forward"
     return f"{spec.name} | {case.name} | {str(case.dtype).removeprefix('torch.')} | {direction}"
 
 
 def prepared(spec: Any, case: Any) -> Callable[[], object]:
-    """The call of a case."""
+    """Return the call of a case."""
     from pymoe.bench.calls import generator
     from pymoe.bench.lines import forward_call, training_step
 
@@ -53,80 +52,67 @@ def prepared(spec: Any, case: Any) -> Callable[[], object]:
 def child(most_bytes: float) -> None:
     """Serve the cases by name."""
     by_name = {name_of(spec, case): (spec, case) for spec, case in lines(most_bytes)}
-    serve(lambda name: prepared(*by_name[name]))
+    serve_calls(lambda name: prepared(*by_name[name]))
 
 
-def serve(call_of: Callable[[str], Callable[[], object]]) -> None:
-    """Serve lines of ``prepare WHAT``, of which ``call_of`` makes a call, and ``run CALLS`` until the input ends."""
+def serve_calls(call_of: Callable[[str], Callable[[], object]]) -> None:
+    """Answer ``["prepare", WHAT]``, of which ``call_of`` makes a call, and ``["run", CALLS]`` with seconds per call.
+
+    ``["isa", None]`` is answered with the instruction set.
+    """
     import torch
 
     import pymoe
 
     torch.set_num_threads(1)
-    print(json.dumps(pymoe.build_info()["cpu_isa"]), flush=True)
     call: Callable[[], object] = int
-    for line in sys.stdin:
-        word, _, rest = line.rstrip("\n").partition(" ")
+
+    def answer(request: list[Any]) -> Any:
+        nonlocal call
+        word, what = request
+        if word == "isa":
+            return pymoe.build_info()["cpu_isa"]
         if word == "prepare":
-            call = call_of(rest)
+            call = call_of(what)
             call()
             gc.collect()
             gc.disable()
-            calls = 1
-        else:
-            calls = int(rest)
+        calls = 1 if word == "prepare" else what
         start = time.thread_time()
         for _ in range(calls):
             call()
-        print(json.dumps((time.thread_time() - start) / calls), flush=True)
+        return (time.thread_time() - start) / calls
+
+    serve(lambda: answer)
 
 
-class Child:
-    """A process that computes with one instruction set, by ``python -m module arguments``.
-
-    It prints the set, and then an answer to every line that it reads.
-    """
-
-    def __init__(self, isa: str, module: str, *arguments: str) -> None:
-        environment = {**os.environ, "PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", module, *arguments]
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.isa = self._answer()
-
-    def ask(self, question: str) -> float:
-        """Seconds per call."""
-        print(question, file=cast("IO[str]", self.process.stdin), flush=True)
-        return float(self._answer())
-
-    def _answer(self) -> Any:
-        line = cast("IO[str]", self.process.stdout).readline()
-        if not line:
-            raise RuntimeError(f"the child ended with status {self.process.wait()}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        """Let the process end."""
-        cast("IO[str]", self.process.stdin).close()
-        self.process.wait()
+def children_for(isas: Sequence[str], *program: str) -> dict[str, Child]:
+    """Return a child on one thread for each instruction set that this processor has."""
+    children = {}
+    for isa in isas:
+        variables = {"PYMOE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        one = Child([sys.executable, "-m", *program], variables, quiet=False)
+        if one.ask(["isa", None]) == isa or isa not in ISAS:
+            children[isa] = one
+        else:
+            one.end()
+    return children
 
 
 def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> dict[str, list[float]]:
     """Have children prepare what stands at their names; return by name the seconds of a call in each round."""
-    first = {isa: children[isa].ask(f"prepare {one}") for isa, one in what.items()}
+    first = {isa: children[isa].ask(["prepare", one]) for isa, one in what.items()}
     calls = {isa: max(1, math.ceil(SPAN / max(seconds, 1e-7))) for isa, seconds in first.items()}
     seconds: dict[str, list[float]] = {isa: [] for isa in what}
     isas = list(what)
     for number in range(rounds):
-        turn = number % len(isas)
-        for isa in isas[turn:] + isas[:turn]:
-            seconds[isa].append(children[isa].ask(f"run {calls[isa]}"))
+        for isa in from_turn(isas, number):
+            seconds[isa].append(children[isa].ask(["run", calls[isa]]))
     return seconds
 
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
-    """A record of one line: seconds and the ratios to v3, as medians and quartiles."""
+    """Return a record of one line: seconds and the ratios to v3, as medians and quartiles."""
     from pymoe.bench.timing import Spread
 
     seconds = in_turns(children, dict.fromkeys(children, name), rounds)
@@ -146,12 +132,13 @@ def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, An
     }
 
 
-def table(facts: dict[str, Any], records: list[dict[str, Any]], rounds: int) -> str:
-    """The result as Markdown."""
+def table(result: dict[str, Any]) -> str:
+    """Return the result as Markdown."""
+    facts, records, rounds = result["environment"], result["lines"], result["settings"]["rounds"]
     others = [isa for isa in ISAS if isa in records[0]["over_v3"]]
     text = [
         "# Instruction sets of the CPU kernels\n",
-        f"Made by `{facts['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
+        f"Made by `{result['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
         f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
         f"Time of one thread, {rounds} rounds in which the instruction sets take turns: milliseconds a call, and the "
         "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3. "
@@ -179,29 +166,18 @@ def main() -> None:
     if options.child:
         child(most_bytes)
         return
-    from pymoe.bench.environment import environment
-
-    facts = {"command": command("instruction_sets"), **environment()}
-    children = {}
-    for isa in ISAS:
-        one = Child(isa, "benchmarks.instruction_sets", "--child", "--most-mib", str(options.most_mib))
-        if one.isa == isa:
-            children[isa] = one
-        else:
-            one.end()
+    run = Run("instruction_sets", options.output, {"rounds": options.rounds}, lines=[])
+    children = children_for(ISAS, "benchmarks.instruction_sets", "--child", "--most-mib", str(options.most_mib))
     if "v3" not in children:
         raise SystemExit("the processor has neither AVX2 nor AVX-512: there is nothing to compare")
-    records = []
     for spec, case in lines(most_bytes):
         name = name_of(spec, case)
         if re.search(options.filter, name):
-            records.append(measured(children, name, options.rounds))
-            print(table(facts, records[-1:], options.rounds).splitlines()[-1], flush=True)
+            run.result["lines"].append(measured(children, name, options.rounds))
+            run.keep(table)
+            print(table(run.result).splitlines()[-1], flush=True)
     for one in children.values():
         one.end()
-    if records:
-        result = {"environment": facts, "rounds": options.rounds, "lines": records}
-        save(result, table(facts, records, options.rounds), options.output / "instruction_sets")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ losses when somebody asks for its statistics. Writes JSON and a Markdown table.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from importlib import metadata, util
 from typing import Any
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.run import Run, as_markdown, measured, parser_of
 from benchmarks.host_calls import Call, microseconds, native_calls
 from benchmarks.layers.blocks import Block, mixtral
-from benchmarks.output import as_markdown, command, measured, parser_of, save
-from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
 from pymoe.nn import MoE
 
@@ -40,24 +38,17 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for every number of tokens and mode")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start = time.perf_counter()
-    facts = environment()
+    run = Run("layer_overhead", options.output, {"budget": options.budget})
     records = [
         {"mode": mode, "tokens": tokens, "name": name, **asdict(spread)}
         for mode, candidates_of in (("inference", inference), ("training", training))
         for tokens in TOKENS
         for name, spread in microseconds(candidates_of(tokens), options.budget).items()
     ]
-    result = {
-        "command": command("layer_overhead"),
-        "environment": facts,
-        "settings": {"budget": options.budget, "load_after": environment()["load"]},
-        "wall_seconds": round(time.perf_counter() - start),
-        "microseconds": records,
-    }
+    run.result["microseconds"] = records
     table = as_table(records)
     show(table)
-    save(result, report(result, table), options.output / "layer_overhead")
+    run.keep(lambda result: report(result, table))
 
 
 def make_layer(tokens: int) -> tuple[MoE, Tensor]:

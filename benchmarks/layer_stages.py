@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.run import Run, as_markdown, measured, names_of, parser_of
 from benchmarks.layers.blocks import BLOCKS, TINY, Block, Built, built
 from benchmarks.layers.limits import READ_BYTES, dense_products, fastest_reader, read, weights_read
-from benchmarks.model_layers import DTYPES, LARGE, counts, names_of, pin
-from benchmarks.output import as_markdown, command, measured, parser_of, save
+from benchmarks.model_layers import DTYPES, LARGE, counts, pin
 from pymoe import ops
-from pymoe.bench.environment import environment, memory_gib
+from pymoe.bench.environment import memory_gib
 from pymoe.bench.report import Table, plain
 from pymoe.bench.timing import WallTimer, measure
 from pymoe.integrations.transformers.activations import activation_of
@@ -48,7 +48,7 @@ HEADING = (
 def main() -> int:
     """Measure every block, dtype and number of tokens."""
     options = parse()
-    result: Record = {"environment": environment(), "command": command("layer_stages"), "settings": {}, "cases": []}
+    run = Run("layer_stages", options.output, {}, cases=[])
     pin()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -70,16 +70,15 @@ def main() -> int:
                 case = {"block": block.title, "dtype": dtype, "tokens": tokens, "rows": index.numel() / block.experts}
                 case |= {"flops": flops_of(one, index), "dense_flops": block.flops(tokens, False)}
                 case["seconds"] = {stage: asdict(timing.spread) for stage, timing in timings.items()}
-                result["cases"].append(case)
+                run.result["cases"].append(case)
                 print(plain(table([case])), flush=True)
-                result["settings"]["load_after"] = environment()["load"]
-                save(result, markdown(result), options.output / "layer_stages")
+                run.keep(markdown)
             del one
     return 0
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("layer_stages", __doc__)
     everything = (*BLOCKS, *TINY)
     parser.add_argument("--blocks", type=names_of(everything), default=list(BLOCKS), metavar="NAME,...")
@@ -87,9 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=counts, default=(128, 512, 2048), metavar="N,...", help="tokens of a call")
     parser.add_argument("--budget", type=float, default=3.0, metavar="S", help="seconds a case (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of a case at least (default: %(default)s)")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    return options
+    return parser.parse_args()
 
 
 def stages_of(one: Built, x_TH: Tensor, index: Tensor, weights: Tensor) -> Calls:

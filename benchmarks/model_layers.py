@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.run import command, names_of, parser_of, save
 from benchmarks.layers import report
 from benchmarks.layers.blocks import BLOCKS, TINY, Block, built
 from benchmarks.layers.cases import MODES, Effort, run_case, tokens_of
 from benchmarks.layers.contenders import Contender, Plan
 from benchmarks.layers.limits import READ_BYTES, fastest_reader, last_level_cache
-from benchmarks.output import command, parser_of, save
 from pymoe.bench.environment import cpu_flags, environment, memory_gib
 from pymoe.bench.report import plain, write_json
 from pymoe.bench.timing import WallTimer
@@ -71,7 +70,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("model_layers", __doc__)
     everything = (*BLOCKS, *TINY)
     parser.add_argument("--blocks", type=names_of(everything), default=list(BLOCKS), metavar="NAME,...")
@@ -93,20 +92,8 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Return a parser of names out of ``known``, separated by commas."""
-
-    def parsed(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected names out of {', '.join(known)}, got {', '.join(unknown)}")
-        return found
-
-    return parsed
-
-
 def counts(text: str) -> tuple[int, ...]:
-    """Numbers from 1 on, separated by commas."""
+    """Return numbers from 1 on, separated by commas."""
     found = tuple(int(part) for part in text.split(","))
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text}")
@@ -141,12 +128,12 @@ def in_process(block: str, clock: str, options: argparse.Namespace, result: Reco
 
 
 def same(one: Record, other: Record, *keys: str) -> bool:
-    """Whether two records agree in ``keys``."""
+    """Return whether two records agree in ``keys``."""
     return all(one[key] == other[key] for key in keys)
 
 
 def order(case: Record) -> tuple[Any, ...]:
-    """Where a case stands in the tables."""
+    """Return where a case stands in the tables."""
     blocks, dtypes = list({**BLOCKS, **TINY}), [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
     return (
         case["clock"],
@@ -158,7 +145,7 @@ def order(case: Record) -> tuple[Any, ...]:
 
 
 def kept(file: Path) -> Record:
-    """The result of earlier runs, or an empty one."""
+    """Return the result of earlier runs, or an empty one."""
     if not file.exists():
         return {"environment": {}, "runs": [], "cases": []}
     found: Record = json.loads(file.read_text())

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.output import as_markdown, command, illustrate, parser_of, save
+from benchmarks.common.picture import picture
+from benchmarks.common.run import Run, as_markdown, illustrate, parser_of
 from benchmarks.peers import PARTS, Absent, Contender, Task, contenders, failure, name_of
-from pymoe.bench.environment import environment
 from pymoe.bench.floor import Rates, measure_rates
 from pymoe.bench.layer import CUDA_SHAPES, Shape, dense_floor, inputs_of, layer_of, training_step
-from pymoe.bench.plot import pyplot
 from pymoe.bench.report import Table, plain, seconds, time_with_spread
 from pymoe.bench.timing import Timer, Timing, WallTimer, measure, timer_for
 from pymoe.nn import MoE
@@ -78,8 +77,6 @@ def main() -> int:
     if options.cpu_time or options.threads:
         torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
-    start = time.perf_counter()
-    facts = environment()
     rates = measure_rates(device, (FP32, BF16), timer=timer)
     scenarios: list[dict[str, Any]] = []
     settings = asdict(effort) | {
@@ -87,29 +84,23 @@ def main() -> int:
         "device": options.device,
         "clock": "processor-time" if options.cpu_time else "event" if device.type == "cuda" else "wall",
     }
-    result: dict[str, Any] = {
-        "command": command("moe_layer"),
-        "environment": facts,
-        "settings": settings,
-        "scenarios": scenarios,
-    }
+    run = Run("moe_layer", options.output, settings, scenarios=scenarios)
+    result = run.result
     on_cpu = QUICK_SCENARIOS if options.quick else SCENARIOS
     for shape, dtype in CUDA_SCENARIOS if device.type == "cuda" else on_cpu:
         scenarios.append(scenario(shape, dtype, rates, effort, timer, device))
         print(f"\n{heading(scenarios[-1])}\n{plain(table(scenarios[-1]))}", flush=True)
         for one in scenarios[-1]["absent"]:
             print(f"{one['name']}: left out, {one['reason']}")
-        settings["load_after"] = environment()["load"]
-        result["wall_seconds"] = round(time.perf_counter() - start, 1)
-        save(result, markdown(result), options.output / "moe_layer")  # so that a run that is ended keeps what it has
-    illustrate(result, draw, options.output / "moe_layer")
+        run.keep(markdown)
+    illustrate(result, draw, run.stem)
     rows = [row for one in scenarios for row in one["rows"]]
     ours = sum(row["name"] == "pymoe native" for row in rows)
     return int(ours < len(scenarios) or any(row["verdict"] == "WRONG" for row in rows))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("moe_layer", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
@@ -173,7 +164,7 @@ def skew(layer: MoE, x: Tensor) -> None:
 
 
 def first_call(contender: Contender, timer: Timer, device: torch.device) -> tuple[Any, float]:
-    """What a contender returns, and the seconds until it is there."""
+    """Return what a contender returns, and the seconds until it is there."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     begin = timer.now()
@@ -207,7 +198,7 @@ def judge(contender: Contender, result: Any, expected: tuple[Tensor, ...]) -> tu
 
 
 def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Timing], shape: Shape) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     mine = timings[contender.name]
     return {
         "name": contender.name,
@@ -223,7 +214,7 @@ def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Tim
 
 
 def ratio(mine: Timing, other: Timing) -> dict[str, float]:
-    """How many times as long as another: round by round, or of medians where a contender ran once."""
+    """Return how many times as long as another: round by round, or of medians where a contender ran once."""
     if len(mine.seconds) == len(other.seconds):
         return asdict(mine.over(other))
     middle = mine.median / other.median
@@ -231,12 +222,12 @@ def ratio(mine: Timing, other: Timing) -> dict[str, float]:
 
 
 def heading(one: dict[str, Any]) -> str:
-    """What a scenario is."""
+    """Return what a scenario is."""
     return f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}, {one['flops'] / 1e9:.1f} GFLOP forward + backward"
 
 
 def table(one: dict[str, Any]) -> Table:
-    """A scenario as text."""
+    """Return a scenario as text."""
     rows = [
         [
             r["name"],
@@ -257,7 +248,7 @@ def table(one: dict[str, Any]) -> Table:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All scenarios as Markdown."""
+    """Return all scenarios as Markdown."""
     facts = result["environment"]
     lines = [
         f"Made by `{result['command']}` on {facts['date'][:10]}: {machine(result)}, torch {facts['torch']}; load "
@@ -272,7 +263,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def machine(result: dict[str, Any]) -> str:
-    """What computed."""
+    """Return what computed."""
     facts = result["environment"]
     if result["settings"].get("device") == "cuda":
         return str(facts["gpu"])
@@ -280,39 +271,27 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Time over the floor's, a panel a scenario."""
-    plt = pyplot()
-    scenarios = result["scenarios"]
-    figure, panels = plt.subplots(
-        (len(scenarios) + 1) // 2,
-        2,
-        figsize=(13, 2.3 * ((len(scenarios) + 1) // 2) + 0.6),
-        layout="constrained",
-        squeeze=False,
-    )
-    for panel, one in zip(panels.flat, scenarios, strict=False):
-        rows = one["rows"]
-        colours = ["0.6" if r["verdict"] == "-" else "C2" if r["name"] == "pymoe native" else "C0" for r in rows]
-        values = [r["over_floor"]["median"] for r in rows]
-        bars = panel.barh([r["name"] for r in rows], values, color=colours)
-        labels = [f"{r['over_floor']['median']:.2f}{' (once)' if r['seconds']['rounds'] == 1 else ''}" for r in rows]
-        panel.bar_label(bars, labels, padding=3, fontsize=8)
-        panel.axvline(1, color="black", lw=1)
-        panel.set_xscale("log")
-        panel.set_xlim(min(0.5, 0.7 * min(values)), 3 * max(values))
-        panel.invert_yaxis()
-        panel.tick_params(labelsize=8)
-        panel.set_title(f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}", fontsize=9)
-    for panel in list(panels.flat)[len(scenarios) :]:
-        panel.set_visible(False)
-    facts = result["environment"]
-    figure.suptitle(
-        "Mixture-of-experts layer, forward + backward: time over the same operations in dense torch.mm\n"
-        f"{machine(result)}, torch {facts['torch']}, {facts['date'][:10]}",
-        fontsize=10,
-    )
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    """Draw time over the floor's, a panel a scenario."""
+    scenarios, facts = result["scenarios"], result["environment"]
+    rows = (len(scenarios) + 1) // 2
+    title = "Mixture-of-experts layer, forward + backward: time over the same operations in dense torch.mm"
+    caption = f"{machine(result)}, torch {facts['torch']}, {facts['date'][:10]}"
+    with picture(file, rows, 2, (13, 2.3 * rows + 0.6), title, result | {"caption": caption}) as (_, panels):
+        for panel, one in zip(panels.flat, scenarios, strict=False):
+            shown = one["rows"]
+            colours = ["0.6" if r["verdict"] == "-" else "C2" if r["name"] == "pymoe native" else "C0" for r in shown]
+            values = [r["over_floor"]["median"] for r in shown]
+            once = [" (once)" if r["seconds"]["rounds"] == 1 else "" for r in shown]
+            bars = panel.barh([r["name"] for r in shown], values, color=colours)
+            labels = [f"{value:.2f}{note}" for value, note in zip(values, once, strict=True)]
+            panel.bar_label(bars, labels, padding=3, fontsize=8)
+            panel.axvline(1, color="black", lw=1)
+            panel.set_xscale("log")
+            panel.set_xlim(min(0.5, 0.7 * min(values)), 3 * max(values))
+            panel.invert_yaxis()
+            panel.set_title(f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}", fontsize=9)
+        for panel in list(panels.flat)[len(scenarios) :]:
+            panel.set_visible(False)
 
 
 if __name__ == "__main__":

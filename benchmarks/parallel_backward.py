@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import queue
 import sys
-import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -22,13 +20,11 @@ import torch
 from torch import Tensor
 
 import pymoe
-from benchmarks.output import command, illustrate, parser_of, save
+from benchmarks.common.comparison import from_turn, relative_error, verdict
+from benchmarks.common.handover import between_threads, to_worker
+from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.parallel import report
 from benchmarks.parallel.calls import KINDS, LOOP, SYSTEMS, Kind, System
-from benchmarks.parallel.draw import draw
-from benchmarks.parallel.targets import judged
-from pymoe._runtime import WorkerPool
-from pymoe.bench.environment import environment
 from pymoe.bench.timing import Spread
 
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
@@ -48,55 +44,47 @@ def main() -> int:
     """Measure; 1 if somebody's gradients are wrong."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     kinds = [kind for kind in KINDS if kind.name in options.kinds]
     counts = QUICK_COUNTS if options.quick else COUNTS
     most = options.rounds or (QUICK_ROUNDS if options.quick else max(kind.rounds for kind in kinds))
-    result: Record = {
-        "command": command("parallel_backward"),
-        "environment": environment(),
-        "settings": {"slow_rounds": SLOW_ROUNDS, "quick": options.quick},
-        "kinds": {
+    run = Run(
+        "parallel_backward",
+        options.output,
+        {"slow_rounds": SLOW_ROUNDS, "quick": options.quick},
+        kinds={
             kind.name: {"about": kind.about, "workers": kind.workers, "rounds": min(most, kind.rounds)}
             for kind in kinds
         },
-        "systems": {system.name: system.about for system in SYSTEMS},
-        "handover": handover(QUICK_ROUNDS),
-        "records": [],
-        "overheads": [],
-        "ratios": [],
-    }
+        systems={system.name: system.about for system in SYSTEMS},
+        handover=handover(QUICK_ROUNDS),
+        **{part: [] for part in ("records", "overheads", "ratios")},
+    )
+    result = run.result
     for kind in kinds:
         with pymoe.runtime.parallel_workers(kind.workers):
             measure(kind, counts, min(most, kind.rounds), result)
         print(f"{kind.name}: measured", file=sys.stderr, flush=True)
-    result["targets"] = judged(result)
-    result["settings"]["load_after"] = environment()["load"]
-    result["wall_seconds"] = round(time.perf_counter() - start, 1)
-    stem = options.output / "parallel_backward"
-    save(result, report.markdown(result), stem)
+    result["targets"] = report.judged(result)
+    run.keep(report.markdown)
     report.show(result)
-    illustrate(result, draw, stem)
+    illustrate(result, report.draw, run.stem)
     return int(any(record["verdict"] == "WRONG" for record in result["records"]))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("parallel_backward", __doc__)
     parser.add_argument("--quick", action="store_true", help="1 and 8 calls and few rounds: some seconds")
     names = [kind.name for kind in KINDS]
     parser.add_argument(
         "--kinds",
-        type=lambda text: text.split(","),
+        type=names_of(names),
         default=names,
         metavar="NAME,...",
         help=f"what calls do (default: {','.join(names)})",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="values behind a median, at most")
-    options = parser.parse_args()
-    if unknown := set(options.kinds) - set(names):
-        parser.error(f"unknown kinds {sorted(unknown)}; there are: {', '.join(names)}")
-    return options
+    return parser.parse_args()
 
 
 def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) -> None:
@@ -111,8 +99,7 @@ def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) ->
     try:
         for turn in range(rounds):
             for count in counts:
-                for i in range(len(SYSTEMS)):
-                    system = SYSTEMS[(turn + i) % len(SYSTEMS)]
+                for system in from_turn(SYSTEMS, turn):
                     own = times[count, system.name]
                     if len(own) >= SLOW_ROUNDS and sum(own[-1][:2]) * kind.repeats > SLOW:
                         continue
@@ -150,27 +137,26 @@ def timed(kind: Kind, count: int, system: System) -> tuple[float, ...]:
 
 
 def now() -> tuple[float, float]:
-    """Time, and the processor's time of this process."""
+    """Return time, and the processor's time of this process."""
     return time.perf_counter(), time.process_time()
 
 
 def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
-    """No gradients."""
+    """Remove all gradients."""
     for args in calls:
         for tensor in args:
             tensor.grad = None
 
 
 def judge(kind: Kind, count: int, system: System, expected: list[Tensor]) -> tuple[str, float]:
-    """``"exact"``, ``"close"`` or ``"WRONG"`` beside the loop, with the largest relative error. Warms up, too."""
+    """Return the verdict compared with the loop, and the largest relative error. It warms up, too."""
     found = results(kind, count, system)
-    errors = [float((got - wanted).norm() / wanted.norm()) for got, wanted in zip(found, expected, strict=True)]
-    worst = max(errors)
-    return ("exact" if worst == 0 else "close" if worst <= TOLERANCE else "WRONG"), worst
+    worst = max(relative_error(got, wanted) for got, wanted in zip(found, expected, strict=True))
+    return verdict(worst, TOLERANCE), worst
 
 
 def results(kind: Kind, count: int, system: System) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Return outputs and gradients."""
     calls = kind.arguments(count)
     outputs = system.forward(kind.function, calls)
     system.backward(outputs, [torch.ones(kind.shape) for _ in calls])
@@ -180,7 +166,7 @@ def results(kind: Kind, count: int, system: System) -> list[Tensor]:
 
 
 def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Seconds per call and pass beyond the loop's, round by round."""
+    """Return seconds per call and pass beyond the loop's, round by round."""
     found = []
     for count in counts:
         loop = times[count, LOOP]
@@ -194,7 +180,7 @@ def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]
 
 
 def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Times over that of one call of the loop, round by round."""
+    """Return times over that of one call of the loop, round by round."""
     found = []
     for count in counts:
         for system in SYSTEMS:
@@ -207,31 +193,10 @@ def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
 
 
 def handover(rounds: int) -> Record:
-    """The floor: seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
-    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def echo() -> None:
-        while there.get():
-            back.put(True)
-
-    other = threading.Thread(target=echo)
-    other.start()
-    python, worker = [], []
-    with WorkerPool(1) as pool:
-        for _ in range(rounds):
-            start = time.perf_counter()
-            for _ in range(HANDOVERS):
-                there.put(True)
-                back.get()
-            middle = time.perf_counter()
-            for _ in range(HANDOVERS):
-                pool.submit(int).result()
-            worker.append((time.perf_counter() - middle) / (2 * HANDOVERS))
-            python.append((middle - start) / (2 * HANDOVERS))
-    there.put(False)
-    other.join()
-    return {"python": asdict(Spread.of(python)), "worker": asdict(Spread.of(worker))}
+    """Return the seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
+    ways = {"python": between_threads, "worker": to_worker}
+    found = [[way(HANDOVERS) for way in ways.values()] for _ in range(rounds)]
+    return {name: asdict(Spread.of(list(values))) for name, values in zip(ways, zip(*found, strict=True), strict=True)}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Task:
 
 
 def contenders(task: Task) -> Iterator[Contender | Absent]:
-    """Everyone, in the order of the table."""
+    """Yield everyone, in the order of the table."""
     yield floor(task)
     yield pymoe(task, "native")
     yield pymoe(task, "reference")
@@ -79,7 +79,7 @@ def contenders(task: Task) -> Iterator[Contender | Absent]:
 
 
 def made(name: str, make: Callable[[], Contender | Absent]) -> Contender | Absent:
-    """A peer, or why there is none: another version of it may want to be called otherwise."""
+    """Return a peer, or why there is none: another version of it may want to be called otherwise."""
     try:
         return make()
     except Exception as error:
@@ -87,7 +87,7 @@ def made(name: str, make: Callable[[], Contender | Absent]) -> Contender | Absen
 
 
 def failure(error: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     if isinstance(error, LeftOut):
         return str(error)
     lines = str(error).splitlines() or [""]
@@ -95,14 +95,14 @@ def failure(error: Exception) -> str:
 
 
 def floor(task: Task) -> Contender:
-    """The same operations in dense ``torch.mm``, into memory that is there already."""
+    """Return the same operations in dense ``torch.mm``, into memory that is there already."""
     kind = task.floor.kind.removeprefix("mm ")
     note = "" if kind == name_of(task.dtype) else f"in {kind}, which is faster here than {name_of(task.dtype)}"
     return Contender("torch.mm, dense", torch.__version__, task.floor.run, None, task.dtype, note)
 
 
 def pymoe(task: Task, backend: str) -> Contender:
-    """The layer of pymoe."""
+    """Return the layer of pymoe."""
     layer = task.layer
     if backend != layer.backend:
         shape = task.shape
@@ -114,13 +114,13 @@ def pymoe(task: Task, backend: str) -> Contender:
 
 
 def torch_alone(task: Task) -> Contender:
-    """What one writes without any library for it: sort, index, ``grouped_mm``, ``index_add``."""
+    """Return what one writes without any library for it: sort, index, ``grouped_mm``, ``index_add``."""
     step = training_step(task.layer, task.x, task.grad, with_torch_alone(task.layer))
     return Contender("torch alone", torch.__version__, step, in_order(task.layer, task.layer), task.dtype)
 
 
 def free_gib(device: torch.device) -> float:
-    """Memory that can be taken, in GiB."""
+    """Return the memory that can be taken, in GiB."""
     return (
         torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else memory_gib("MemAvailable") or math.inf
     )
@@ -145,7 +145,7 @@ def dense_ffn(task: Task) -> Contender:
 
 
 def transformers(task: Task, implementation: str) -> Contender | Absent:
-    """The Qwen3-MoE block of transformers with one of its expert implementations."""
+    """Return the Qwen3-MoE block of transformers with one of its expert implementations."""
     name = f"transformers {implementation}"
     try:
         from transformers import Qwen3MoeConfig
@@ -185,7 +185,7 @@ def transformers(task: Task, implementation: str) -> Contender | Absent:
 
 
 def torchtitan(task: Task) -> Contender | Absent:
-    """The MoE of torchtitan; its experts multiply in bf16 whatever they are given."""
+    """Return the MoE of torchtitan; its experts multiply in bf16 whatever they are given."""
     name = "torchtitan"
     try:
         from torchtitan.models.common.linear import Linear
@@ -246,12 +246,12 @@ def torchtitan(task: Task) -> Contender | Absent:
 
 
 def parameters_of(layer: MoE) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    """Router (E, H), w_in (E, 2F, H) and w_out (E, H, F); the peers hold the very same parameters."""
+    """Return router (E, H), w_in (E, 2F, H) and w_out (E, H, F); the peers hold the very same parameters."""
     return layer.router.weight, layer.experts.w_in, layer.experts.w_out
 
 
 def in_order(layer: nn.Module, owner: MoE) -> Callable[[Tensors], Tensors]:
-    """How the results of a step of ``layer``, whose parameters are those of ``owner``, become :data:`PARTS`."""
+    """Return how the results of a step of ``layer``, whose parameters are those of ``owner``, become :data:`PARTS`."""
     position = {id(parameter): i for i, parameter in enumerate(layer.parameters(), 2)}
     order = [position[id(parameter)] for parameter in parameters_of(owner)]
     return lambda results: (results[0], results[1], *(results[i] for i in order))
@@ -263,7 +263,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def metadata_version(package: str) -> str:
-    """The version of an installed package."""
+    """Return the version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

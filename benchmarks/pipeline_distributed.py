@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from typing import Any
 
 import torch
 
-from benchmarks.output import command, illustrate, parser_of, save
-from benchmarks.pipeline import measure, traced_report
-from benchmarks.pipeline.draw import draw
+from benchmarks.common.run import Run, illustrate, names_of, parser_of
+from benchmarks.pipeline import measure, report
 from benchmarks.pipeline.torch_peer import Ranks
 from benchmarks.pipeline.traced_systems import OURS, systems
 from benchmarks.pipeline.traced_work import MODELS, TracedCase
-from pymoe.bench.environment import environment
 
 WORKERS, MICRO_BATCHES = (2, 4), (4, 8)
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
@@ -35,65 +32,52 @@ def main() -> int:
     """Measure; 1 if pymoe's gradients are wrong or it could not be measured."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     ranks: dict[int, Ranks] = {}
     everyone = systems(ranks, options.schedules)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    stem = options.output / "pipeline_distributed"
-    result: Record = {
-        "command": command("pipeline_distributed"),
-        "environment": environment(),
-        "settings": {"rounds": rounds, "quick": options.quick},
-        "systems": {one.name: {"about": one.about, "version": one.version()} for one in everyone},
-        "cells": [],
-    }
+    run = Run(
+        "pipeline_distributed",
+        options.output,
+        {"rounds": rounds, "quick": options.quick},
+        systems={one.name: {"about": one.about, "version": one.version()} for one in everyone},
+        cells=[],
+    )
+    result = run.result
     try:
         for case in cases(options):
             result["cells"].append(measure.cell(case, everyone, rounds))
-            # So that a run that is ended keeps what it has.
-            result["settings"]["load_after"] = environment()["load"]
-            result["wall_seconds"] = round(time.perf_counter() - start, 1)
-            save(result, traced_report.markdown(result), stem)
+            run.keep(report.markdown)
             print(f"{case}: measured", file=sys.stderr, flush=True)
     finally:
         for one in ranks.values():
             one.close()
-    traced_report.show(result)
-    illustrate(result, draw, stem)
+    report.show(result)
+    illustrate(result, report.draw, run.stem)
     return int(failed(result))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("pipeline_distributed", __doc__)
     parser.add_argument("--quick", action="store_true", help="2 processes, 4 micro-batches, few rounds: some seconds")
-    parser.add_argument("--works", type=names(MODELS), default=tuple(MODELS), metavar="NAME,...", help="which models")
     parser.add_argument(
-        "--schedules", type=names(OURS), default=SCHEDULES, metavar="NAME,...", help=f"of torch: {', '.join(OURS)}"
+        "--works", type=names_of(MODELS), default=tuple(MODELS), metavar="NAME,...", help="which models"
+    )
+    parser.add_argument(
+        "--schedules", type=names_of(OURS), default=SCHEDULES, metavar="NAME,...", help=f"of torch: {', '.join(OURS)}"
     )
     parser.add_argument("--rounds", type=int, metavar="N", help=f"values behind a median (default: {ROUNDS})")
     return parser.parse_args()
 
 
-def names(known: Any) -> Any:
-    """Reads several of ``known``, separated by commas."""
-
-    def read(text: str) -> list[str]:
-        if unknown := set(text.split(",")) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {sorted(unknown)}; there are: {', '.join(known)}")
-        return text.split(",")
-
-    return read
-
-
 def cases(options: argparse.Namespace) -> list[TracedCase]:
-    """What is measured."""
+    """Return what is measured."""
     sizes = [(2, 4)] if options.quick else [(workers, count) for workers in WORKERS for count in MICRO_BATCHES]
     return [TracedCase(work, *size) for work in options.works for size in sizes]
 
 
 def failed(result: Record) -> bool:
-    """Whether pymoe's gradients were wrong, or it failed. What its peers do is in the tables."""
+    """Return whether pymoe's gradients were wrong, or it failed. What its peers do is in the tables."""
     return any(
         one["failure"] or one.get("verdict") == "WRONG"
         for record in result["cells"]

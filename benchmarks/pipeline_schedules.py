@@ -13,21 +13,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from typing import Any
 
 import torch
 
-from benchmarks.output import command, illustrate, parser_of, save
+from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.pipeline import measure, report
-from benchmarks.pipeline.draw import draw
 from benchmarks.pipeline.ours import pymoe_systems
 from benchmarks.pipeline.profile import profile
 from benchmarks.pipeline.systems import SEQUENTIAL, System, in_process
-from benchmarks.pipeline.targets import judged
 from benchmarks.pipeline.torch_peer import Ranks, on_one_rank, torch_systems
 from benchmarks.pipeline.work import Case
-from pymoe.bench.environment import environment
 
 WORKS, CHEAP = ("sleep", "compute"), ("tiny", "scale")
 WORKERS, MICRO_BATCHES = (2, 4), (4, 8, 16)
@@ -42,29 +38,22 @@ def main() -> int:
     """Measure; 1 if somebody's gradients are wrong, or if pymoe was to be measured and failed."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     ranks: dict[int, Ranks] = {}
     systems = [one for one in everyone(ranks) if chosen(one, options.systems)]
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    stem = options.output / "pipeline_schedules"
-    result: Record = {
-        "command": command("pipeline_schedules"),
-        "environment": environment(),
-        "settings": {"rounds": rounds, "cheap_rounds": CHEAP_ROUNDS * rounds, "quick": options.quick},
-        "systems": {one.name: {"about": one.about, "version": version_of(one)} for one in systems},
-        "bookkeeping": [],
-        "cells": [],
-        "targets": [],
-        "profile": [],
-    }
+    run = Run(
+        "pipeline_schedules",
+        options.output,
+        {"rounds": rounds, "cheap_rounds": CHEAP_ROUNDS * rounds, "quick": options.quick},
+        systems={one.name: {"about": one.about, "version": version_of(one)} for one in systems},
+        **{part: [] for part in ("bookkeeping", "cells", "targets", "profile")},
+    )
+    result = run.result
 
     def keep(part: str, record: Record) -> None:
-        """So that a run that is ended keeps what it has."""
         result[part].append(record)
-        result["targets"] = judged(result)
-        result["settings"]["load_after"] = environment()["load"]
-        result["wall_seconds"] = round(time.perf_counter() - start, 1)
-        save(result, report.markdown(result), stem)
+        result["targets"] = report.judged(result)
+        run.keep(report.markdown)
         print(f"{part}: {Case(**record['case'])}: measured", file=sys.stderr, flush=True)
 
     try:
@@ -79,20 +68,20 @@ def main() -> int:
         sleeping = [case for case in cases(options) if case.work == "sleep"]
         cheap = [case for case in cheap_cases(options) if case.workers == WORKERS[0]]
         result["profile"] = profile(sleeping, cheap)
-        save(result, report.markdown(result), stem)
+        run.keep(report.markdown)
     report.show(result)
-    illustrate(result, draw, stem)
+    illustrate(result, report.draw, run.stem)
     return int(failed(result))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("pipeline_schedules", __doc__)
     parser.add_argument("--quick", action="store_true", help="2 workers, 8 micro-batches, few rounds: some seconds")
     names = (*WORKS, *CHEAP)
     parser.add_argument(
         "--works",
-        type=lambda text: text.split(","),
+        type=names_of(names),
         default=names,
         metavar="NAME,...",
         help=f"what layers do (default: {','.join(names)})",
@@ -100,31 +89,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", default="", metavar="REGEX", help="who is measured, beside the sequential run")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"values behind a median (default: {ROUNDS})")
     parser.add_argument("--profile", action="store_true", help="say where the time of pymoe's steps goes")
-    options = parser.parse_args()
-    if unknown := set(options.works) - set(names):
-        parser.error(f"unknown works {sorted(unknown)}; there are: {', '.join(names)}")
-    return options
+    return parser.parse_args()
 
 
 def everyone(ranks: dict[int, Ranks]) -> list[System]:
-    """All systems in the order of the tables, the sequential run first."""
+    """Return all systems in the order of the tables, the sequential run first."""
     sequential, *others = in_process()
     return [sequential, *pymoe_systems(), *others, *torch_systems(ranks)]
 
 
 def chosen(system: System, pattern: str) -> bool:
-    """Whether a system takes part; the sequential run always does."""
+    """Return whether a system takes part; the sequential run always does."""
     return system.name == SEQUENTIAL or re.search(pattern, system.name) is not None
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """The cases whose speed-up is measured."""
+    """Return the cases whose speed-up is measured."""
     sizes = [(2, 8)] if options.quick else [(workers, count) for workers in WORKERS for count in MICRO_BATCHES]
     return [Case(work, *size) for work in WORKS if work in options.works for size in sizes]
 
 
 def cheap_cases(options: argparse.Namespace) -> list[Case]:
-    """The cases whose bookkeeping is measured."""
+    """Return the cases whose bookkeeping is measured."""
     sizes = [(2, 8)] if options.quick else [(workers, count) for workers in WORKERS for count in CHEAP_MICRO_BATCHES]
     return [Case(work, *size) for work in CHEAP if work in options.works for size in sizes]
 
@@ -140,7 +126,7 @@ def by_stages(systems: list[System], case: Case, ranks: dict[int, Ranks]) -> dic
 
 
 def version_of(system: System) -> str:
-    """Its version, or why there is none."""
+    """Return the system's version, or why there is none."""
     try:
         return system.version()
     except Exception as error:
@@ -148,7 +134,7 @@ def version_of(system: System) -> str:
 
 
 def failed(result: Record) -> bool:
-    """Whether gradients were wrong or pymoe could not be measured."""
+    """Return whether gradients were wrong or pymoe could not be measured."""
     ours = [
         one["failure"]
         for part in ("cells", "bookkeeping")

@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.instruction_sets import ISAS, Child, in_turns, serve
-from benchmarks.output import as_markdown, command, parser_of, save
+from benchmarks.common.run import Run, as_markdown, parser_of
+from benchmarks.instruction_sets import ISAS, children_for, in_turns, serve_calls
 
 OUTPUTS, INPUTS = 768, 2048
 MOST_EXPERTS = 32
@@ -83,10 +83,10 @@ def child() -> None:
         rows, peer, kind = what.split(" ", 2)
         return calls.of(kind, int(rows), peer == "1")
 
-    serve(call_of)
+    serve_calls(call_of)
 
 
-def measured(children: dict[str, Child], kind: str, rows: int, rounds: int) -> dict[str, Any]:
+def measured(children: dict[str, Any], kind: str, rows: int, rounds: int) -> dict[str, Any]:
     """Return a record of one line: seconds of a call by level, the peer included, as medians and quartiles."""
     from pymoe.bench.timing import Spread
 
@@ -111,13 +111,14 @@ def cell(record: dict[str, Any], isa: str) -> str:
     return f"{2 * record['rows'] * OUTPUTS * INPUTS / per_expert * 1e-9:.0f}"
 
 
-def tables(facts: dict[str, Any], records: list[dict[str, Any]], isas: list[str], rounds: int) -> str:
+def tables(result: dict[str, Any], isas: list[str]) -> str:
     """Return the result as Markdown."""
+    facts, records, rounds = result["environment"], result["records"], result["settings"]["rounds"]
     from pymoe.bench.report import Table
 
     text = [
         "# Products by rows an expert\n",
-        f"Made by `{facts['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
+        f"Made by `{result['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
         f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
         f"Rows of bf16 times weights of shape ({OUTPUTS}, {INPUTS}), one thread, {rounds} rounds in which the levels "
         f"take turns. Up to {READING} rows an expert GB/s of weights, from then on GFLOP/s; `{TORCH}` multiplies "
@@ -145,27 +146,17 @@ def main() -> None:
     if options.child:
         child()
         return
-    from pymoe.bench.environment import environment
-
-    facts = {"command": command("products"), **environment()}
-    children = {}
-    for isa in [*options.isas, TORCH]:
-        one = Child(isa, "benchmarks.products", "--child")
-        if one.isa == isa or isa == TORCH:
-            children[isa] = one
-        else:
-            one.end()
-    records = []
+    run = Run("products", options.output, {"rounds": options.rounds}, records=[])
+    children = children_for([*options.isas, TORCH], "benchmarks.products", "--child")
     for kind in WEIGHTS:
         for rows in options.rows if re.search(options.weights, kind) else []:
-            records.append(measured(children, kind, rows, options.rounds))
-            figures = ", ".join(f"{isa} {cell(records[-1], isa)}" for isa in records[-1]["seconds"])
+            record = measured(children, kind, rows, options.rounds)
+            run.result["records"].append(record)
+            run.keep(lambda result: tables(result, list(children)))
+            figures = ", ".join(f"{isa} {cell(record, isa)}" for isa in record["seconds"])
             print(f"{kind}, {rows} rows: {figures}", flush=True)
     for one in children.values():
         one.end()
-    if records:
-        result = {"environment": facts, "rounds": options.rounds, "records": records}
-        save(result, tables(facts, records, list(children), options.rounds), options.output / "products")
 
 
 if __name__ == "__main__":

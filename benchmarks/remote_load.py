@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import WORDS, as_markdown, command, measured, parser_of, save
+from benchmarks.common.run import Run, Sections, as_report, in_a_line, measured, names_of, parser_of, show_sections
+from benchmarks.common.targets import targets_table, verdict
 from benchmarks.remote.ours import RemoteServer
 from benchmarks.remote.served import ECHO_WIDTH
-from benchmarks.runtime.clients import Effort, Sample
+from benchmarks.runtime.clients import Effort
 from benchmarks.runtime.hivemind_peer import PYTHON, HivemindProcess, version
 from benchmarks.runtime.ours import BackendServer
-from benchmarks.runtime.report import rate
+from benchmarks.runtime.report import in_short, rate
 from benchmarks.runtime.scenario import Cell, Expert
 from benchmarks.runtime.serving import Contender, InProcess
-from benchmarks.runtime_load import in_a_line, record_of
-from pymoe.bench.environment import environment
+from benchmarks.runtime_load import record_of, windows
 from pymoe.bench.report import Table
 
 LOCAL, DIRECT, COALESCED, SECURE = "in process", "direct", "coalesced", "coalesced, TLS"
@@ -57,16 +57,10 @@ def main() -> int:
     """Measure the chosen systems; 1 if somebody's answer is wrong."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     rounds = options.rounds or (2 if options.quick else 5)
     effort = QUICK if options.quick else EFFORT
-    result: Record = {
-        "command": command("remote_load"),
-        "environment": environment(),
-        "settings": asdict(effort) | {"rounds": rounds},
-        "absent": {},
-        "versions": {},
-    }
+    run = Run("remote_load", options.output, asdict(effort) | {"rounds": rounds}, absent={}, versions={})
+    result = run.result
     contenders: dict[str, Contender] = {}
     for name in options.systems:
         try:
@@ -79,23 +73,18 @@ def main() -> int:
     for one in contenders.values():
         one.close()
     result["targets"] = judged(result["cells"])
-    result["settings"]["load_after"] = environment()["load"]
-    result["wall_seconds"] = round(time.perf_counter() - start, 1)
-    stem = options.output / "remote_load"
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(result)
-    save(result, text, stem)
-    print(text)
+    run.keep(markdown)
+    show_sections(sections(result))
     return int(any(one["verdict"] == "WRONG" for cell in result["cells"] for one in cell["systems"].values()))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     names = [LOCAL, DIRECT, COALESCED, SECURE, HIVEMIND, RAY]
     parser = parser_of("remote_load", __doc__)
     parser.add_argument("--quick", action="store_true", help="short windows, and few")
     parser.add_argument(
-        "--systems", type=lambda text: text.split(";"), default=names, metavar="NAME;...", help=f"of {'; '.join(names)}"
+        "--systems", type=names_of(names, ";"), default=names, metavar="NAME;...", help=f"of {'; '.join(names)}"
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="windows of each system in a cell (default: 5)")
     parser.add_argument("--hivemind", type=Path, default=PYTHON, metavar="PYTHON", help="the interpreter that has it")
@@ -117,23 +106,15 @@ def open_system(name: str, options: argparse.Namespace, versions: dict[str, str]
 
 
 def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds: int) -> Record:
-    """Windows of all contenders, in turns. One that fails is measured no more."""
-    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
-    for i in range(rounds):
-        names = list(contenders)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            try:
-                samples[name].append(contenders[name].measure(cell, effort))
-            except Exception as error:
-                samples[name].append(Sample(0, 0, 0, 0, 0, error=in_a_line(error)))
-                del contenders[name]
-    record = record_of(cell, samples)
-    print(cell, {name: rate(record, name) for name in samples}, file=sys.stderr, flush=True)
+    """Return the figures of a cell, from windows of all contenders in turns."""
+    samples = windows([(cell, name) for name in contenders], contenders, effort, rounds)
+    record = record_of(cell, {name: own for (_, name), own in samples.items()})
+    print(in_short(record), file=sys.stderr, flush=True)
     return record
 
 
 def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
-    """For each length the bytes a second, there and back, of one caller; medians over calls that take turns."""
+    """Return for each length the bytes a second, there and back, of one caller; medians over calls that take turns."""
     pools = {name: one.server.echo for name, one in contenders.items() if hasattr(getattr(one, "server", None), "echo")}
     found = []
     for name, rows in MESSAGES.items():
@@ -151,46 +132,39 @@ def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
 
 
 def judged(cells: list[Record]) -> list[Record]:
-    """Each target with the ratio that was found, and whether it is met; None: not measured."""
+    """Return the verdict on each target."""
     verdicts = []
     for mine, other, way, clients, wanted in TARGETS:
-        found = None
-        for record in cells:
-            if (record["cell"]["direction"], record["cell"]["clients"]) == (way, clients):
-                ratio = record["systems"].get(mine, {}).get("over", {}).get(other)
-                found = None if ratio is None else ratio["median"]
-        met = None if found is None else found >= wanted
-        verdicts.append({"what": f"{mine} / {other}, {way}, {clients}", "wanted": wanted, "found": found, "met": met})
+        own = (one for one in cells if (one["cell"]["direction"], one["cell"]["clients"]) == (way, clients))
+        found = next((one["systems"].get(mine, {}).get("over", {}).get(other) for one in own), None)
+        verdicts.append(verdict(f"{mine} / {other}, {way}, {clients}", ">=", wanted, found))
     return verdicts
 
 
-def markdown(result: Record) -> str:
-    """The run as Markdown."""
+def sections(result: Record) -> Sections:
+    """Yield all tables with their headings."""
     names = list(result["cells"][0]["systems"])
-    heading = ["pass", "callers", *names]
     rows = [
         [one["cell"]["direction"], str(one["cell"]["clients"]), *(rate(one, name) for name in names)]
         for one in result["cells"]
     ]
-    peers = ", ".join(f"{name} {number}" for name, number in result["versions"].items()) or "none"
-    about = f"Requests per second, median [quartiles]. Peers: {peers}; absent: {result['absent'] or 'nobody'}."
-    lines = ["# Experts of another process", "", measured(result, about), "", "## Requests of one row", ""]
-    lines += as_markdown(Table(heading, rows, frozenset({"pass"})))
-    lines += ["", "## Messages", "", "Megabytes per second, there and back, of one caller.", ""]
+    yield "Requests of one row per second [quartiles]", Table(["pass", "callers", *names], rows, frozenset({"pass"}))
     if result["messages"]:
         systems = list(result["messages"][0]["bytes_per_second"])
         rows = [
             [one["message"], *(f"{one['bytes_per_second'][name] / 1e6:,.0f}" for name in systems)]
             for one in result["messages"]
         ]
-        lines += as_markdown(Table(["message", *systems], rows, frozenset({"message"})))
-    lines += ["", "## Targets", ""]
-    rows = [
-        [one["what"], f"{one['wanted']:g}", "-" if one["found"] is None else f"{one['found']:.3g}", WORDS[one["met"]]]
-        for one in result["targets"]
-    ]
-    lines += as_markdown(Table(["ratio", "wanted", "found", "is"], rows, frozenset({"ratio", "is"})))
-    return "\n".join(lines) + "\n"
+        heading = "Messages: megabytes per second, there and back, of one caller"
+        yield heading, Table(["message", *systems], rows, frozenset({"message"}))
+    yield "Targets: requests per second of one over another's", targets_table(result["targets"])
+
+
+def markdown(result: Record) -> str:
+    """Return the run as Markdown."""
+    peers = ", ".join(f"{name} {number}" for name, number in result["versions"].items()) or "none"
+    about = f"Medians. Peers: {peers}; absent: {result['absent'] or 'nobody'}."
+    return as_report(["# Experts of another process", "", measured(result, about)], sections(result))
 
 
 if __name__ == "__main__":

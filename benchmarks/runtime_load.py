@@ -21,16 +21,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import command, illustrate, parser_of, save
+from benchmarks.common.comparison import from_turn
+from benchmarks.common.run import Run, illustrate, in_a_line, names_of, parser_of
 from benchmarks.runtime import profile, report
 from benchmarks.runtime.clients import Effort, Sample
-from benchmarks.runtime.draw import rates
 from benchmarks.runtime.hivemind_peer import PYTHON
 from benchmarks.runtime.scenario import Cell, all_cells
 from benchmarks.runtime.serving import Contender
 from benchmarks.runtime.systems import POOL, PYMOE, System, all_systems
-from benchmarks.runtime.targets import judged
-from pymoe.bench.environment import environment
 from pymoe.bench.timing import Spread
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
@@ -45,53 +43,40 @@ def main() -> int:
     """Run the chosen cells; 1 if somebody's answer is wrong, or if pymoe was to be measured and could not be."""
     options = parse()
     torch.set_num_threads(1)
-    start = time.perf_counter()
     systems = all_systems(options.hivemind)
-    if unknown := [name for name in options.systems if name not in systems]:
-        sys.exit(f"unknown systems {unknown}; there are: {', '.join(systems)}")
     chosen = {name: systems[name] for name in options.systems}
     pattern = re.compile(options.cells or (QUICK_CELLS if options.quick else ""))
     cells = [cell for cell in all_cells() if pattern.search(str(cell))]
     effort = QUICK if options.quick else FULL
     effort = replace(effort, seconds=options.seconds or effort.seconds)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    stem = options.output / "runtime_load"
-    facts = environment()
-    present = introduce(chosen)
-    result: Record = {
-        "command": command("runtime_load"),
-        "environment": facts,
-        "settings": asdict(effort) | {"rounds": rounds, "quick": options.quick},
-        "systems": present,
-        "cells": [],
-        "targets": [],
-    }
+    run = Run("runtime_load", options.output, asdict(effort) | {"rounds": rounds, "quick": options.quick})
+    result, present = run.result, introduce(chosen)
+    result |= {"systems": present, "cells": [], "targets": []}
     for expert, own in groupby(cells, lambda cell: cell.expert):
         contenders = open_all(expert, chosen, present)
         for _, group in groupby(own, lambda cell: replace(cell, kind="")):
             result["cells"] += measure_group(list(group), chosen, contenders, effort, rounds)
-            result["targets"] = judged(result["cells"])
-            result["settings"]["load_after"] = environment()["load"]
-            result["wall_seconds"] = round(time.perf_counter() - start, 1)
-            save(result, report.markdown(result), stem)  # so that a run that is ended keeps what it has
+            result["targets"] = report.judged(result["cells"])
+            run.keep(report.markdown)
         for one in contenders.values():
             one.close()
     if options.profile:
         profile.add(result, cells, chosen=bool(options.cells))
-        save(result, report.markdown(result), stem)
+        run.keep(report.markdown)
     report.show(result)
-    illustrate(result, rates, stem)
+    illustrate(result, report.draw, run.stem)
     return int(failed(result))
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = parser_of("runtime_load", __doc__)
     parser.add_argument("--quick", action="store_true", help="few cells and short windows, less than a minute")
     names = [name for name in all_systems(PYTHON) if name != POOL]
     parser.add_argument(
         "--systems",
-        type=lambda text: text.split(","),
+        type=names_of(all_systems(PYTHON)),
         default=names,
         metavar="NAME,...",
         help=f"who is measured (default: {','.join(names)}; also: {POOL})",
@@ -110,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def introduce(systems: dict[str, System]) -> dict[str, Record]:
-    """Each system's version and what is wrong with its answers, or why it is left out."""
+    """Return each system's version and what is wrong with its answers, or why it is left out."""
     present: dict[str, Record] = {}
     for system in systems.values():
         record = {"about": system.about, "version": "", "fault": "", "absent": ""}
@@ -125,14 +110,14 @@ def introduce(systems: dict[str, System]) -> dict[str, Record]:
 
 
 def verdict_of(record: Record) -> str:
-    """A system's record in a few words."""
+    """Return a system's record in a few words."""
     if record["absent"]:
         return f"left out, {record['absent']}"
     return f"WRONG, {record['fault']}" if record["fault"] else "answers checked"
 
 
 def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]) -> dict[str, Contender]:
-    """The systems that can be measured, serving one expert."""
+    """Return the systems that can be measured, serving one expert."""
     contenders = {}
     for system in systems.values():
         if present[system.name]["absent"]:
@@ -147,40 +132,49 @@ def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]
 def measure_group(
     cells: list[Cell], systems: dict[str, System], contenders: dict[str, Contender], effort: Effort, rounds: int
 ) -> list[Record]:
-    """Windows of all systems on cells that differ in the kind of clients alone, in turns.
-
-    A contender that fails is closed, leaves ``contenders``, and is measured no more.
-    """
+    """Measure windows of all systems on cells that differ in the kind of clients alone, in turns."""
     turns = [(cell, name) for cell in cells for name in contenders if cell.kind in kinds_of(systems[name], cells)]
+    samples = windows(turns, contenders, effort, rounds)
+    records = []
+    for cell in cells:
+        bounds = {turn[1]: own for turn, own in samples.items() if turn[0] == cells[0]}
+        found = bounds | {turn[1]: own for turn, own in samples.items() if turn[0] == cell}
+        records.append(record_of(cell, found))
+        print(report.in_short(records[-1]), file=sys.stderr, flush=True)
+    return records
+
+
+def windows(
+    turns: list[tuple[Cell, str]], contenders: dict[str, Contender], effort: Effort, rounds: int
+) -> dict[tuple[Cell, str], list[Sample]]:
+    """Return the samples of each cell and contender, which take turns; slow cells get fewer rounds.
+
+    A contender that fails leaves ``contenders`` and is measured no more. It is not closed: its threads or its process
+    may hang.
+    """
     samples: dict[tuple[Cell, str], list[Sample]] = {turn: [] for turn in turns}
     start = time.perf_counter()
     for i in range(rounds):
         if i >= FEWEST_ROUNDS and time.perf_counter() - start > ENOUGH:
             break
-        for turn in turns[i % len(turns) :] + turns[: i % len(turns)]:
+        for turn in from_turn(turns, i):
             cell, name = turn
             if name in contenders:
                 try:
                     samples[turn].append(contenders[name].measure(cell, effort))
                 except Exception as error:
                     samples[turn].append(Sample(0, 0, 0, 0, 0, error=in_a_line(error)))
-                    del contenders[name]  # its threads or its process may hang: closing it could, too
-    records = []
-    for cell in cells:
-        bounds = {turn[1]: own for turn, own in samples.items() if turn[0] == cells[0]}
-        found = bounds | {turn[1]: own for turn, own in samples.items() if turn[0] == cell}
-        records.append(record_of(cell, found))
-        print(report.line(records[-1]), file=sys.stderr, flush=True)
-    return records
+                    del contenders[name]
+    return samples
 
 
 def kinds_of(system: System, cells: list[Cell]) -> tuple[str, ...]:
-    """The kinds of clients that a system is measured with: of those to which the kind is all one, the first."""
+    """Return the kinds of clients that a system is measured with: of those to which the kind is all one, the first."""
     return system.kinds if len(system.kinds) > 1 else (cells[0].kind,)
 
 
 def record_of(cell: Cell, found: dict[str, list[Sample]]) -> Record:
-    """A cell's figures: medians and quartiles over the rounds, ratios taken round by round."""
+    """Return a cell's figures: medians and quartiles over the rounds, ratios taken round by round."""
     systems: Record = {}
     for name, samples in found.items():
         good = [sample for sample in samples if sample.rate > 0]
@@ -220,18 +214,13 @@ def verdict(samples: list[Sample]) -> str:
 
 
 def failed(result: Record) -> bool:
-    """Whether an answer was wrong, or pymoe's figures are not whole."""
+    """Return whether an answer was wrong, or pymoe's figures are not whole."""
     wrong = any(one["fault"] for one in result["systems"].values())
     for record in result["cells"]:
         for name, one in record["systems"].items():
             wrong |= one["verdict"] == "WRONG" or (name in (PYMOE, POOL) and one["verdict"] != "right")
     measured = {name for record in result["cells"] for name in record["systems"]}
     return wrong or not {PYMOE, POOL}.isdisjoint(result["systems"].keys() - measured)
-
-
-def in_a_line(error: BaseException) -> str:
-    """An exception, short enough for a table."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from byte_lm import Config, LanguageModel, make_optimizer, train_step
 from common import Batches, at_least, load_text, parser_of
 
 from pymoe.ep.placement import Placement, place
-from pymoe.ep.simulate import MACHINES, NETWORKS, Block, LoadRecorder, recorded, simulate
+from pymoe.ep.simulate import Block, LoadRecorder, recorded, simulate
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
     load = recorded(block, options.file)
     print(f"{options.file}: {load.title}")
     for ranks in (2, 4, 8):
-        found = simulate(block, ranks, load.tokens // ranks, load, MACHINES["h100"], NETWORKS["nvlink"], worth=1)
+        found = simulate(block, ranks, load.tokens // ranks, load, chunks=(1,), worth=1)
         balances = ", ".join(f"{one.name} {one.imbalance:.2f}" for one in found.balances)
         rows = " or ".join(f"{one.rows:.2f}" for one in found.traffic)
         print(f"{ranks} ranks: fullest rank over the mean: {balances}; rows a token, each or once a rank: {rows}")

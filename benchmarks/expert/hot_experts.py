@@ -63,7 +63,7 @@ def rank_main(rank: int, folder: str, cell: Cell, rounds: int) -> None:
 
 
 def step(layer: Any, rows: Tensor) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
-    """Forward and backward: seconds of wall and of this process's processor; output and input gradient."""
+    """Return forward and backward: seconds of wall and of this process's processor; output and input gradient."""
     x = rows.detach().clone().requires_grad_()
     direction = torch.ones_like(x)
     for parameter in layer.parameters():

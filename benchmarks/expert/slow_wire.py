@@ -61,7 +61,7 @@ class Sleep(torch.autograd.Function):
 
 
 def best(wire: float, compute: float, chunks: int) -> float:
-    """The shortest time of the order in which chunks travel there, are computed and travel back."""
+    """Return the shortest time of the order in which chunks travel there, are computed and travel back."""
     arrivals = [wire * (chunk + 1) / chunks for chunk in range(chunks)]
     clock, free = 0.0, wire
     for arrival in arrivals:
@@ -71,7 +71,7 @@ def best(wire: float, compute: float, chunks: int) -> float:
 
 
 def rank_main(rank: int, folder: str, chunks: tuple[int, ...], wire: float, compute: float, rounds: int) -> None:
-    """Medians of forward and backward seconds, the slower rank's, by number of chunks; rank 0 writes them."""
+    """Measure; rank 0 writes the median seconds of forward and backward by number of chunks, of the slower rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_wire", rank=rank, world_size=2)
     Wire(wire)
@@ -93,7 +93,7 @@ def rank_main(rank: int, folder: str, chunks: tuple[int, ...], wire: float, comp
 
 
 def timed(layer: torch.nn.Module, tokens: int) -> tuple[float, float]:
-    """Seconds of a forward and of a backward pass."""
+    """Return seconds of a forward and of a backward pass."""
     x = torch.randn(tokens, HIDDEN, requires_grad=True)
     dist.barrier()
     start = time.perf_counter()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common.comparison import relative_error, verdict
 from benchmarks.expert.torch_peer import TorchExpertParallel
 from pymoe import ep
 from pymoe.ep import agreement, exchange
@@ -48,12 +49,12 @@ class Cell:
         return f"T {self.tokens}, H {self.hidden}, F {self.ffn}, E {self.experts}, K {self.top_k}"
 
     def layer(self) -> MoE:
-        """The whole layer, the same in every process."""
+        """Return the whole layer, the same in every process."""
         torch.manual_seed(0)
         return MoE(self.hidden, self.ffn, self.experts, self.top_k, dtype=torch.float32)
 
     def rows(self) -> Tensor:
-        """All tokens."""
+        """Return the rows of all tokens."""
         return torch.randn(self.tokens, self.hidden, generator=torch.Generator().manual_seed(1))
 
 
@@ -111,7 +112,7 @@ def leave() -> None:
 
 
 def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) -> dict[str, Any]:
-    """One cell: by system, a list of rounds with the seconds of steps; bytes; and how results compare.
+    """Measure one cell: by system, a list of rounds with the seconds of steps; bytes; and how results compare.
 
     Seconds are those of wall, of the processors of all ranks, of waits, and of all gloo's threads, which are among the
     second.
@@ -152,7 +153,7 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) ->
 
 
 def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...], tuple[Tensor, Tensor]]:
-    """Forward and backward: seconds of this process (see measure); output and input gradient."""
+    """Return forward and backward: seconds of this process (see measure); output and input gradient."""
     x = rows.detach().clone().requires_grad_()
     direction = torch.ones_like(x)
     for parameter in layer.parameters():
@@ -171,7 +172,7 @@ def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...
 
 
 def verdicts(rank: int, results: dict[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
-    """How outputs and input gradients compare with those of EP 1: "exact", "close" or "WRONG"; of rank 0's tokens."""
+    """Return the verdicts on outputs and input gradients of rank 0's tokens, compared with those of EP 1."""
     if rank:
         return {}
     count = results["pymoe, EP 2"][0].shape[0]
@@ -179,7 +180,5 @@ def verdicts(rank: int, results: dict[str, tuple[Tensor, Tensor]]) -> dict[str, 
     said = {}
     for name, found in results.items():
         pairs = [(tensor[:count], other) for tensor, other in zip(found, expected, strict=True)]
-        errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-        exact = all(torch.equal(a, b) for a, b in pairs)
-        said[name] = "exact" if exact else "close" if max(errors) < 1e-5 else "WRONG"
+        said[name] = verdict(max(relative_error(a, b) for a, b in pairs), 1e-5)
     return said

@@ -44,7 +44,7 @@ def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
 
 
 def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs and gradients of the native operator for a sample on ``device``, on the CPU."""
+    """Return outputs and gradients of the native operator for a sample on ``device``, on the CPU."""
     from specs import with_grad
 
     from pymoe.bench.calls import gradients, map_tensors, mapped, same_layout_copy
@@ -62,7 +62,7 @@ def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Te
 
 
 def emulated(file: Path, seconds: float) -> None:
-    """In the child: results of as many samples as the time allows."""
+    """Write, in the child, the results of as many samples as the time allows."""
     sys.path.insert(0, str(ROOT / "tests" / "cuda_on_cpu"))
     import emulated_ops  # noqa: F401, before pymoe
 
@@ -76,7 +76,7 @@ def emulated(file: Path, seconds: float) -> None:
 
 
 def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """A record a specification: how many calls and tensors, how many agree in every bit, and what is wrong."""
+    """Return a record a specification: how many calls and tensors, how many agree in every bit, and what is wrong."""
     sys.path.insert(0, str(ROOT / "tests"))
     from specs.comparison import assert_close, assert_same_bits
 

@@ -31,7 +31,7 @@ PACKAGES = ("pytest", "xdist", "hypothesis", "pybind11", "ninja", "transformers"
 
 
 def output_of(*command: str, seconds: float = 60.0) -> str:
-    """What a command prints; nothing where it fails or does not exist."""
+    """Return what a command prints; nothing where it fails or does not exist."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -40,7 +40,7 @@ def output_of(*command: str, seconds: float = 60.0) -> str:
 
 
 def cuda_home() -> str | None:
-    """The toolkit's folder, as setup.py looks for it."""
+    """Return the toolkit's folder, as setup.py looks for it."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
     found = [str(Path(nvcc).resolve().parents[1])] if nvcc else []
@@ -51,7 +51,7 @@ def cuda_home() -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """What a reader needs to judge the report."""
+    """Return what a reader needs to judge the report."""
     found: dict[str, Any] = json.loads(output_of(sys.executable, "-c", ASK_TORCH) or '{"gpu": null, "torch": null}')
     home = cuda_home()
     version = output_of(f"{home}/bin/nvcc", "--version") if home else ""
@@ -71,5 +71,5 @@ def facts() -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A GPU's name as a folder's: ``NVIDIA H200`` is ``nvidia-h200``."""
+    """Return a GPU's name as a folder's: ``NVIDIA H200`` is ``nvidia-h200``."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: str) -> str:
-    """The whole report; a stage that wrote nothing has its line and no more."""
+    """Return the whole report; a stage that wrote nothing has its line and no more."""
     lines = [f"# pymoe on {machine['gpu'] or 'a machine without a GPU'}", "", *about(machine)]
     if note:
         lines += ["", note]
@@ -37,7 +37,7 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
 
 
 def about(machine: Record) -> Iterator[str]:
-    """The machine in a list."""
+    """Yield the machine in a list."""
     smi = machine.get("nvidia_smi") or {}
     after = machine.get("nvidia_smi_after") or {}
     if machine.get("device") == "cpu":
@@ -65,12 +65,12 @@ def about(machine: Record) -> Iterator[str]:
 
 
 def row(*cells: object) -> str:
-    """One row of a table."""
+    """Return one row of a table."""
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def heading(text: str, numbers: str = "") -> list[str]:
-    """A table's heading; columns named in ``numbers`` are set to the right."""
+    """Return a table's heading; columns named in ``numbers`` are set to the right."""
     names = text.split(", ")
     return [row(*names), "|" + "|".join("--:" if name in numbers.split(", ") else "---" for name in names) + "|"]
 
@@ -139,7 +139,7 @@ def rates(folder: Path) -> Iterator[str]:
 
 
 def parts(folder: Path) -> Iterator[str]:
-    """What benchmarks.gpu.parts measured and counted."""
+    """Yield what benchmarks.gpu.parts measured and counted."""
     found = read_json(folder / "parts.json") or {}
     if "router" in found:
         tokens, hidden, experts = found["router"]["shape"]
@@ -160,7 +160,7 @@ NUMBERS += ", over torch in graphs"
 
 
 def bench(file: Path) -> Iterator[str]:
-    """The lines of a run of pymoe.bench."""
+    """Yield the lines of a run of pymoe.bench."""
     from pymoe.bench.report import correctness, target, time_with_spread, times
 
     result = read_json(file)
@@ -188,7 +188,7 @@ def bench(file: Path) -> Iterator[str]:
 
 
 def peers(folder: Path) -> Iterator[str]:
-    """The table that benchmarks.moe_layer wrote."""
+    """Yield the table that benchmarks.moe_layer wrote."""
     if (folder / "moe_layer.json").exists() and (folder / "moe_layer.md").exists():
         yield (folder / "moe_layer.md").read_text().strip()
 

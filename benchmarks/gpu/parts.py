@@ -33,7 +33,7 @@ VIEWS = {
 
 
 def router_product(device: torch.device, budget: float) -> dict[str, Any]:
-    """Time the product; microseconds with their spread, and how far the logits lie from float64's."""
+    """Time the product; return microseconds with their spread, and how far the logits lie from float64's."""
     tokens, hidden, experts = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     torch.manual_seed(0)
     router = Router(hidden, experts, 8, device=device, dtype=torch.bfloat16)

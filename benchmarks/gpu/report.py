@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(prog="gpu_report.sh", description="Build, prove and measure pymoe on a GPU.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a quick run of the same stages")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"for everything (default: {LIMIT})")
@@ -70,14 +70,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_folder(device: str, machine: dict[str, Any]) -> Path:
-    """Results of a GPU are kept; a rehearsal's are not."""
+    """Return a folder that keeps the results of a GPU, or one for a rehearsal, which are not kept."""
     if device == "cuda" and machine["gpu"]:
         return ROOT / "build" / f"gpu_{slug(machine['gpu'])}"
     return ROOT / "build" / "gpu_report"
 
 
 def chosen(name: str, pattern: str) -> bool:
-    """Does ``--stages`` ask for it?"""
+    """Return whether ``--stages`` asks for it."""
     return bool(re.search(pattern, name))
 
 
@@ -119,7 +119,7 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
 
 
 def module(name: str, *arguments: object) -> list[str]:
-    """The command that runs a Python module."""
+    """Return the command that runs a Python module."""
     return [sys.executable, "-m", name, *map(str, arguments)]
 
 
@@ -134,7 +134,7 @@ BUDGETS = {"design_rows": 1.0, "layer": 2.0, "operators": 0.3}
 
 
 def measurement(name: str, about: str, device: str, folder: Path, reserved: float, most: float) -> Stage:
-    """A run of pymoe.bench, which keeps what it has measured so far."""
+    """Return a run of pymoe.bench, which keeps what it has measured so far."""
     gpu = device == "cuda"
     lines = LINES[name][0 if gpu else 1]
     command = module("pymoe.bench", "run", "--device", device, "--filter", lines, "--json", folder / f"{name}.json")
@@ -159,7 +159,7 @@ COMPILED_IN_PLACE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 def tests(
     name: str, about: str, device: str, machine: dict[str, Any], folder: Path, reserved: float, most: float
 ) -> Stage:
-    """A run of pytest, over as many processes as help where pytest-xdist is installed."""
+    """Return a run of pytest, over as many processes as help where pytest-xdist is installed."""
     gpu = device == "cuda"
     files = TESTS[name][0 if gpu else 1].split()
     paths = [f"tests/{one}" if re.search(r"/|\.py$", one) else f"tests/ops/test_{one}.py" for one in files]

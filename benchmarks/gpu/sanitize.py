@@ -30,7 +30,7 @@ Run = Callable[[Sequence[str], float], "tuple[int | None, str]"]
 
 
 def reports(text: str) -> list[str]:
-    """The reports in the output of a tool: what was found, with the lines that belong to it."""
+    """Return the reports in the output of a tool: what was found, with the lines that belong to it."""
     found: list[list[str]] = []
     for line in text.splitlines():
         if REPORT.match(line):
@@ -41,7 +41,7 @@ def reports(text: str) -> list[str]:
 
 
 def is_of_pymoe(report: str) -> bool:
-    """Is it about a kernel of pymoe, or, where it is about no kernel, about a call that pymoe made?
+    """Return whether it is about a kernel of pymoe or, if it is about no kernel, about a call that pymoe made.
 
     A kernel of torch's that pymoe launched has pymoe among the callers below it.
     """
@@ -50,7 +50,7 @@ def is_of_pymoe(report: str) -> bool:
 
 
 def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[str, Any]:
-    """What the two runs of a tool mean."""
+    """Return what the two runs of a tool mean."""
     planted = [one for one in reports(canary) if f"pymoe_canary_{tool}" in one]
     if not planted:
         tail = [scrubbed(line) for line in canary.splitlines()[-5:]]
@@ -78,7 +78,7 @@ def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[st
 
 
 def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
-    """Exit status (None after ``seconds``) and output of a command."""
+    """Return exit status (None after ``seconds``) and output of a command."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation with its own end
     try:
         done = subprocess.run(
@@ -92,7 +92,7 @@ def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 def watch(tool: str, sanitizer: str, canary: str, seconds: float, run: Run) -> dict[str, Any]:
-    """One tool: its canary, then the grid."""
+    """Run one tool: its canary, then the grid."""
     command = [sanitizer, "--tool", tool]
     if tool == "racecheck":
         command += ["--racecheck-report", "all"]
@@ -106,7 +106,7 @@ def watch(tool: str, sanitizer: str, canary: str, seconds: float, run: Run) -> d
 
 
 def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run = run) -> list[dict[str, Any]]:
-    """Every tool, side by side: most of their time goes into starting torch. Writes after each."""
+    """Run every tool, side by side: most of their time goes into starting torch. Write after each."""
     records: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(len(TOOLS)) as pool:
         for done in as_completed([pool.submit(watch, tool, sanitizer, canary, seconds, run) for tool in TOOLS]):

@@ -77,7 +77,7 @@ def run_stages(stages: Sequence[Stage], folder: Path, limit: float, reserve: flo
 
 
 def refused(stage: Stage, before: Sequence[Outcome], allowed: float) -> Outcome | None:
-    """The outcome of a stage that is not even started."""
+    """Return the outcome of a stage that is not even started."""
     reason = stage.missing
     status = {outcome.stage: outcome.status for outcome in before}
     for name in stage.after:
@@ -139,7 +139,7 @@ def end_group(process: subprocess.Popen[str], by: signal.Signals) -> None:
 
 
 def ended(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status < 0:
         return f"ended by signal {signal.Signals(-status).name}"
     return f"exit status {status}"
@@ -181,7 +181,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """What a stage wrote, or None."""
+    """Return what a stage wrote, or None."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):

@@ -29,7 +29,7 @@ def keep(finished: bool) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """With pytest-xdist the process that starts the others counts for all."""
+    """Register the tally; with pytest-xdist the process that starts the others counts for all."""
     global worker
     worker = hasattr(config, "workerinput")
 
@@ -50,6 +50,6 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
-    """The last counts."""
+    """Write the last counts."""
     if not worker:
         keep(finished=True)

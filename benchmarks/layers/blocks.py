@@ -144,7 +144,7 @@ class Built:
 
     @property
     def experts(self) -> nn.Module:
-        """The experts of the block: parameters ``gate_up_proj`` and ``down_proj``, and biases if it has them."""
+        """Return the experts of the block: parameters ``gate_up_proj`` and ``down_proj``, and biases if it has them."""
         found: nn.Module = self.module.experts
         return found
 
@@ -178,7 +178,7 @@ class Built:
 
     @property
     def touched(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The two weights, (E, ., .) each, of which a token touches those of its experts."""
+        """Return the two weights, (E, ., .) each, of which a token touches those of its experts."""
         return self.experts.gate_up_proj, self.experts.down_proj
 
 

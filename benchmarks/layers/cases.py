@@ -54,11 +54,11 @@ class AfterOne:
     timer: Timer
 
     def now(self) -> float:
-        """The clock of the timer."""
+        """Return the clock of the timer."""
         return self.timer.now()
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
-        """Seconds per call of ``function`` over ``calls`` calls."""
+        """Return seconds per call of ``function`` over ``calls`` calls."""
         function()
         return self.timer(function, calls)
 

@@ -81,7 +81,7 @@ def contenders(plan: Plan) -> Iterator[Contender | Absent]:
 
 
 def of_transformers(plan: Plan, name: str) -> Contender:
-    """One of transformers' own implementations."""
+    """Return one of transformers' own implementations."""
     one, block = plan.one, plan.one.block
     implementation = name.split()[-1]
     size = one.dtype.itemsize
@@ -97,7 +97,7 @@ def of_transformers(plan: Plan, name: str) -> Contender:
 
 
 def in_transformers(plan: Plan) -> Contender:
-    """The experts of pymoe behind the router of transformers."""
+    """Return the experts of pymoe behind the router of transformers."""
     importlib.import_module("pymoe.integrations.transformers")
     one = plan.one
     return Contender(PYMOE[0], one.under("pymoe"), one.module, one.choice, TOLERANCE[one.dtype])
@@ -126,7 +126,7 @@ def quantised(plan: Plan, bits: int) -> Contender:
 
 
 def kt_kernel(plan: Plan) -> Contender:
-    """KTransformers' experts behind the router of transformers."""
+    """Return KTransformers' experts behind the router of transformers."""
     if plan.processor_time:
         raise LeftOut("its threads wait by computing, which processor time would count")
     one = plan.one
@@ -141,12 +141,12 @@ def kt_kernel(plan: Plan) -> Contender:
 
 
 def pymoe_layer(plan: Plan) -> pymoe_nn.MoE:
-    """The layer on the block's parameters, in the mode that is measured."""
+    """Return the layer on the block's parameters, in the mode that is measured."""
     return as_moe(plan.one).train(plan.train)
 
 
 def choice_of(layer: pymoe_nn.MoE) -> Choice:
-    """How a layer of pymoe chooses."""
+    """Return how a layer of pymoe chooses."""
 
     def choice(x_TH: Tensor) -> tuple[Tensor, Tensor]:
         gate, _ = layer.router(x_TH)

@@ -50,7 +50,7 @@ class Bandwidth:
 
     @property
     def reader(self) -> Reader:
-        """The reduction."""
+        """Return the reduction."""
         return READERS[self.name]
 
 
@@ -109,7 +109,7 @@ def dense_products(one: Built, tokens: int, train: bool) -> Callable[[], None]:
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of the first processor; 32 MiB where the system does not say."""
+    """Return the bytes of the largest cache of the first processor; 32 MiB where the system does not say."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()

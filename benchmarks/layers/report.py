@@ -1,15 +1,22 @@
-"""The tables of ``python -m benchmarks.model_layers``, from its records."""
+"""Targets and tables of ``python -m benchmarks.model_layers``, from its records."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.common.run import as_markdown
 from benchmarks.layers.contenders import KT_KERNEL, PYMOE, TRANSFORMERS
-from benchmarks.layers.targets import QUANTISED, limit_of, missed, ours, over_fp32, row_of
-from benchmarks.output import as_markdown
 from pymoe.bench.report import Table, time_with_spread
 
 Record = dict[str, Any]
+SPEED_UP = 1.0
+"""Over the best of transformers' implementations, everywhere."""
+OF_READ = 0.75
+"""Decoding: the time of reading every touched weight once, over pymoe's."""
+OF_MM = ((64.0, 0.9), (8.0, 0.65))
+"""Prefill and training, from that many rows an expert on: the time of the same operations in dense ``torch.mm``."""
+QUANTISED = {"pymoe int8": 2.5, "pymoe int4": 3.5}
+"""Decoding: times as fast as pymoe in float32."""
 CLOCKS = {
     "wall": "Wall time, all threads",
     "cpu": "Processor time, one thread on one core",
@@ -24,8 +31,59 @@ largest relative error of sampled rows, and in training of their gradients and o
 against float64 (float32 for 16-bit blocks)."""
 
 
+def row_of(case: Record, *names: str) -> Record | None:
+    """Return the row of the first of ``names`` that was measured."""
+    rows = {row["name"]: row for row in case["rows"]}
+    return next((rows[name] for name in names if name in rows), None)
+
+
+def ours(case: Record) -> Record | None:
+    """Return the row that is held to the targets: behind transformers' router, or the whole layer where that is not."""
+    return row_of(case, *PYMOE)
+
+
+def limit_of(case: Record) -> str:
+    """Return the limit that a case is compared with."""
+    return "read" if case["mode"] == "decode" else "mm"
+
+
+def over_fp32(case: Record, cases: list[Record], name: str) -> float | None:
+    """Return how many times as fast as pymoe in float32 ``name`` is; None where either was not measured."""
+    mine = row_of(case, name)
+    same = ("clock", "block", "mode", "tokens")
+    other = (one for one in cases if one["dtype"] == "float32" and all(one[key] == case[key] for key in same))
+    wide = next((row for one in other if (row := ours(one))), None)
+    return wide["seconds"]["median"] / mine["seconds"]["median"] if mine and wide else None
+
+
+def missed(case: Record, cases: list[Record]) -> list[str]:
+    """Return what a case should have reached and did not, in words."""
+    found = [f"{row['name']} is WRONG" for row in case["rows"] if row["verdict"] != "close"]
+    row = ours(case)
+    if row is None:
+        return [*found, "pymoe was not measured"]
+    if row["speed_up"] and row["speed_up"]["median"] < SPEED_UP:
+        found.append(f"{SPEED_UP:.1f}x transformers")
+    share = row["of"].get(limit_of(case))
+    if (wanted := wanted_share(case)) and share and share["median"] < wanted:
+        found.append(f"{100 * wanted:.0f} % of {limit_of(case)}")
+    if case["mode"] == "decode":
+        for name, wanted in QUANTISED.items():
+            reached = over_fp32(case, cases, name)
+            if reached is not None and reached < wanted:
+                found.append(f"{name.removeprefix('pymoe ')} {wanted}x fp32")
+    return found
+
+
+def wanted_share(case: Record) -> float | None:
+    """Return the share of the limit that a case should reach; None where none is asked for."""
+    if case["mode"] == "decode":
+        return OF_READ
+    return next((share for rows, share in OF_MM if case["rows_per_expert"] >= rows), None)
+
+
 def markdown(result: Record) -> str:
-    """Everything as Markdown."""
+    """Return everything as Markdown."""
     lines = [*paragraphs(result)]
     cases = result["cases"]
     for clock, title in CLOCKS.items():
@@ -39,7 +97,7 @@ def markdown(result: Record) -> str:
 
 
 def paragraphs(result: Record) -> list[str]:
-    """What was measured, on what and how."""
+    """Return what was measured, on what and how."""
     facts, runs = result["environment"], result["runs"]
     made = " and ".join(f"`{command}`" for command in dict.fromkeys(run["command"] for run in runs))
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
@@ -63,12 +121,12 @@ def paragraphs(result: Record) -> list[str]:
 
 
 def call_of(case: Record) -> str:
-    """What a case asks for."""
+    """Return what a case asks for."""
     return f"{case['mode']} T {case['tokens']}"
 
 
 def summary(cases: list[Record]) -> Table:
-    """One row a case: pymoe beside the best of transformers and the limit."""
+    """Return one row a case: pymoe compared with the best of transformers and the limit."""
     rows = []
     for case in cases:
         row, whole = ours(case), row_of(case, PYMOE[1])
@@ -95,18 +153,18 @@ def summary(cases: list[Record]) -> Table:
 
 
 def times(value: float | None) -> str:
-    """A speed-up."""
+    """Return a speed-up."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def share(row: Record | None, limit: str) -> str:
-    """The share of a limit that a contender reaches."""
+    """Return the share of a limit that a contender reaches."""
     found = row["of"].get(limit) if row else None
     return f"{100 * found['median']:.0f} % of {limit}" if found else "-"
 
 
 def details(cases: list[Record]) -> Table:
-    """One row a case, a column for each contender and limit."""
+    """Return one row a case, a column for each contender and limit."""
     names = [name for name in (*TRANSFORMERS, *PYMOE, *QUANTISED, KT_KERNEL) if any(row_of(c, name) for c in cases)]
     limits = [name for name in LIMITS if any(name in case["limits"] for case in cases)]
     rows = [
@@ -123,7 +181,7 @@ def details(cases: list[Record]) -> Table:
 
 
 def cell(row: Record | None) -> str:
-    """A contender's time and error."""
+    """Return a contender's time and error."""
     if row is None:
         return "-"
     once = " (once)" if row["seconds"]["rounds"] == 1 else ""
@@ -132,7 +190,7 @@ def cell(row: Record | None) -> str:
 
 
 def left_out(cases: list[Record]) -> list[str]:
-    """Who was left out, why and where."""
+    """Return who was left out, why and where."""
     places: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         for one in case["absent"]:

@@ -67,7 +67,7 @@ class Kind:
     """Values behind a median, of the most that a run takes: what is short is disturbed most."""
 
     def arguments(self, calls: int) -> list[tuple[Tensor, Tensor]]:
-        """For every call a tensor of its own, and the weight that all share."""
+        """Return for every call a tensor of its own, and the weight that all share."""
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(self.shape, generator=generator, requires_grad=True)
         return [(torch.randn(self.shape, generator=generator, requires_grad=True), weight) for _ in range(calls)]
@@ -104,24 +104,24 @@ class System:
 
 
 def one_by_one(function: Any, calls: Sequence[tuple[Tensor, ...]]) -> Outputs:
-    """As anyone would write it."""
+    """Run call after call."""
     call = getattr(function, "apply", function)
     return [call(*args) for args in calls]
 
 
 def backward_one_by_one(outputs: Outputs, grads: Sequence[Tensor]) -> None:
-    """One backward pass after the other."""
+    """Run one backward pass after the other."""
     for output, grad in zip(outputs, grads, strict=True):
         output.backward(grad)
 
 
 def mapped(function: Any, calls: Sequence[tuple[Tensor, ...]]) -> Outputs:
-    """All at once."""
+    """Run all calls at once."""
     return [output for (output,) in pymoe.map_with_parallel_backward(function, *calls)]
 
 
 def backward_of_all(outputs: Outputs, grads: Sequence[Tensor]) -> None:
-    """One backward pass through the graph of all calls."""
+    """Run one backward pass through the graph of all calls."""
     torch.autograd.backward(outputs, grads)
 
 

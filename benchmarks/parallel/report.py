@@ -1,84 +1,71 @@
-"""The run as text and Markdown."""
+"""The run as targets, tables and a picture."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.output import WORDS, as_markdown, measured
-from benchmarks.parallel.calls import PYMOE
-from pymoe.bench.report import Table, plain, seconds, time_with_spread
+from benchmarks.common.picture import doubling, line, picture
+from benchmarks.common.run import Sections, as_report, closeness, measured, show_sections, spread_of
+from benchmarks.common.targets import targets_table, verdict
+from benchmarks.parallel.calls import AUTOGRAD, LOOP, PYMOE
+from pymoe.bench.report import Table, seconds, time_with_spread
 
 Record = dict[str, Any]
 PASSES = ("forward", "backward")
 BY_PROCESSOR = ("forward_cpu", "backward_cpu")
+AT_ONCE = 1.1
+"""Most time of 8 calls that sleep, as a multiple of one call's time."""
+TINY = 50e-6
+"""Most seconds that the map adds to a call that does nothing, in a pass."""
+STYLES = {LOOP: ("0.4", "o", "-"), AUTOGRAD: ("C0", "s", "--"), PYMOE: ("C2", "o", "-")}
+
+
+def judged(result: Record) -> list[Record]:
+    """Return the verdict on each target."""
+    counts = [count for count in (8, 16) if count == 8 or not result["settings"]["quick"]]
+    cases = [("ratios", "sleep", 8, "time / one call's", AT_ONCE, "")]
+    cases += [("overheads", "tiny", count, "beyond the loop, per call", TINY, "us") for count in counts]
+    verdicts = []
+    for table, kind, calls, what, limit, unit in cases:
+        found = record_of(result[table], kind, calls, PYMOE)
+        for one in PASSES:
+            verdicts.append(verdict(f"{calls} {kind} calls, {one}: {what}", "<=", limit, found.get(one), unit))
+    return verdicts
+
+
+def record_of(records: list[Record], kind: str, calls: int, system: str) -> Record:
+    """Return the record of these calls; empty if they were not measured."""
+    wanted = {"kind": kind, "calls": calls, "system": system}
+    return next((record for record in records if wanted.items() <= record.items()), {})
 
 
 def times_table(result: Record, kind: str) -> Table:
-    """A line for every number of calls and every way: times of both passes, and how many times one call's."""
+    """Return a row for every number of calls and every way: times of both passes, and multiples of one call's."""
     rows = []
     for record in result["records"]:
         if record["kind"] != kind:
             continue
-        ratio = same(result["ratios"], record)
-        rows.append(
-            [
-                str(record["calls"]),
-                record["system"],
-                *(time_with_spread(record[one]) for one in PASSES),
-                *(f"{ratio[one]['median']:.2f}" for one in PASSES),
-                correctness(record),
-            ]
-        )
+        ratio = record_of(result["ratios"], kind, record["calls"], record["system"])
+        own = [str(record["calls"]), record["system"], *(time_with_spread(record[one]) for one in PASSES)]
+        rows.append([*own, *(f"{ratio[one]['median']:.2f}" for one in PASSES), closeness(record)])
     heading = ["calls", "way", *PASSES, "forward / one call", "backward / one call", "gradients"]
     return Table(heading, rows, frozenset({"way", "gradients"}), frozenset({"WRONG"}))
 
 
-def same(records: list[Record], wanted: Record) -> Record:
-    """The record of the same calls in another list."""
-    keys = ("kind", "calls", "system")
-    return next(record for record in records if all(record[key] == wanted[key] for key in keys))
-
-
-def correctness(record: Record) -> str:
-    """How the results compare with the loop's."""
-    return f"close {record['error']:.0e}" if record["verdict"] == "close" else str(record["verdict"])
-
-
-def overhead_table(result: Record, kind: str) -> Table:
-    """Microseconds that the map adds to each call; the processor's, of all threads, hardly see what else is running."""
+def overhead_table(result: Record) -> Table:
+    """Return microseconds that the map adds to each tiny call; those of the processor hardly see other work."""
     rows = [
-        [str(record["calls"]), *(microseconds(record[one]) for one in PASSES + BY_PROCESSOR)]
+        [str(record["calls"]), *(spread_of(record[one], "{:.1f}", 1e6) for one in PASSES + BY_PROCESSOR)]
         for record in result["overheads"]
-        if record["kind"] == kind and record["system"] == PYMOE
+        if (record["kind"], record["system"]) == ("tiny", PYMOE)
     ]
     heading = ["calls", *(f"{one}, us per call" for one in PASSES), *(f"{one}, processor time" for one in PASSES)]
     return Table(heading, rows)
 
 
-def microseconds(spread: Record) -> str:
-    """A difference of times, which may be negative."""
-    return f"{spread['median'] * 1e6:.1f} [{spread['low'] * 1e6:.1f} - {spread['high'] * 1e6:.1f}]"
-
-
-def targets_table(result: Record) -> Table:
-    """What the map is held to."""
-    rows = []
-    for one in result["targets"]:
-        ratio = one["of"] == "ratios"
-        name = "time / one call's" if ratio else "beyond the loop, us per call"
-        limit = f"<= {one['limit']:g}" if ratio else f"<= {one['limit'] * 1e6:g}"
-        found = "-"
-        if one["found"]:
-            spread = one["found"]
-            found = f"{spread['median']:.3f} [{spread['low']:.3f} - {spread['high']:.3f}]"
-            found = found if ratio else microseconds(spread)
-        calls = f"{one['calls']} {one['kind']} call{'s' * (one['calls'] > 1)}, {one['pass']}"
-        rows.append([calls, name, limit, found, WORDS[one["met"]]])
-    return Table(["calls", "what", "wanted", "found", ""], rows, frozenset({"calls", "what", ""}))
-
-
 def floor(result: Record) -> str:
-    """What a hand-over between threads costs."""
+    """Return what a hand-over between threads costs."""
     one = result["handover"]
     return (
         f"A bare hand-over from thread to thread takes {seconds(one['python']['median'])} between two Python threads "
@@ -86,47 +73,54 @@ def floor(result: Record) -> str:
     )
 
 
-def heading(result: Record, kind: str) -> str:
-    """What the calls of a table are."""
-    facts = result["kinds"][kind]
-    return f"{kind}: {facts['about']}; {on_workers(facts['workers'])}"
-
-
 def on_workers(count: int | None) -> str:
-    """How many threads run the calls, in words."""
+    """Return how many threads run the calls, in words."""
     return "the default number of workers" if count is None else f"{count} worker{'s' * (count > 1)}"
 
 
-def show(result: Record) -> None:
-    """All tables, to standard output."""
-    for kind in result["kinds"]:
-        print(f"\n{heading(result, kind)}\n{plain(times_table(result, kind))}")
+def sections(result: Record) -> Sections:
+    """Yield all tables with their headings, the targets first."""
+    yield "Targets", targets_table(result["targets"])
+    for kind, facts in result["kinds"].items():
+        yield f"{kind}: {facts['about']}; {on_workers(facts['workers'])}", times_table(result, kind)
     if "tiny" in result["kinds"]:
-        print(f"\nwhat the map adds to a tiny call\n{plain(overhead_table(result, 'tiny'))}")
-    print(f"\n{floor(result)}\n\ntargets\n{plain(targets_table(result))}")
+        yield "What the map adds to a tiny call", overhead_table(result)
+
+
+def show(result: Record) -> None:
+    """Print all tables."""
+    show_sections(sections(result))
+    print(f"\n{floor(result)}")
 
 
 def markdown(result: Record) -> str:
-    """All tables as Markdown."""
-    settings = result["settings"]
+    """Return all tables as Markdown."""
     rounds = ", ".join(f"{kind}: {one['rounds']}" for kind, one in result["kinds"].items())
     about = (
-        f"Medians over interleaved rounds ({rounds}; {settings['slow_rounds']} where a way takes long), quartiles in "
-        "brackets; ratios and differences are taken round by round. `/ one call`: over one call of the loop."
+        f"Medians over interleaved rounds ({rounds}; {result['settings']['slow_rounds']} where a way takes long), "
+        "quartiles in brackets; ratios and differences are taken round by round. `/ one call`: over one call of the "
+        "loop."
     )
-    lines = [
-        measured(result, about),
-        "",
-        *(f"- **{name}**: {about}" for name, about in result["systems"].items()),
-        "",
-        floor(result),
-        "",
-        "**Targets**",
-        "",
-        *as_markdown(targets_table(result)),
-    ]
-    for kind in result["kinds"]:
-        lines += ["", f"**{heading(result, kind)}**", "", *as_markdown(times_table(result, kind))]
-    if "tiny" in result["kinds"]:
-        lines += ["", "**What the map adds to a tiny call**", "", *as_markdown(overhead_table(result, "tiny"))]
-    return "\n".join(lines) + "\n"
+    systems = [f"- **{name}**: {about}" for name, about in result["systems"].items()]
+    return as_report([measured(result, about), "", *systems, "", floor(result)], sections(result))
+
+
+def draw(result: Record, file: Path) -> None:
+    """Draw a column for each kind of calls, forward above backward; dotted: as long as one call."""
+    kinds = result["kinds"]
+    title = "Time of each pass over the number of calls (dotted: one call)"
+    with picture(file, 2, len(kinds), (1.2 + 3.4 * len(kinds), 5.6), title, result, sharex=True) as (_, panels):
+        counts = sorted({record["calls"] for record in result["records"]})
+        for column, kind in enumerate(kinds):
+            for panel, one in zip(panels[:, column], PASSES, strict=True):
+                for name, (colour, marker, dash) in STYLES.items():
+                    own = [r for r in result["records"] if (r["kind"], r["system"]) == (kind, name)]
+                    calls, spreads = [record["calls"] for record in own], [record[one] for record in own]
+                    line(panel, calls, spreads, 1e3, color=colour, marker=marker, ls=dash, label=name)
+                    if name == LOOP and 1 in calls:
+                        panel.axhline(spreads[calls.index(1)]["median"] * 1e3, color="0.6", ls=":", lw=1)
+                doubling(panel, counts)
+                panels[PASSES.index(one), 0].set_ylabel(f"{one}, ms", fontsize=9)
+            panels[0, column].set_title(f"{kind} calls, {on_workers(kinds[kind]['workers'])}", fontsize=10)
+            panels[1, column].set_xlabel("calls", fontsize=9)
+        panels[0, 0].legend(fontsize=8, frameon=False)

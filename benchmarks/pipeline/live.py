@@ -18,13 +18,13 @@ class Live:
         self._lock = threading.Lock()
 
     def one(self) -> AbstractContextManager[None]:
-        """The tensors that are saved for backward inside are those of one more micro-batch."""
+        """Count the tensors that are saved for backward inside as those of one more micro-batch."""
         mark = _Mark(self)
         # An operator's own output would keep the graph alive that it is saved in.
         return saved_tensors_hooks(lambda tensor: (tensor.detach(), mark), _tensor)
 
     def add(self, change: int) -> None:
-        """One more, or one less."""
+        """Count one more, or one less."""
         with self._lock:
             self.now += change
             self.peak = max(self.peak, self.now)
@@ -47,7 +47,7 @@ def _tensor(saved: tuple[Tensor, _Mark]) -> Tensor:
 
 @contextmanager
 def watched(stages: list[nn.Sequential]) -> Iterator[list[Live]]:
-    """Counts for every stage, by the tensors that its first layer saves."""
+    """Count for every stage, by the tensors that its first layer saves."""
     counters = [Live() for _ in stages]
     for stage, live in zip(stages, counters, strict=True):
         stage[0].forward = _counted(type(stage[0]).forward.__get__(stage[0]), live)

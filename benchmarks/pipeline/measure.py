@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.common.comparison import from_turn, verdict
 from benchmarks.pipeline.systems import SEQUENTIAL, Check, Running, System
-from benchmarks.pipeline.work import Case, verdict
+from benchmarks.pipeline.work import TOLERANCE, Case
 from pymoe.bench.timing import Spread
 from pymoe.pipe.schedules import mean_times, simulate
 
@@ -34,7 +35,7 @@ class Contender:
     """The sequential run beside each sample, where that is not the one of this process."""
 
     def attempt(self, function: Callable[[], Any]) -> Any:
-        """What the function returns; None if it fails, after which this contender takes part no more."""
+        """Return what the function returns; None if it fails, after which this contender takes part no more."""
         try:
             return function()
         except Exception as error:  # a peer that fails must not keep the others from being measured
@@ -56,18 +57,17 @@ def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
     for one in contenders:
         if one.running is not None and not one.failure:
             one.attempt(one.running.close)
-    return {"case": asdict(case), "systems": found}
+    return {"case": asdict(case), "about": case.about, "systems": found}
 
 
 def take_turns(contenders: list[Contender], rounds: int) -> None:
-    """Each takes a step a round, every round beginning with another."""
+    """Have each take a step a round, every round beginning with another."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for turn in range(rounds):
-            for i in range(len(contenders)):
-                one = contenders[(turn + i) % len(contenders)]
+            for one in from_turn(contenders, turn):
                 if one.failure:
                     continue
                 assert one.running is not None
@@ -89,17 +89,17 @@ def take_turns(contenders: list[Contender], rounds: int) -> None:
 
 
 def note_own_share(one: Contender, sample: Sample) -> None:
-    """Where the system says how its last step went."""
+    """Note the share that the actions of the last step would have taken, if the system says how that step went."""
     record, plan = getattr(one.running, "record", None), getattr(one.running, "planned", None)
     if one.own is not None and record is not None and plan is not None:
         one.own.append(simulate(plan, mean_times(record())).makespan / sample[0])
 
 
 def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
-    """What is kept of a contender: ratios are taken round by round."""
+    """Return what is kept of a contender: ratios are taken round by round."""
     record: Record = {"failure": one.failure}
     if one.check is not None:
-        record |= {"verdict": verdict(one.check.error), "error": one.check.error, "live": one.check.live}
+        record |= {"verdict": verdict(one.check.error, TOLERANCE), "error": one.check.error, "live": one.check.live}
     if one.failure or not one.samples:
         return record
     assert one.running is not None
@@ -137,7 +137,7 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
     for one, (_, stages) in zip(contenders, systems.values(), strict=True):
         record: Record = {"failure": one.failure, "stages": stages}
         if one.check is not None:
-            record |= {"verdict": verdict(one.check.error), "error": one.check.error}
+            record |= {"verdict": verdict(one.check.error, TOLERANCE), "error": one.check.error}
         if not one.failure and one.samples:
             beside = one.baseline or contenders[0].samples or []
             actions = stages * case.micro_batches
@@ -150,11 +150,11 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
         found[one.system.name] = record
         if one.running is not None and not one.failure:
             one.attempt(one.running.close)
-    return {"case": asdict(case), "systems": found}
+    return {"case": asdict(case), "about": case.about, "systems": found}
 
 
 def wrong(result: Record) -> list[str]:
-    """Who gave wrong gradients, where."""
+    """Return who gave wrong gradients, where."""
     return [
         f"{name}: {Case(**record['case'])}"
         for part in ("cells", "bookkeeping")

@@ -14,13 +14,13 @@ from pymoe.pipe.schedules import Schedule
 
 
 def open_pipe(name: str, case: Case) -> InProcess:
-    """A ``Pipe`` that takes steps under the schedule ``name``, for as many workers as the case has."""
+    """Return a ``Pipe`` that takes steps under the schedule ``name``, for as many workers as the case has."""
     per_worker = VIRTUAL_STAGES if "virtual_stages" in schedules.options(name) else 1
     return open_plan(schedules.build(name, case.stages_of(per_worker), case.micro_batches), case)
 
 
 def open_plan(plan: Schedule, case: Case) -> InProcess:
-    """The same under any schedule."""
+    """Return a ``Pipe`` that takes steps under ``plan``."""
     stages = case.stages(plan.stages)
     pipe = Pipe(nn.Sequential(*stages), chunks=case.micro_batches, checkpoint="never")
     return InProcess(
@@ -33,7 +33,7 @@ def open_plan(plan: Schedule, case: Case) -> InProcess:
 
 
 def pymoe_systems() -> list[System]:
-    """One for every registered schedule."""
+    """Return a system for every registered schedule."""
     return [
         System(
             f"pymoe {name}",

@@ -6,11 +6,11 @@ import cProfile
 import gc
 import pstats
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.handover import to_worker
 from benchmarks.pipeline.ours import open_pipe, open_plan
 from benchmarks.pipeline.systems import InProcess, open_sequential
 from benchmarks.pipeline.work import Case
@@ -23,7 +23,7 @@ PACKAGE = str(Path(__file__).parents[2])
 
 
 def pieces(case: Case, name: str = "1f1b") -> list[str]:
-    """A step's time as the sum of what it would take without any cost besides, and of what comes on top."""
+    """Return a step's time as the sum of what it would take without any cost besides, and of what comes on top."""
     plain, pipe = open_sequential(case), open_pipe(name, case)
     plan = pipe.planned
     assert plan is not None
@@ -58,13 +58,13 @@ def pieces(case: Case, name: str = "1f1b") -> list[str]:
 
 
 def last_run(pipe: InProcess) -> Record:
-    """Of the last step."""
+    """Return the record of the last step."""
     assert pipe.record is not None
     return pipe.record()
 
 
 def on_one_worker(plan: Schedule) -> Schedule:
-    """The same actions in an order that one worker can run: nothing is handed from thread to thread."""
+    """Return the same actions in an order that one worker can run: nothing is handed from thread to thread."""
     spans = [span for order in simulate(plan).spans for span in order]
     order = tuple(span.action for span in sorted(spans, key=lambda span: (span.end, span.start)))
     return Schedule(f"{plan.name}, one worker", plan.micro_batches, (0,) * plan.stages, (order,))
@@ -107,29 +107,16 @@ def functions(case: Case, name: str = "1f1b") -> list[str]:
 
 
 def by_function(profiler: cProfile.Profile) -> Iterator[tuple[int, float, str]]:
-    """Calls, own seconds and place of every function."""
+    """Yield calls, own seconds and place of every function."""
     stats: Any = pstats.Stats(profiler)
     for (file, line, function), (_, count, own, _, _) in stats.stats.items():
         where = file.removeprefix(PACKAGE).lstrip("/") if file.startswith(PACKAGE) else Path(file).name
         yield count, own, function if file == "~" else f"{function} ({where}:{line})"
 
 
-def hand_over(turns: int = 2000) -> str:
-    """The floor: what it takes until the worker of another lane goes on."""
-    from pymoe._runtime import WorkerPool
-
-    with WorkerPool(1) as pool:
-        pool.submit(int).result()
-        start = time.perf_counter()
-        for _ in range(turns):
-            pool.submit(int).result()
-        took = (time.perf_counter() - start) / (2 * turns)
-    return f"a hand-over to or from a worker of the runtime takes {took * 1e6:.1f} us"
-
-
 def profile(cases: list[Case], cheap: list[Case]) -> list[str]:
-    """All of it, as lines."""
-    lines = [hand_over()]
+    """Return the whole profile as lines."""
+    lines = [f"a hand-over to or from a worker of the runtime takes {to_worker(2000) * 1e6:.1f} us"]
     for case in cases:
         lines += ["", *pieces(case)]
     for case in cheap:

@@ -1,134 +1,163 @@
-"""The run as text and Markdown."""
+"""Runs over schedules and over captured models as targets, tables and a picture."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.output import WORDS, as_markdown, measured
+from benchmarks.common.picture import picture
+from benchmarks.common.run import Sections, as_report, closeness, measured, show_sections, spread_of
+from benchmarks.common.targets import targets_table, verdict
 from benchmarks.pipeline.systems import SEQUENTIAL
-from benchmarks.pipeline.work import WORKS, Case
-from pymoe.bench.report import Table, plain, time_with_spread
+from pymoe.bench.report import Table, time_with_spread
 
 Record = dict[str, Any]
+SCHEDULE = "pymoe 1f1b"
+SHARES = {2: 0.97, 4: 0.95}
+"""Least share of the ideal speed-up where stages sleep, by the number of workers."""
+MICRO_BATCHES = (8, 16)
+COST = 60e-6
+"""Most seconds of the processor per stage and micro-batch, forward and backward, beyond the sequential run."""
+COLUMNS = (
+    *("system", "step", "speed-up", "ideal", "of ideal", "with its times", "processor, us"),
+    *("live", "live, simulated", "gradients"),
+)
+LEFT = frozenset({"system", "live", "live, simulated", "gradients"})
+
+
+def judged(result: Record) -> list[Record]:
+    """Return the verdict on each target."""
+    verdicts = []
+    for workers, wanted in SHARES.items():
+        for count in MICRO_BATCHES:
+            found = looked_up(result["cells"], "sleep", workers, count, SCHEDULE).get("share")
+            what = f"share of the ideal, {workers} sleeping workers, {count} micro-batches, 1f1b"
+            verdicts.append(verdict(what, ">=", wanted, found, "%"))
+    for record in result["bookkeeping"]:
+        case = record["case"]
+        stages = f"{case['workers']} {case['work']} stages, {case['micro_batches']} micro-batches"
+        found = record["systems"].get(SCHEDULE, {}).get("cpu")
+        verdicts.append(verdict(f"processor time a stage and micro-batch, {stages}, 1f1b", "<=", COST, found, "us"))
+    runs = [one for record in result["cells"] for name, one in record["systems"].items() if name.startswith("pymoe ")]
+    equal = [one["live"] == one["planned_live"] for one in runs if "planned_live" in one]
+    share = sum(equal) / len(equal) if equal else 0.0
+    what = f"share of {len(equal)} runs whose peak of live micro-batches is the simulator's in every stage"
+    found = {"low": share, "median": share, "high": share} if equal else None
+    return [*verdicts, verdict(what, ">=", 1.0, found, "%")]
+
+
+def looked_up(records: list[Record], work: str, workers: int, micro_batches: int, system: str) -> Record:
+    """Return what was found of a system in a case; empty if it was not measured."""
+    case = {"work": work, "workers": workers, "micro_batches": micro_batches}
+    return next((record["systems"].get(system, {}) for record in records if record["case"] == case), {})
 
 
 def cell_table(record: Record) -> Table:
-    """A line for every system."""
+    """Return a row for every system, with the columns of the figures that were taken of any of them."""
     cells = [cells_of(name, one) for name, one in record["systems"].items()]
-    heading = list(cells[0])
+    heading = [column for column in COLUMNS if any(column in own for own in cells)]
     rows = [[own.get(column, "-") for column in heading] for own in cells]
-    return Table(heading, rows, frozenset({"system", "live", "live, simulated", "gradients"}), frozenset({"WRONG"}))
+    return Table(heading, rows, LEFT, frozenset({"WRONG"}))
 
 
 def cells_of(name: str, one: Record) -> dict[str, str]:
-    """A line's cells by column. The first line's, that of the sequential run, has all columns."""
+    """Return the cells of a system's row by column."""
     if "seconds" not in one:
-        return {"system": name, "gradients": f"failed: {one['failure']}"}
-    planned = name != SEQUENTIAL and "ideal" in one
-    own = one.get("own_share")
-    return {
-        "system": name,
-        "step": time_with_spread(one["seconds"]),
-        "speed-up": spread(one["speed_up"], "{:.2f}"),
-        "ideal": f"{one['ideal']:.2f}" if planned else "-",
-        "of ideal": spread(one["share"], "{:.0%}") if planned else "-",
-        "with its times": spread(own, "{:.1%}") if own else "-",
-        "processor, us": microseconds(one["cpu"]) if planned else "-",
-        "live": counts(one["live"]),
-        "live, simulated": counts(one["planned_live"]) if planned else "-",
-        "gradients": correctness(one),
-    }
+        found = f"{closeness(one)}; " if "verdict" in one else ""
+        return {"system": name, "gradients": f"{found}failed: {one['failure']}"}
+    cells = {"system": name, "step": time_with_spread(one["seconds"]), "speed-up": spread_of(one["speed_up"], "{:.2f}")}
+    if name != SEQUENTIAL and "ideal" in one:
+        cells |= {"ideal": f"{one['ideal']:.2f}", "of ideal": spread_of(one["share"], "{:.0f} %", 100)}
+        if own := one.get("own_share"):
+            cells["with its times"] = spread_of(own, "{:.1f} %", 100)
+        if one.get("live"):
+            cells["processor, us"] = spread_of(one["cpu"], "{:.0f}", 1e6)
+    if one.get("live"):  # it is counted in sequential models alone
+        cells["live"] = " ".join(map(str, one["live"]))
+        if name != SEQUENTIAL and "planned_live" in one:
+            cells["live, simulated"] = " ".join(map(str, one["planned_live"]))
+    return cells | {"gradients": closeness(one)}
 
 
 def bookkeeping_table(record: Record) -> Table:
-    """What a stage and a micro-batch cost besides, forward and backward together."""
+    """Return what a stage and a micro-batch cost besides, forward and backward together."""
     rows = []
     for name, one in record["systems"].items():
-        if name == SEQUENTIAL:
-            continue
-        if "cpu" not in one:
+        if "cpu" not in one and name != SEQUENTIAL:
             rows.append([name, "-", "-", "-", f"failed: {one['failure']}"])
-            continue
-        rows.append(
-            [name, str(one["stages"]), *(microseconds(one[what]) for what in ("cpu", "wall")), correctness(one)]
-        )
-    heading = ["system", "stages", "processor, us", "wall, us", "gradients"]
-    return Table(heading, rows, frozenset({"system", "gradients"}), frozenset({"WRONG"}))
+        elif name != SEQUENTIAL:
+            costs = (spread_of(one[what], "{:.0f}", 1e6) for what in ("cpu", "wall"))
+            rows.append([name, str(one["stages"]), *costs, closeness(one)])
+    return Table(["system", "stages", "processor, us", "wall, us", "gradients"], rows, LEFT, frozenset({"WRONG"}))
 
 
-def targets_table(result: Record) -> Table:
-    """What pymoe is held to."""
-    rows = []
-    for one in result["targets"]:
-        relation, limit, found = one["relation"], one["limit"], one["found"]
-        if relation == ">=":
-            wanted, seen = f">= {limit:.0%}", spread(found, "{:.1%}") if found else "-"
-        elif relation == "<=":
-            wanted, seen = f"<= {limit * 1e6:g} us", microseconds(found) if found else "-"
-        else:
-            wanted, seen = f"all of {limit}", str(found["median"]) if found else "-"
-        rows.append([one["what"], wanted, seen, WORDS[one["met"]]])
-    return Table(["what", "wanted", "found", ""], rows, frozenset({"what", ""}), frozenset({"missed"}))
-
-
-def spread(found: Record, form: str) -> str:
-    """Median and quartiles."""
-    return f"{form.format(found['median'])} [{form.format(found['low'])} - {form.format(found['high'])}]"
-
-
-def microseconds(found: Record) -> str:
-    """A difference of times, which may be negative."""
-    return f"{found['median'] * 1e6:.0f} [{found['low'] * 1e6:.0f} - {found['high'] * 1e6:.0f}]"
-
-
-def correctness(one: Record) -> str:
-    """How the gradients compare with the sequential run's."""
-    return f"close {one['error']:.0e}" if one["verdict"] == "close" else str(one["verdict"])
-
-
-def counts(peaks: list[int]) -> str:
-    """For every stage."""
-    return " ".join(map(str, peaks))
-
-
-def heading_of(record: Record) -> str:
-    """A cell in words."""
-    case = Case(**record["case"])
-    return f"{case}: {case.layers} layers, each {WORKS[case.work].about}"
-
-
-def sections(result: Record) -> list[tuple[str, Table]]:
-    """All tables with their headings, the targets first."""
-    found = [("Targets", targets_table(result))] if result["targets"] else []
-    found += [
-        (f"What a stage and a micro-batch cost besides, {heading_of(record)}", bookkeeping_table(record))
-        for record in result["bookkeeping"]
-    ]
-    return found + [(heading_of(record), cell_table(record)) for record in result["cells"]]
+def sections(result: Record) -> Sections:
+    """Yield all tables with their headings, the targets first."""
+    if result.get("targets"):
+        yield "Targets", targets_table(result["targets"])
+    for record in result.get("bookkeeping", ()):
+        yield f"What a stage and a micro-batch cost besides, {record['about']}", bookkeeping_table(record)
+    for record in result["cells"]:
+        yield record["about"], cell_table(record)
 
 
 def show(result: Record) -> None:
-    """All tables, to standard output."""
-    for heading, table in sections(result):
-        print(f"\n{heading}\n{plain(table)}")
-    if result["profile"]:
+    """Print all tables."""
+    show_sections(sections(result))
+    if result.get("profile"):
         print("\n" + "\n".join(result["profile"]))
 
 
 def markdown(result: Record) -> str:
-    """All tables as Markdown."""
+    """Return all tables as Markdown."""
     about = (
-        f"Medians over {result['settings']['rounds']} interleaved rounds, quartiles in brackets; ratios and "
-        "differences are taken round by round. Gradients are compared with the sequential run's before anything is "
-        "timed. `live`: for every stage, the most micro-batches whose saved tensors were alive at once."
+        f"Medians over {result['settings']['rounds']} interleaved rounds, quartiles in brackets; speed-ups over the "
+        "sequential run, other ratios and differences are taken round by round. Gradients are compared with the "
+        "sequential run's before anything is timed. `live`: for every stage, the most micro-batches whose saved "
+        "tensors were alive at once."
     )
-    lines = [
-        measured(result, about),
-        "",
-        *(f"- **{name}** {one['version']}: {one['about']}" for name, one in result["systems"].items()),
-    ]
-    for heading, table in sections(result):
-        lines += ["", f"**{heading}**", "", *as_markdown(table)]
-    if result["profile"]:
-        lines += ["", "**Where the time goes**", "", "```", *result["profile"], "```"]
-    return "\n".join(lines) + "\n"
+    systems = [f"- **{name}** {one['version']}: {one['about']}" for name, one in result["systems"].items()]
+    text = as_report([measured(result, about, "one torch thread a process or stage"), "", *systems], sections(result))
+    if result.get("profile"):
+        text += "\n".join(["", "**Where the time goes**", "", "```", *result["profile"], "```", ""])
+    return text
+
+
+def draw(result: Record, file: Path) -> None:
+    """Draw a panel for every kind of work and number of workers: speed-ups with quartiles, and lines at the ideal."""
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for record in result["cells"]:
+        groups.setdefault((record["case"]["work"], record["case"]["workers"]), []).append(record)
+    if not groups:
+        return
+    names = [name for name in result["systems"] if name != SEQUENTIAL]
+    title = "Speed-up over the sequential run, forward and backward (lines: the simulated ideal)"
+    with picture(file, len(groups), 1, (11, 0.6 + 3.1 * len(groups)), title, result) as (figure, panels):
+        width = 0.84 / len(names)
+        for panel, ((work, workers), records) in zip(panels[:, 0], groups.items(), strict=True):
+            for i, name in enumerate(names):
+                for position, record in enumerate(records):
+                    one = record["systems"].get(name, {})
+                    if "speed_up" not in one:
+                        continue
+                    x, seen = position - 0.42 + (i + 0.5) * width, one["speed_up"]
+                    error = [[seen["median"] - seen["low"]], [seen["high"] - seen["median"]]]
+                    panel.bar(x, seen["median"], 0.9 * width, yerr=error, color=colour(i, name), error_kw={"lw": 0.8})
+                    if "ideal" in one:
+                        panel.hlines(one["ideal"], x - 0.45 * width, x + 0.45 * width, color="black", lw=1.4)
+            panel.axhline(1, color="0.6", lw=0.8, ls=":")
+            counts = [f"{record['case']['micro_batches']} micro-batches" for record in records]
+            panel.set_xticks(range(len(records)), counts)
+            panel.set_title(f"{work}, {workers} workers", fontsize=10)
+            panel.set_ylabel("speed-up", fontsize=9)
+        handles = [panels[0, 0].bar(0, 0, color=colour(i, name)) for i, name in enumerate(names)]
+        figure.legend(handles, names, loc="outside right upper", fontsize=8, frameon=False)
+
+
+def colour(i: int, name: str) -> Any:
+    """Return a green for pymoe, grey for torchgpipe, a blue for torch."""
+    from matplotlib import colormaps
+
+    if name.startswith("pymoe"):
+        return colormaps["Greens"](0.45 + 0.12 * (i % 5))
+    return "0.55" if name == "torchgpipe" else colormaps["Blues"](0.35 + 0.09 * (i % 7))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Protocol
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.live import watched
-from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
+from benchmarks.pipeline.work import LOSS, Case, gradients, largest_error, reference, sequential, time_of
 from pymoe.pipe import schedules
 from pymoe.pipe.schedules import Record, Schedule
 
@@ -31,7 +31,7 @@ class Check:
     error: float
     """The largest relative error of a parameter's gradient, against the sequential run."""
     live: list[int]
-    """For every stage, the most micro-batches whose saved tensors were alive at once."""
+    """For every stage of a sequential model, the most micro-batches whose saved tensors were alive at once."""
 
 
 class Running(Protocol):
@@ -41,13 +41,13 @@ class Running(Protocol):
     """The actions of its workers, where there is such a plan."""
 
     def check(self) -> Check:
-        """Runs a step, untimed, and looks at what it gave."""
+        """Run a step, untimed, and look at what it gave."""
 
     def step(self) -> tuple[float, float]:
-        """Seconds of a step, and of the processor in it (of all threads; nan where the system cannot say)."""
+        """Return seconds of a step, and of the processor in it (of all threads; nan where the system cannot say)."""
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class InProcess:
     def __init__(
         self,
         case: Case,
-        stages: list[nn.Sequential],
+        stages: Sequence[nn.Module],
         step: Callable[[Tensor, Tensor], object],
         planned: Schedule | None = None,
         record: Callable[[], Record] | None = None,
@@ -87,28 +87,28 @@ class InProcess:
                 parameter.grad = None
 
     def check(self) -> Check:
-        with watched(self.stages) as counters:
+        with watched([stage for stage in self.stages if isinstance(stage, nn.Sequential)]) as counters:
             self.clear()
             self.run()
-        found = [grad for stage in self.stages for grad in gradients(stage)]
+        found = {name: grad for stage in self.stages for name, grad in gradients(stage).items()}
         return Check(largest_error(found, reference(self.case)), [live.peak for live in counters])
 
     def step(self) -> tuple[float, float]:
-        return time_of(self.clear, self.run, WORKS[self.case.work].repeats)
+        return time_of(self.clear, self.run, self.case.repeats)
 
     def close(self) -> None:
         self._step = self.record = None
 
 
 def open_sequential(case: Case) -> InProcess:
-    """The bound that speed-ups are taken over."""
+    """Return the bound that speed-ups are taken over."""
     stages = case.stages(case.workers)
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
-    return InProcess(case, stages, lambda x, y: sequential(model, x, y, case.micro_batches))
+    return InProcess(case, stages, lambda x, y: sequential(case, model, x, y))
 
 
 def open_torchgpipe(case: Case) -> InProcess:
-    """torchgpipe, told that each stage has a device of its own."""
+    """Open torchgpipe, told that each stage has a device of its own."""
     try:
         from torchgpipe import GPipe
     except ImportError as error:
@@ -123,7 +123,7 @@ def open_torchgpipe(case: Case) -> InProcess:
 
 
 def in_process() -> list[System]:
-    """The systems of this process, the sequential run first."""
+    """Return the systems of this process, the sequential run first."""
     return [
         System(SEQUENTIAL, "forward and backward of one micro-batch after the other", open_sequential),
         System(

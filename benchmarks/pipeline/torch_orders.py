@@ -27,12 +27,12 @@ KINDS = {
 
 
 def stages_of(name: str, ranks: int) -> int:
-    """The stages of the model that is run by schedule ``name`` on so many ranks."""
+    """Return the stages of the model that is run by schedule ``name`` on so many ranks."""
     return ranks if name in SAME_AS else STAGES_PER_RANK * ranks
 
 
 def rank_of(name: str, ranks: int, stage: int) -> int:
-    """Where a stage is."""
+    """Return the rank that has a stage."""
     if SEVERAL.get(name) == "v" and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks
@@ -52,7 +52,7 @@ def actions(order: Iterable[Any]) -> list[tuple[int, int, str]]:
 
 
 def schedule(name: str, ranks: int, micro_batches: int, orders: list[list[tuple[int, int, str]]]) -> Schedule:
-    """What torch plans for its ranks, as a schedule."""
+    """Return what torch plans for its ranks, as a schedule."""
     if name in SAME_AS:
         return build(SAME_AS[name], ranks, micro_batches)
     table = tuple(tuple(Action(stage, i, KINDS[kind]) for stage, i, kind in order) for order in orders)

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.children import Child, ChildError, answers
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.systems import AbsentError, Check, System
 from benchmarks.pipeline.work import Case
 from pymoe.pipe.schedules import Schedule
 
 RANK = "benchmarks.pipeline.torch_rank"
-ROOT = Path(__file__).parents[2]
-ANSWER_LIMIT_S = 600.0
-"""Ranks that do not answer for so long hang; on a busy machine their start alone takes minutes."""
 Answer = dict[str, Any]
-
-
-class RanksError(RuntimeError):
-    """A rank failed, ended, or did not answer."""
 
 
 class Ranks:
@@ -37,80 +26,38 @@ class Ranks:
         self.world = world
         self.program = program
         """It is given rank, number of ranks and the file to meet in."""
-        self.processes: list[subprocess.Popen] = []
+        self.children: list[Child] = []
         self.generation = 0
         """Counts how often they were started: what was opened before is gone."""
-        self._received: list[bytes] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def start(self) -> None:
-        """Does nothing where they run."""
-        if self.processes:
+        """Start the processes unless they run."""
+        if self.children:
             return
         self._folder = tempfile.TemporaryDirectory()
         self.generation += 1
-        self._received = [b""] * self.world
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        meeting = str(Path(self._folder.name) / "meeting")
+        variables = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
         for rank in range(self.world):
-            process = subprocess.Popen(
-                [*self.program, str(rank), str(self.world), str(Path(self._folder.name) / "meeting")],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
-            self.processes.append(process)
+            self.children.append(Child([*self.program, str(rank), str(self.world), meeting], variables))
 
     def ask(self, **request: Any) -> list[Answer]:
-        """One line to every rank, one line back from each. Whatever goes wrong ends them all: some may hang."""
+        """Return the answers of all ranks. Whatever goes wrong ends them all: some may hang."""
         self.start()
         try:
-            for process in self.processes:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-            answers = self._answers(time.monotonic() + ANSWER_LIMIT_S)
-        except OSError:
-            self.close()
-            raise RanksError("a rank's process ended") from None
-        except RanksError:
+            for child in self.children:
+                child.send(request)
+            return answers(self.children)
+        except ChildError:
             self.close()
             raise
-        return answers
-
-    def _answers(self, deadline: float) -> list[Answer]:
-        """A rank that fails is not the only one that has to be waited for: the others may wait for it."""
-        answers: dict[int, Answer] = {}
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self.processes):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(answers) < self.world:
-                events = selector.select(max(0.0, deadline - time.monotonic()))
-                if not events:
-                    raise RanksError(f"no answer within {ANSWER_LIMIT_S:.0f} s")
-                for key, _ in events:
-                    part = os.read(key.fd, 1 << 16)
-                    if not part:
-                        raise RanksError("a rank's process ended")
-                    self._received[key.data] += part
-                    line, complete, rest = self._received[key.data].partition(b"\n")
-                    if complete:
-                        self._received[key.data] = rest
-                        selector.unregister(key.fd)
-                        answers[key.data] = json.loads(line)
-                        if "failure" in answers[key.data]:
-                            raise RanksError(answers[key.data]["failure"])
-        return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
-        """Ends the processes."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.communicate()
-        self.processes = []
+        """End the processes."""
+        for child in self.children:
+            child.kill()
+        self.children = []
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -132,7 +79,7 @@ class OnRanks:
             return
         try:
             self.ranks.ask(key=self._key, **self._opening)
-        except RanksError as error:
+        except ChildError as error:
             raise AbsentError(str(error)) from None
         self._generation = self.ranks.generation
 
@@ -141,14 +88,14 @@ class OnRanks:
         return self.ranks.ask(key=self._key, do=what)
 
     def step(self) -> tuple[float, float]:
-        """From the first rank's start, behind a barrier, to the last rank's end."""
+        """Return the seconds from the first rank's start, behind a barrier, to the last rank's end."""
         answers = self._ask("step")
         spans = list(zip(*(answer["spans"] for answer in answers), strict=True))
         wall = sum(max(end for _, end in step) - min(start for start, _ in step) for step in spans)
         return wall / len(spans), sum(answer["cpu"] for answer in answers)
 
     def close(self) -> None:
-        if self.ranks.processes and self._generation == self.ranks.generation:
+        if self.ranks.children and self._generation == self.ranks.generation:
             self.ranks.ask(key=self._key, close=True)
 
 
@@ -168,13 +115,13 @@ class TorchSchedule(OnRanks):
         return Check(max(answer["error"] for answer in answers), [live[i] for i in range(self.stages)])
 
     def plain(self) -> tuple[float, float]:
-        """The sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
+        """Time the sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
         (answer,) = self._ask("plain")
         return answer["wall"], answer["cpu"]
 
 
 def torch_systems(ranks: dict[int, Ranks]) -> list[System]:
-    """Each of torch's schedules, a process a worker; ``ranks`` gets the processes for each number of workers."""
+    """Return each of torch's schedules, a process a worker; ``ranks`` gets the processes for each number of workers."""
 
     def opener(name: str) -> Callable[[Case], TorchSchedule]:
         def open_(case: Case) -> TorchSchedule:
@@ -208,5 +155,5 @@ def on_one_rank(ranks: dict[int, Ranks], stages: int) -> list[tuple[System, int]
 
 
 def title(name: str) -> str:
-    """A schedule's name in tables."""
+    """Return a schedule's name in tables."""
     return f"torch {name.removeprefix('Schedule')}"

@@ -6,9 +6,7 @@ It is asked on standard input and answers on standard output, one JSON object a 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import os
 import sys
 import time
 import warnings
@@ -23,9 +21,10 @@ import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from benchmarks.common.children import serve
 from benchmarks.pipeline import torch_orders
 from benchmarks.pipeline.live import watched
-from benchmarks.pipeline.work import LOSS, WORKS, Case, gradients, largest_error, reference, sequential, time_of
+from benchmarks.pipeline.work import LOSS, Case, gradients, largest_error, reference, sequential, time_of
 
 RENDEZVOUS_LIMIT = timedelta(seconds=300)
 """A rank that waits longer for another gives up."""
@@ -62,29 +61,25 @@ class Pipelined:
                 parameter.grad = None
 
     def check(self) -> dict[str, Any]:
-        """The first step runs an additional forward to learn shapes, so the second is the one that is looked at."""
+        """Check the second step: the first runs an additional forward to learn shapes."""
         self.run()
         self.clear()
         with watched(self.stages) as counters:
             self.run()
         expected = reference(self.case)
-        size = len(expected) // self.count
-        errors = [
-            largest_error(gradients(stage), expected[i * size : (i + 1) * size])
-            for i, stage in zip(self.own, self.stages, strict=True)
-        ]
+        errors = [largest_error(gradients(stage), expected) for stage in self.stages]
         live = {i: counter.peak for i, counter in zip(self.own, counters, strict=True)}
         return {"error": max(errors), "live": live, "orders": self.orders}
 
     def step(self) -> dict[str, Any]:
-        """As :func:`spans_of`."""
-        return spans_of(self.clear, self.run, WORKS[self.case.work].repeats)
+        """Return what :func:`spans_of` does."""
+        return spans_of(self.clear, self.run, self.case.repeats)
 
     def plain(self) -> dict[str, Any]:
-        """The sequential run of the same stages in this process: processor and other seconds."""
+        """Time the sequential run of the same stages in this process: processor and other seconds."""
         model = torch.nn.Sequential(*(layer for stage in self.stages for layer in stage))
-        run = partial(sequential, model, self.x, self.y, self.case.micro_batches)
-        wall, cpu = time_of(self.clear, run, WORKS[self.case.work].repeats)
+        run = partial(sequential, self.case, model, self.x, self.y)
+        wall, cpu = time_of(self.clear, run, self.case.repeats)
         return {"wall": wall, "cpu": cpu}
 
 
@@ -104,34 +99,34 @@ def spans_of(clear: Callable[[], None], run: Callable[[], None], repeats: int) -
     return {"spans": spans, "cpu": cpu / repeats}
 
 
-def serve(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
-    """Answers until standard input ends; ``opened_by`` makes what is asked of a request, the rank, and their number."""
+def serve_rank(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
+    """Answer until the input ends; ``opened_by`` makes what is asked of a request, the rank, and their number."""
     rank, world, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", f"file://{file}", timeout=RENDEZVOUS_LIMIT, rank=rank, world_size=world)
     opened: dict[str, Any] = {}
-    gc.freeze()  # what has been imported is not looked at again
-    gc.disable()
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         key = request["key"]
-        try:
-            if "open" in request:
-                opened[key] = opened_by(request, rank, world)
-                answer: dict[str, Any] = {}
-            elif "close" in request:
-                opened.pop(key, None)
-                answer = {}
-            else:
-                answer = getattr(opened[key], request["do"])()
-        except Exception as error:
-            answer = {"failure": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
-        print(json.dumps(answer), file=answers, flush=True)
+        if "open" in request:
+            opened[key] = opened_by(request, rank, world)
+        elif "close" in request:
+            opened.pop(key, None)
+        else:
+            return getattr(opened[key], request["do"])()
+        return {}
+
+    def start() -> Callable[[dict[str, Any]], dict[str, Any]]:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        dist.init_process_group("gloo", f"file://{file}", timeout=RENDEZVOUS_LIMIT, rank=rank, world_size=world)
+        gc.freeze()  # what has been imported is not looked at again
+        gc.disable()
+        return answer
+
+    serve(start)
 
 
 if __name__ == "__main__":
-    serve(lambda asked, rank, world: Pipelined(Case(**asked["open"]), asked["schedule"], asked["stages"], rank, world))
+    serve_rank(
+        lambda asked, rank, world: Pipelined(Case(**asked["open"]), asked["schedule"], asked["stages"], rank, world)
+    )

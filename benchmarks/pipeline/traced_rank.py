@@ -15,8 +15,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import pymoe
 from benchmarks.pipeline import torch_orders
-from benchmarks.pipeline.torch_rank import serve, spans_of
-from benchmarks.pipeline.traced_work import TracedCase, gradients, largest_error, loss, reference
+from benchmarks.pipeline.torch_rank import serve_rank, spans_of
+from benchmarks.pipeline.traced_work import TracedCase, loss
+from benchmarks.pipeline.work import gradients, largest_error, reference
 
 
 class Captured:
@@ -50,7 +51,7 @@ class Captured:
                 parameter.grad = None
 
     def check(self) -> dict[str, Any]:
-        """Torch's first step runs an additional forward to learn shapes, so the second is the one that is looked at."""
+        """Check the second step: torch's first runs an additional forward to learn shapes."""
         self.run()
         self.clear()
         self.run()
@@ -61,9 +62,9 @@ class Captured:
         }
 
     def step(self) -> dict[str, Any]:
-        """As :func:`spans_of`."""
+        """Return what :func:`spans_of` does."""
         return spans_of(self.clear, self.run, self.case.repeats)
 
 
 if __name__ == "__main__":
-    serve(Captured)
+    serve_rank(Captured)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.pipeline.work import SLEEP
+from benchmarks.pipeline.work import LAYERS_PER_WORKER, SLEEP, Case
 from pymoe.pipe.schedules import Action, Kind
 
-LAYERS_PER_WORKER = 4
 BYTES, CONTEXT, WIDTH, HEADS = 256, 64, 128, 4
 SLEEPING_WIDTH = 8
 ROWS = 4
@@ -56,10 +55,11 @@ class Sleeping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.seconds = SLEEP
         self.weight = nn.Parameter(1 + 0.1 * torch.randn(SLEEPING_WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sleeping_product(x, self.weight, SLEEP)
+        return sleeping_product(x, self.weight, self.seconds)
 
 
 class Skipping(nn.Module):
@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
-    """Of a micro-batch; some give the model's output in a tuple."""
+    """Return the loss of a micro-batch; some give the model's output in a tuple."""
     (output,) = output if isinstance(output, (tuple, list)) else (output,)
     if target.dtype == torch.int64:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -130,19 +130,12 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TracedCase:
+class TracedCase(Case):
     """A kind of model for so many workers (threads or processes) and micro-batches."""
-
-    work: str
-    workers: int
-    micro_batches: int
-
-    def __str__(self) -> str:
-        return f"{self.work}, {self.workers} workers, {self.micro_batches} micro-batches"
 
     @property
     def layers(self) -> int:
-        """In the whole model."""
+        """Layers of the whole model."""
         return LAYERS_PER_WORKER * self.workers
 
     @property
@@ -150,14 +143,23 @@ class TracedCase:
         """Steps in a row that one value rests on."""
         return 4 if self.work == "sleep" else 1
 
-    def model(self) -> nn.Module:
-        """The model as its author wrote it."""
+    @property
+    def about(self) -> str:
+        """Return the case in words, for a heading."""
+        return f"{self}: {self.layers} layers, {MODELS[self.work][0]}"
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """Return the loss of a micro-batch."""
+        return loss(output, target)
+
+    def model(self) -> nn.Module:  # type: ignore[override]
+        """Return the model as its author wrote it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return MODELS[self.work][1](self.layers)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all micro-batches, which have equally many rows."""
+        """Return inputs and targets of all micro-batches, which have equally many rows."""
         generator = torch.Generator().manual_seed(1)
         rows = self.micro_batches * ROWS
         if self.work == "sleep":
@@ -167,35 +169,9 @@ class TracedCase:
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def beginnings(self, stages: int) -> list[str]:
-        """The names of the layers with which stages begin, but for the first."""
+        """Return the names of the layers with which stages begin, but for the first."""
         return [f"layers.{number * self.layers // stages}" for number in range(1, stages)]
 
     def times(self, stages: int) -> Callable[[Action], float]:
-        """What an action takes where layers sleep, in times of a layer's forward."""
+        """Return what an action takes where layers sleep, in times of a layer's forward."""
         return lambda action: self.layers // stages * (1 if action.kind is Kind.FORWARD else 2)
-
-
-def sequential(case: TracedCase, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Forward and backward of one micro-batch after the other, gradients summed."""
-    for inputs, targets in zip(x.chunk(case.micro_batches), y.chunk(case.micro_batches), strict=True):
-        (loss(model(inputs), targets) / case.micro_batches).backward()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By every name that a parameter has; zeros where there is none."""
-    return {
-        name: torch.zeros_like(one) if one.grad is None else one.grad
-        for name, one in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def reference(case: TracedCase) -> dict[str, Tensor]:
-    """The gradients of all parameters in the sequential run."""
-    model = case.model()
-    sequential(case, model, *case.batch())
-    return gradients(model)
-
-
-def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative error of a gradient (Frobenius norm)."""
-    return max((float((one - expected[name]).norm() / expected[name].norm()) for name, one in found.items()), default=0)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.comparison import relative_error
 from pymoe.pipe.schedules import Action, Kind
 
 SLEEP = 0.001
@@ -122,22 +123,36 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """In the whole model."""
+        """Layers of the whole model."""
         return WORKS[self.work].layers_per_worker * self.workers
 
+    @property
+    def repeats(self) -> int:
+        """Steps in a row that one value rests on."""
+        return WORKS[self.work].repeats
+
+    @property
+    def about(self) -> str:
+        """Return the case in words, for a heading."""
+        return f"{self}: {self.layers} layers, each {WORKS[self.work].about}"
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """Return the loss of a micro-batch."""
+        return LOSS(output, target)
+
     def stages_of(self, per_worker: int) -> int:
-        """Stages of a model with so many stages a worker, where it has enough layers for that."""
+        """Return the stages of a model with so many stages a worker, where it has enough layers for that."""
         return min(self.layers, per_worker * self.workers)
 
     def model(self) -> nn.Sequential:
-        """All layers."""
+        """Return all layers."""
         work = WORKS[self.work]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return nn.Sequential(*(work.layer(work.width) for _ in range(self.layers)))
 
     def stages(self, count: int) -> list[nn.Sequential]:
-        """The model cut into ``count`` stages of equally many layers."""
+        """Return the model cut into ``count`` stages of equally many layers."""
         model = self.model()
         size, rest = divmod(self.layers, count)
         if rest:
@@ -145,7 +160,7 @@ class Case:
         return [model[i * size : (i + 1) * size] for i in range(count)]
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all micro-batches, which have equally many rows."""
+        """Return inputs and targets of all micro-batches, which have equally many rows."""
         work = WORKS[self.work]
         generator = torch.Generator().manual_seed(1)
         x, y = torch.randn(2, self.micro_batches * work.rows, work.width, generator=generator)
@@ -171,39 +186,37 @@ def _time(layers: int, action: Action) -> float:
     return inputs + layers
 
 
-def sequential(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int) -> None:
-    """The plain micro-batched run: forward and backward of one micro-batch after the other, gradients summed."""
-    for inputs, targets in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
-        (LOSS(model(inputs), targets) / micro_batches).backward()
+def sequential(case: Case, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Run forward and backward of one micro-batch after the other; gradients are summed."""
+    for inputs, targets in zip(x.chunk(case.micro_batches), y.chunk(case.micro_batches), strict=True):
+        (case.loss(model(inputs), targets) / case.micro_batches).backward()
 
 
-def reference(case: Case) -> list[Tensor]:
-    """The gradients of all parameters in the sequential run; what sleeps need not sleep for that."""
+def reference(case: Case) -> dict[str, Tensor]:
+    """Return the gradients of all parameters in the sequential run; what sleeps need not sleep for that."""
     model = case.model()
-    for layer in model:
-        if isinstance(layer, Sleeping):
+    for layer in model.modules():
+        if hasattr(layer, "seconds"):
             layer.seconds = 0.0
-    sequential(model, *case.batch(), case.micro_batches)
+    sequential(case, model, *case.batch())
     return gradients(model)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Of all parameters, in their order; zeros where there is none."""
-    return [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients by every name that a parameter has; zeros where there is none."""
+    return {
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in model.named_parameters(remove_duplicate=False)
+    }
 
 
-def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest relative error of a gradient (Frobenius norm)."""
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
-
-
-def verdict(error: float) -> str:
-    """``"exact"``, ``"close"`` or ``"WRONG"``."""
-    return "exact" if error == 0 else "close" if error <= TOLERANCE else "WRONG"
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest relative error of a gradient (Frobenius norm)."""
+    return max((relative_error(one, expected[name]) for name, one in found.items()), default=0.0)
 
 
 def time_of(clear: Callable[[], object], run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Wall and processor seconds of ``run``, means over ``repeats``; ``clear``, before each, does not count."""
+    """Return wall and processor seconds of ``run``, means over ``repeats``; ``clear``, before each, does not count."""
     wall = cpu = 0.0
     for _ in range(repeats):
         clear()

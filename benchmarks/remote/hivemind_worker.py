@@ -34,7 +34,7 @@ ALONE = {"host_maddrs": LOOPBACK, "use_relay": False, "use_auto_relay": False}
 
 
 def serve(name: str, pipe: Connection) -> None:
-    """The server's process: an expert behind hivemind's Server."""
+    """Serve, in the server's process, an expert behind hivemind's Server."""
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     dht = hivemind.DHT(start=True, **ALONE)
@@ -81,7 +81,7 @@ class RemoteExpertServer:
         return forward if direction == "forward" else backward
 
     def cpu(self) -> float:
-        """Seconds of processor time of all processes of both sides."""
+        """Return seconds of processor time of all processes of both sides."""
         groups = {os.getpgid(0), os.getpgid(self.process.pid)}
         total = 0.0
         for path in Path("/proc").glob("[0-9]*"):

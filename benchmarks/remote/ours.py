@@ -64,7 +64,7 @@ class RemoteServer:
         return ask
 
     def cpu(self) -> float:
-        """Seconds of processor time of both processes."""
+        """Return seconds of processor time of both processes."""
         return time.process_time() + group_and_seconds(self.process.pid)[1]
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class Echo(nn.Module):
 
 
 def make() -> list[Any]:
-    """The small expert of benchmarks/runtime, and the echo."""
+    """Return the small expert of benchmarks/runtime, and the echo."""
     from pymoe.runtime import BatchTensorProto, ExpertBackend
 
     expert = Expert("small")

@@ -50,4 +50,4 @@ class Direct:
         )
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""

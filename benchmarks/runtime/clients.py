@@ -89,7 +89,7 @@ class Window:
 def with_threads(
     ask: Ask, asked: list[list[Request]], effort: Effort, cpu: Clock = time.process_time
 ) -> tuple[Window, list[Log]]:
-    """A window of a load by one thread a client."""
+    """Measure a window of a load by one thread a client."""
     window, logs = Window(cpu), [Log() for _ in asked]
     together = threading.Barrier(len(asked) + 1)
 
@@ -124,7 +124,7 @@ def with_threads(
 def with_coroutines(
     ask: AskAsync, asked: list[list[Request]], effort: Effort, cpu: Clock = time.process_time
 ) -> tuple[Window, list[Log]]:
-    """A window of a load by one coroutine a client, all in one event loop of this thread."""
+    """Measure a window of a load by one coroutine a client, all in one event loop of this thread."""
     window, logs = Window(cpu), [Log() for _ in asked]
 
     async def client(own: list[Request], log: Log) -> None:
@@ -151,7 +151,7 @@ def with_coroutines(
 
 
 def phases(window: Window, logs: list[Log], effort: Effort) -> Iterator[float]:
-    """Yields pauses, in seconds, and opens and closes the window between them."""
+    """Yield pauses, in seconds, and open and close the window between them."""
     start = time.perf_counter()
     yield effort.warm_up
     while not (all(log.stamps for log in logs) or over(start, effort, logs)):
@@ -171,7 +171,7 @@ def over(start: float, effort: Effort, logs: list[Log]) -> bool:
 
 
 def summary(window: Window, logs: list[Log], expected: list[list[Tensor]]) -> Sample:
-    """The figures of a window, and how many clients' last answers were wrong."""
+    """Return the figures of a window, and how many clients' last answers were wrong."""
     inside = [[stamp for stamp in log.stamps if window.begin <= stamp <= window.end] for log in logs]
     moving = [stamps for stamps in inside if len(stamps) > 1]
     between = sorted(after - before for stamps in moving for before, after in pairwise(stamps))

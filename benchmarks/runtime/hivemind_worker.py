@@ -53,7 +53,7 @@ class HivemindServer:
         return ask
 
     def cpu(self) -> float:
-        """Seconds of processor time of this process and its pools' processes."""
+        """Return seconds of processor time of this process and its pools' processes."""
         return time.process_time() + sum(group_and_seconds(pool.pid)[1] for pool in self.backend.get_pools())
 
     def close(self) -> None:

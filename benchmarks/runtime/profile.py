@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.handover import between_threads
 from benchmarks.runtime.clients import Effort, summary
 from benchmarks.runtime.ours import BackendServer
 from benchmarks.runtime.scenario import Cell, Expert, call, prepared
@@ -32,13 +33,13 @@ HAND_OVER = "part: from one thread to another"
 
 def add(result: dict[str, Any], cells: list[Cell], chosen: bool) -> None:
     """Profile ``cells`` if they were ``chosen``, else those below a target; the record gets ``profiles``."""
-    missed = {one["cell"] for one in result["targets"] if one["met"] is False}
+    missed = {one["what"].split(":")[0] for one in result["targets"] if one["met"] is False}
     wanted = [cell for cell in cells if chosen or str(cell) in missed]
     result["profiles"] = [profile(cell) for cell in wanted]
 
 
 def profile(cell: Cell, seconds: float = SECONDS) -> dict[str, Any]:
-    """A heading, and rows of what was found, how much, and how."""
+    """Return a heading, and rows of what was found, how much, and how."""
     server = BackendServer(Expert(cell.expert))
     try:
         rows = under_load(cell, server, seconds)
@@ -60,7 +61,7 @@ def row(what: str, value: float, unit: str, note: str) -> dict[str, Any]:
 
 
 def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[str, Any]]:
-    """The load's rate, and its threads' processor time, waits for a core and sleeps per request."""
+    """Return the load's rate, and its threads' processor time, waits for a core and sleeps per request."""
     asked, expected = prepared(cell)
     effort = Effort(0.1, seconds)
     marks: list[dict[int, Usage]] = []
@@ -125,7 +126,7 @@ class Usage:
 
 
 def threads_usage() -> dict[int, Usage]:
-    """Every thread of this process; empty where the system does not say."""
+    """Return every thread of this process; empty where the system does not say."""
     found = {}
     for folder in TASKS.iterdir() if TASKS.exists() else ():
         try:
@@ -139,31 +140,31 @@ def threads_usage() -> dict[int, Usage]:
 
 
 def roles(kind: str) -> dict[int, str]:
-    """Whose threads they are, by number; those not named here are native ones, the workers."""
+    """Return whose threads they are, by number; those not named here are native ones, the workers."""
     clients = {one.native_id: "clients" for one in threading.enumerate() if one.name.startswith("client-")}
     return clients | {os.getpid(): "clients" if kind == "asyncio" else "main thread"}
 
 
 def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
-    """What the parts cost by themselves, per request."""
+    """Return what the parts cost by themselves, per request."""
     requests = max(1, round(mean_rows / cell.rows))
     submit, take = submit_and_take(cell)
     asked = prepared(cell)[0][0][0]
     expert = Expert(cell.expert)
     batch = tuple(torch.cat([tensor] * requests) for tensor in asked)
     function = median_seconds(lambda: call(expert, batch)) / requests
-    hand_over = ping_pong()
+    hand_over = between_threads(2000)
     note = "by itself, on one thread"
     return [
         row("part: submit_task", submit * 1e6, "us per request", note),
         row("part: result() of a finished request", take * 1e6, "us per request", note),
         row("part: the expert's function", function * 1e6, "us per request", f"{note}, {requests} requests a batch"),
-        row(HAND_OVER, hand_over * 1e6, "us each", "two Python threads and two locks"),
+        row(HAND_OVER, hand_over * 1e6, "us each", "two Python threads and two queues"),
     ]
 
 
 def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
-    """Seconds for ``submit_task`` and for ``result()`` when it is there, per request."""
+    """Return seconds for ``submit_task`` and for ``result()`` when it is there, per request."""
     from pymoe.runtime import Runtime, TaskPool
 
     asked = prepared(cell)[0][0][0]
@@ -186,7 +187,7 @@ def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
 
 
 def median_seconds(function: Callable[[], object]) -> float:
-    """Of one call, over at least twenty calls and 0.1 s."""
+    """Return the median seconds of one call, over at least twenty calls and 0.1 s."""
     took: list[float] = []
     function()
     start = time.perf_counter()
@@ -195,25 +196,3 @@ def median_seconds(function: Callable[[], object]) -> float:
         function()
         took.append(time.perf_counter() - begin)
     return statistics.median(took)
-
-
-def ping_pong(turns: int = 2000) -> float:
-    """Seconds until a Python thread that waits for a lock goes on, after another has released it."""
-    ping, pong = threading.Lock(), threading.Lock()
-    ping.acquire()
-    pong.acquire()
-
-    def other() -> None:
-        for _ in range(turns):
-            ping.acquire()
-            pong.release()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    begin = time.perf_counter()
-    for _ in range(turns):
-        ping.release()
-        pong.acquire()
-    took = time.perf_counter() - begin
-    thread.join()
-    return took / (2 * turns)

@@ -44,7 +44,7 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Every combination, an expert's cells together."""
+    """Return every combination, an expert's cells together."""
     return [Cell(*choice) for choice in product(EXPERTS, DIRECTIONS, ROWS, CLIENTS, KINDS)]
 
 
@@ -52,7 +52,7 @@ class Expert:
     """A feed-forward expert and its optimizer, as two functions of a batch."""
 
     def __init__(self, name: str, learning_rate: float = 0.0) -> None:
-        """With the learning rate 0 a step costs what any step costs, and answers stay the same and can be checked."""
+        """Make the expert. At learning rate 0 a step costs what any step costs, and answers stay the same."""
         hidden, ffn = EXPERTS[name]
         random = torch.Generator().manual_seed(1)
         self.name, self.hidden = name, hidden
@@ -69,7 +69,7 @@ class Expert:
             return self.module(x)
 
     def backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of ``x``, given that of the output, both (rows, hidden); the optimizer makes one step."""
+        """Return the gradient of ``x``, given that of the output, both (rows, hidden); the optimizer makes one step."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             self.module(x).backward(grad)
@@ -79,7 +79,7 @@ class Expert:
         return x.grad
 
     def parameters(self) -> list[Tensor]:
-        """The parameters' values."""
+        """Return the parameters' values."""
         return [parameter.detach() for parameter in self.module.parameters()]
 
 
@@ -87,7 +87,7 @@ Request = tuple[Tensor, ...]
 
 
 def requests(cell: Cell) -> list[list[Request]]:
-    """For every client its :data:`VARIANTS` requests; no two are alike."""
+    """Return for every client its :data:`VARIANTS` requests; no two are alike."""
     hidden = EXPERTS[cell.expert][0]
     random = torch.Generator().manual_seed(2)
     tensors = 1 if cell.direction == "forward" else 2
@@ -99,30 +99,30 @@ def requests(cell: Cell) -> list[list[Request]]:
 
 
 def answers(expert: Expert, asked: list[list[Request]]) -> list[list[Tensor]]:
-    """What each request should get, computed a batch of all clients at a time; the learning rate must be 0."""
+    """Return what each request should get, computed a batch of all clients at a time; the learning rate must be 0."""
     return [list(one) for one in zip(*(by_round(expert, one) for one in zip(*asked, strict=True)), strict=True)]
 
 
 def by_round(expert: Expert, asked: tuple[Request, ...]) -> tuple[Tensor, ...]:
-    """The answers to one request of every client."""
+    """Return the answers to one request of every client."""
     batch = tuple(torch.cat(column) for column in zip(*asked, strict=True))
     return call(expert, batch).split([len(request[0]) for request in asked])
 
 
 @lru_cache(maxsize=2)  # a cell is measured by many, in turn
 def prepared(cell: Cell) -> tuple[list[list[Request]], list[list[Tensor]]]:
-    """A cell's requests, and their answers."""
+    """Return a cell's requests, and their answers."""
     asked = requests(cell)
     return asked, answers(Expert(cell.expert), asked)
 
 
 def call(expert: Expert, request: Request) -> Tensor:
-    """The direct call: forward of one tensor, backward of two."""
+    """Return the direct call: forward of one tensor, backward of two."""
     return expert.forward(*request) if len(request) == 1 else expert.backward(*request)
 
 
 def is_right(got: object, expected: Tensor) -> bool:
-    """Whether a system's answer has the right shape and values."""
+    """Return whether a system's answer has the right shape and values."""
     if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -43,10 +43,10 @@ class Server(Protocol):
     """Answers many clients' requests for one expert."""
 
     def ask(self, direction: str) -> Ask:
-        """A function that sends one request, waits, and returns its answer."""
+        """Return a function that sends one request, waits, and returns its answer."""
 
     def close(self) -> None:
-        """Ends what was started."""
+        """End what was started."""
 
 
 @runtime_checkable
@@ -54,17 +54,17 @@ class AsyncServer(Server, Protocol):
     """One that coroutines can ask, too."""
 
     def ask_async(self, direction: str) -> AskAsync:
-        """What ``ask`` does, for coroutines."""
+        """Return what ``ask`` does, for coroutines."""
 
 
 class Contender(Protocol):
     """What is measured: a server with clients, or a bound without."""
 
     def measure(self, cell: Cell, effort: Effort) -> Sample:
-        """One window of the cell's load."""
+        """Return one window of the cell's load."""
 
     def close(self) -> None:
-        """Ends what was started."""
+        """End what was started."""
 
 
 class InProcess:
@@ -84,7 +84,7 @@ class InProcess:
 def load(
     server: Server, cell: Cell, asked: list[list[Request]], effort: Effort, cpu: Clock
 ) -> tuple[Window, list[Log]]:
-    """One window of a cell's load, by clients of its kind."""
+    """Return one window of a cell's load, by clients of its kind."""
     if cell.kind == "threads":
         return with_threads(server.ask(cell.direction), asked, effort, cpu)
     if not isinstance(server, AsyncServer):
@@ -93,7 +93,7 @@ def load(
 
 
 def check(serve: Callable[[Expert], Server], patience: float = 30.0) -> str:
-    """What is wrong with a server's answers; empty if nothing is.
+    """Return what is wrong with a server's answers; empty if nothing is.
 
     Clients of different sizes at once must each get their own rows' answer, forward and backward; and a lonely
     client's backward requests must train the expert exactly as a plain loop does, a step for each. ``patience`` is how
@@ -109,7 +109,7 @@ def check(serve: Callable[[Expert], Server], patience: float = 30.0) -> str:
 
 
 def concurrent_answers(server: Server, direction: str, patience: float, clients: int = 4) -> str:
-    """What is wrong when clients of 1, 2 and 5 rows a request ask at once."""
+    """Return what is wrong when clients of 1, 2 and 5 rows a request ask at once."""
     asked = [one for rows in (1, 2, 5) for one in requests(Cell("small", direction, rows, clients, "threads"))]
     expected = answers(Expert("small"), asked)
     ask = server.ask(direction)
@@ -137,7 +137,7 @@ def concurrent_answers(server: Server, direction: str, patience: float, clients:
 
 
 def training(serve: Callable[[Expert], Server], learning_rate: float = 0.05) -> str:
-    """What is wrong with gradients and parameters when a lonely client asks for backward."""
+    """Return what is wrong with gradients and parameters when a lonely client asks for backward."""
     expert = Expert("small", learning_rate)
     server = serve(expert)
     try:

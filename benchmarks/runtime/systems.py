@@ -40,7 +40,7 @@ PYMOE, POOL, HIVEMIND, BATCHER, DIRECT, READY = (
 
 
 def all_systems(hivemind_python: Path) -> dict[str, System]:
-    """Everyone, by name."""
+    """Return everyone, by name."""
 
     def served(name: str, about: str, server: Callable[[Expert], Server]) -> System:
         def open_(expert: str) -> Contender:

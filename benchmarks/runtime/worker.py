@@ -6,15 +6,16 @@ sample, ``{"check": true}`` with what is wrong. It ends with its input. Needs to
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.common.children import serve
 from benchmarks.runtime.clients import Effort
 from benchmarks.runtime.scenario import Cell, Expert
 from benchmarks.runtime.serving import InProcess
@@ -24,18 +25,20 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def answer_lines(contender_of: Callable[[Expert], InProcess], check: Callable[[], str] | None = None) -> None:
     """Serve the expert that the command line names, and measure what is asked for, until the input ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the replies
     torch.set_num_threads(1)
-    contender = contender_of(Expert(sys.argv[1]))
-    for line in sys.stdin:
-        wanted = json.loads(line)
+    opened: list[InProcess] = []
+
+    def answer(wanted: dict[str, Any]) -> Any:
         if check is not None and "check" in wanted:
-            reply: object = check()
-        else:
-            reply = asdict(contender.measure(Cell(**wanted["cell"]), Effort(**wanted["effort"])))
-        print(json.dumps(reply), file=replies, flush=True)
-    contender.close()
+            return check()
+        return asdict(opened[0].measure(Cell(**wanted["cell"]), Effort(**wanted["effort"])))
+
+    def start() -> Callable[[dict[str, Any]], Any]:
+        opened.append(contender_of(Expert(sys.argv[1])))
+        return answer
+
+    serve(start)
+    opened[0].close()
 
 
 def group_and_seconds(process: int | str) -> tuple[int, float]:

@@ -80,22 +80,6 @@ def test_a_missing_peer_is_named_with_the_reason(moe_layer, tiny, monkeypatch):
     assert "pip install" in absent["transformers eager"]
 
 
-def test_results_are_written(moe_layer, tiny, tmp_path):
-    result = {
-        "command": "python -m benchmarks.moe_layer",
-        "environment": moe_layer.environment(),
-        "settings": {"load_after": [0.0, 0.0, 0.0], "clock": "wall"},
-        "wall_seconds": 0.0,
-        "scenarios": [tiny()],
-    }
-    moe_layer.save(result, moe_layer.markdown(result), tmp_path / "moe_layer")
-    text = (tmp_path / "moe_layer.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| pymoe native |")]
-    assert len(rows) == 1
-    assert rows[0].count("|") == 9
-    assert (tmp_path / "moe_layer.json").exists()
-
-
 def test_a_run_that_is_ended_keeps_what_it_has(moe_layer, tiny, monkeypatch, tmp_path):
     scenarios = iter([tiny()])
     monkeypatch.setattr(moe_layer, "scenario", lambda *_: next(scenarios))  # the second one raises

@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import pipeline_schedules
-from benchmarks.pipeline import measure, profile, report, targets, torch_orders, work
+from benchmarks.pipeline import measure, report, torch_orders, work
 from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.systems import SEQUENTIAL, TORCHGPIPE, System, in_process, open_sequential
 from benchmarks.pipeline.torch_peer import on_one_rank
@@ -36,7 +36,7 @@ def test_a_sleeping_layer_sleeps_where_its_times_say(monkeypatch):
     slept = []
     monkeypatch.setattr(work.time, "sleep", slept.append)
     model, (x, y) = Case("sleep", 2, 4).model(), Case("sleep", 2, 4).batch()
-    sequential(model, x, y, 4)
+    sequential(Case("sleep", 2, 4), model, x, y)
     assert sum(slept) == pytest.approx(4 * (3 * 8 - 1) * work.SLEEP)  # nobody wants the gradient of the model's input
     slept.clear()
     inner = Sleeping(8)
@@ -107,9 +107,9 @@ def test_who_fails_or_is_wrong_is_named_and_the_others_are_measured():
     assert found["spoiled"]["verdict"] == "WRONG"
     assert found["failing"]["failure"] == "ZeroDivisionError: division by zero"
     assert found["absent"]["failure"] == "ImportError: no such package"
-    text = report.plain(report.cell_table(record))
-    assert "failed: ImportError: no such package" in text
-    assert "WRONG" in text
+    rows = {row[0]: row[-1] for row in report.cell_table(record).rows}
+    assert rows["absent"] == "failed: ImportError: no such package"
+    assert rows["spoiled"] == "WRONG"
     cost = measure.bookkeeping(TINY, {one.name: (one, 2) for one in systems}, 2)
     assert cost["systems"][SEQUENTIAL]["cpu"]["median"] == 0
     assert cost["systems"]["failing"]["failure"] == "ZeroDivisionError: division by zero"
@@ -158,13 +158,13 @@ def test_torchs_orders_become_a_schedule():
 def test_a_target_is_met_missed_or_not_measured(share, met):
     spread = {"low": 0.9, "median": share, "high": 1.0}
     system = {"share": spread, "live": [2, 1], "planned_live": [2, 1]}
-    cell = {"case": {"work": "sleep", "workers": 2, "micro_batches": 8}, "systems": {targets.SCHEDULE: system}}
+    cell = {"case": {"work": "sleep", "workers": 2, "micro_batches": 8}, "systems": {report.SCHEDULE: system}}
     cost = {"low": 0.0, "median": 61e-6, "high": 1.0}
-    cheap = {"case": {"work": "tiny", "workers": 2, "micro_batches": 8}, "systems": {targets.SCHEDULE: {"cpu": cost}}}
+    cheap = {"case": {"work": "tiny", "workers": 2, "micro_batches": 8}, "systems": {report.SCHEDULE: {"cpu": cost}}}
     result = {"cells": [cell], "bookkeeping": [cheap]}
-    assert [one["met"] for one in targets.judged(result)] == [met, None, None, None, False, True]
+    assert [one["met"] for one in report.judged(result)] == [met, None, None, None, False, True]
     system["live"] = [2, 2]
-    assert targets.judged(result)[-1]["met"] is False
+    assert report.judged(result)[-1]["met"] is False
 
 
 def test_a_quick_run_writes_its_files(tmp_path, monkeypatch, capsys):
@@ -175,12 +175,3 @@ def test_a_quick_run_writes_its_files(tmp_path, monkeypatch, capsys):
     assert [record["case"] for record in result["bookkeeping"]] == [vars(replace(TINY, micro_batches=8))]
     assert "tiny, 2 workers, 8 micro-batches" in capsys.readouterr().out
     assert "processor, us" in (tmp_path / "pipeline_schedules.md").read_text()
-
-
-def test_a_profile_says_what_a_step_consists_of():
-    case = replace(TINY, micro_batches=3)
-    lines = profile.pieces(case)
-    whole, *parts = [float(line.rsplit(" ms", 1)[0].split()[-1]) for line in lines]
-    assert whole > 0
-    assert len(parts) == 4
-    assert "1f1b, tiny, 2 workers, 3 micro-batches" in lines[0]

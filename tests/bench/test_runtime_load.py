@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import runtime_load  # noqa: E402
-from benchmarks.runtime import clients, profile, report, systems, targets  # noqa: E402
+from benchmarks.common.targets import targets_table  # noqa: E402
+from benchmarks.runtime import clients, report, systems  # noqa: E402
 from benchmarks.runtime.batcher import BatcherServer  # noqa: E402
 from benchmarks.runtime.clients import Effort, Log, Window  # noqa: E402
 from benchmarks.runtime.ours import BackendServer, PoolServer  # noqa: E402
@@ -185,23 +186,10 @@ def test_a_target_is_met_missed_or_not_measured():
         ratios = {name.replace("_", " "): {"low": r, "median": r, "high": r} for name, r in over.items()}
         return {"cell": runtime_load.asdict(cell), "systems": {"pymoe": {"over": ratios}}}
 
-    judged = targets.judged([record(targets.MANY, hivemind=100.0, batcher=2.9)])
+    judged = report.judged([record(report.TARGETS[0][0], hivemind=100.0, batcher=2.9)])
     assert [one["met"] for one in judged] == [True, False, None, None, None, None]
-    words = [row[-1] for row in report.targets_table({"targets": judged}).rows]
+    words = [row[-1] for row in targets_table(judged).rows]
     assert words == ["met", "missed", *["not measured"] * 4]
-
-
-@pytest.mark.parametrize("kind", ["threads", "asyncio"])
-def test_a_profile_says_where_the_time_goes(kind):
-    cell = Cell("small", "backward", 2, 4, kind)
-    rows = {row["what"]: row["value"] for row in profile.profile(cell, seconds=0.1)["rows"]}
-    assert 2 <= rows["mean batch, rows"] <= 8
-    assert rows["wall time"] > 0
-    parts = [value for what, value in rows.items() if what.startswith("part: ")]
-    assert len(parts) == 4
-    assert all(value > 0 for value in parts)
-    assert rows["sum of the parts"] > rows["part: the expert's function"]
-    assert rows["clients: on a core"] > 0
 
 
 # --- hivemind's process ---

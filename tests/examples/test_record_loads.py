@@ -5,7 +5,7 @@ import re
 import pytest
 import record_loads
 
-from pymoe.ep.simulate import read_loads
+from pymoe.ep.simulate import Block, recorded
 
 
 def test_a_run_leaves_a_file_and_prints_what_it_would_cost(tmp_path, capsys, monkeypatch):
@@ -14,8 +14,10 @@ def test_a_run_leaves_a_file_and_prints_what_it_would_cost(tmp_path, capsys, mon
     assert record_loads.main() == 0
     out = capsys.readouterr().out
     assert len(re.findall("recorded$", out, re.MULTILINE)) == 2
-    assert read_loads(file).choices.shape == (2, 2, 1024, 4)
-    found = {int(ranks): float(factor) for ranks, factor in re.findall(r"^(\d) ranks: .*?as it is (\S+),", out, re.M)}
+    load = recorded(Block("the example's", 64, 64, 16, 4), file)
+    assert [len(layer) for layer in load.choices] == [2, 2]
+    assert load.tokens == 1024
+    found = {int(ranks): float(factor) for ranks, factor in re.findall(r"^(\d) ranks: .*?contiguous (\S+),", out, re.M)}
     assert set(found) == {2, 4, 8}
     assert all(1 <= factor <= ranks for ranks, factor in found.items())
     # K (1 - 1 / R) rows a token if the load were even; and no rank is reached twice.

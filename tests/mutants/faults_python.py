@@ -35,8 +35,8 @@ FAULTS = [
     Fault(
         "build_routing forgets the earlier blocks",
         ROUTING,
-        "counter = static_cast<int32_t>(used + std::min(seen, a.capacity));",
-        "counter = static_cast<int32_t>(used);",
+        "used + std::min(seen, a.capacity)",
+        "used",
         (EQUAL, RANDOM, "-k", "build_routing"),
     ),
     Fault(
@@ -180,13 +180,6 @@ FAULTS = [
         (EQUAL, RANDOM, "-k", "combine"),
     ),
     Fault(
-        "combine sums the rest of a row in the other order",
-        BODY,
-        "for (int64_t k = 0; k < now.count; ++k) {\n      total = accumulate",
-        "for (int64_t k = now.count - 1; k >= 0; --k) {\n      total = accumulate",
-        (EQUAL, RANDOM, "-k", "combine"),
-    ),
-    Fault(
         "combine starts at -0",
         BODY,
         "vector_t<T> total = {};",
@@ -231,15 +224,15 @@ FAULTS = [
     Fault(
         "dispatch saves no routing",
         "pymoe/ops/row_moves.py",
-        "return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None",
-        "return sum_choices(grad, Routing(*ctx.saved_tensors)).detach(), None, None, None",
+        "sum_choices(grad, Routing(*ctx.saved_tensors))",
+        "sum_choices(grad, Routing(*ctx.saved_tensors)).detach()",
         ("tests/ops/test_gradients.py", "-k", "dispatch"),
     ),
     Fault(
         "a worker goes on without what its next action needs",
         PLAN_RUN,
-        "                _pass(gates[action])\n",
-        "                pass\n",
+        "_pass(gates[action])",
+        "pass",
         (RUNS,),
     ),
     Fault(
@@ -252,8 +245,8 @@ FAULTS = [
     Fault(
         "a worker is not told that its next action can start",
         PLAN_RUN,
-        "                gates[waiting].put(None)\n",
-        "                pass\n",
+        "gates[waiting].put(None)",
+        "pass",
         (RUNS, "-k", "an_end_wakes"),
     ),
     Fault(

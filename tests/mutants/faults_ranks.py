@@ -190,8 +190,8 @@ FAULTS = [
     Fault(
         "choices past a rank's capacity have rows of their own",
         "pymoe/ep/duplicates.py",
-        "self._to_TK = torch.where(kept_TK, self._to_TK, arrangement.destinations)\n        # The first",
-        "pass\n        # The first",
+        "self._to_TK = torch.where(kept_TK, self._to_TK, arrangement.destinations)",
+        "pass",
         (DUPLICATES, "-k", "travels_once"),
     ),
     Fault(
@@ -211,8 +211,8 @@ FAULTS = [
     Fault(
         "choices past a capacity take room of others",
         "pymoe/ep/padded.py",
-        "if kept_TK is not None:\n            to_TK",
-        "if False:\n            to_TK",
+        "kept_TK is not None",
+        "False",
         (PADDED, "-k", "do_not_fit"),
     ),
     Fault(

@@ -19,9 +19,8 @@ FAULTS = [
     Fault(
         "a store of 16 bytes is four of 4",
         PACK,
-        'asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to)',
-        'asm volatile("st.global.u32 [%0], %1; st.global.u32 [%0+4], %2; st.global.u32 [%0+8], %3; '
-        'st.global.u32 [%0+12], %4;" ::"l"(to)',
+        "v4.u32 [%0], {%1, %2, %3, %4}",
+        "u32 [%0], %1; st.global.u32 [%0+4], %2; st.global.u32 [%0+8], %3; st.global.u32 [%0+12], %4",
         "combine_cuda.cu",
         "9.0;12.0",
         "stores 4 bytes in",

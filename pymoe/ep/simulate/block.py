@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from pymoe.ep.simulate.checks import at_least, choice
+from pymoe.reference import checks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def at_least(owner: str, argument: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper end."""
+    checks.integer(owner, argument, value, low, high, f"at least {low}" if high is None else f"in {low}..{high}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Block:
         at_least("Block", "shared_ffn", self.shared_ffn, 0)
         at_least("Block", "choices", self.choices, 1, self.experts)
         at_least("Block", "kept_groups", self.kept_groups, 1, self.groups)
-        choice("Block", "dtype", self.dtype, tuple(DTYPES))
+        checks.choice("Block", "dtype", self.dtype, tuple(DTYPES))
         if self.experts % self.groups:
             raise ValueError(f"Block: groups must divide {self.experts} experts, got {self.groups}")
         if self.kept_groups * (self.experts // self.groups) < self.choices:
@@ -97,10 +101,3 @@ PRESETS = {
     "deepseek-v3": Block("DeepSeek-V3", 7168, 2048, 256, 8, 58, shared_ffn=2048, groups=8, kept_groups=4),
 }
 """Expert blocks of published models, by the name for ``--model``."""
-
-
-def described() -> Iterator[str]:
-    """Yield a line for every preset."""
-    width = max(map(len, PRESETS))
-    for name, block in PRESETS.items():
-        yield f"{name:{width}}  {block}"

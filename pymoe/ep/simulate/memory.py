@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pymoe.ep.simulate.balance import Balance
 from pymoe.ep.simulate.block import Block
+from pymoe.ep.simulate.rows import Balance
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,32 @@ def optimizer_bytes_of(block: Block) -> int:
 
 
 def expert_parallel(
-    block: Block, balance: Balance, tokens: float, optimizer_bytes: float, *, deduplicate: bool, recompute: bool
+    block: Block,
+    ranks: int,
+    balance: Balance,
+    tokens: float,
+    optimizer_bytes: float,
+    gathered: float | None,
+    recompute: bool,
 ) -> Memory:
     """Return the memory of the fullest rank under expert parallelism.
 
-    Placed experts and their replicas have weights, gradients and states on every rank that holds them. Clones are kept
-    from the forward to the backward, as activations, and their gradients as buffers of one layer.
+    Clones are kept from the forward to the backward, as activations, and their gradients as buffers of one layer.
 
     Args:
         block: the layers.
+        ranks: R.
         balance: rows and experts of the fullest rank.
         tokens: T, per rank.
         optimizer_bytes: bytes of the optimizer per parameter.
-        deduplicate: rows arrive once per token and are copied for each expert.
+        gathered: rows in a rank's send buffer if a token travels once per rank, where it is copied for each expert;
+            None: every choice is a row.
         recompute: the forward runs again in the backward (activation checkpointing of each layer).
     """
-    cloned = balance.clones > 0
-    own = -(-block.experts // balance.ranks) if cloned else balance.experts
-    clones = (balance.experts - own) * block.expert_parameters * block.itemsize if cloned else 0.0
-    rows = (balance.rows, balance.gathered_once if deduplicate else tokens * block.choices)
-    layer = _activations(block, *rows, tokens, copied=deduplicate)
+    own = -(-block.experts // ranks) if balance.clones else balance.experts
+    clones = (balance.experts - own) * block.expert_parameters * block.itemsize
+    rows = (balance.rows, tokens * block.choices if gathered is None else gathered)
+    layer = _activations(block, *rows, tokens, copied=gathered is not None)
     parameters = block.layers * (own * block.expert_parameters + block.replicated_parameters)
     return _memory(block, parameters, optimizer_bytes, layer + clones, rows, tokens, recompute, clones)
 
@@ -68,10 +74,7 @@ def data_parallel(block: Block, tokens: float, optimizer_bytes: float, *, recomp
 
 
 def fully_sharded(block: Block, ranks: int, tokens: float, optimizer_bytes: float, *, recompute: bool) -> Memory:
-    """Return the memory of a rank that holds 1 / R of every parameter and gathers one layer at a time (FSDP).
-
-    The buffers hold the full weights and the full gradients of one layer.
-    """
+    """Return the memory of a rank that holds 1 / R of every parameter (FSDP); buffers hold one whole layer twice."""
     whole = block.experts * block.expert_parameters + block.replicated_parameters
     return _alone(block, ranks, 2.0 * whole * block.itemsize, tokens, optimizer_bytes, recompute)
 

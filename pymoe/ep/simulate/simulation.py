@@ -2,140 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pymoe.ep.simulate.alternatives import Alternative, alternatives, clones_bytes, expert_parallel_bytes
-from pymoe.ep.simulate.balance import BALANCES, Balance, balance, plans, spreads
-from pymoe.ep.simulate.block import Block
-from pymoe.ep.simulate.checks import at_least, choice, not_negative
-from pymoe.ep.simulate.gates import Load
-from pymoe.ep.simulate.machine import Machine, Network
-from pymoe.ep.simulate.memory import (
-    Memory,
-    data_parallel,
-    expert_parallel,
-    fully_sharded,
-    optimizer_bytes_of,
+from pymoe.ep.agreement import message_length
+from pymoe.ep.simulate.block import Block, at_least
+from pymoe.ep.simulate.loads import Load
+from pymoe.ep.simulate.memory import Memory, data_parallel, expert_parallel, fully_sharded, optimizer_bytes_of
+from pymoe.ep.simulate.rows import (
+    SPREADS,
+    Balance,
+    Spread,
+    balance,
+    expected_imbalance,
+    expected_rows,
+    spreads,
+    travelling,
 )
-from pymoe.ep.simulate.step import Cut, Layer
-from pymoe.ep.simulate.timeline import PROCESSOR, WIRE, Timeline
-from pymoe.ep.simulate.traffic import expected_imbalance, expected_rows
+from pymoe.nn.options import check_number
+from pymoe.reference import checks
 
-FORMAT = 1
+FORMAT = 2
 """Version of the dictionary that :meth:`Simulation.as_dict` returns."""
+EXCHANGES = 4
+"""Number of exchanges of rows per layer and step: dispatch and combine, forward and backward."""
+LABEL_BYTES = 12
+"""Bytes per choice that travel with a row of several choices: 4 each for expert, weight, and gradient of the weight."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic that a rank sends per layer and step, the mean over ranks."""
-
-    deduplicated: bool
-    rows: float
-    """Rows that one rank sends per exchange, divided by its number of tokens."""
-    expected: float | None
-    """Same number by the formula for a uniform router; None for other loads and for placed or cloned experts."""
-    bytes: float
-    """Bytes of the four exchanges."""
-    saved: float
-    """Bytes that travelling once per rank saves; 0 if each choice is a row."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward or backward pass; seconds are means over the layers and steps of the load."""
-
-    seconds: float
-    best: float
-    """Least seconds of any run of these parts in this order; see :func:`pymoe.ep.simulate.best_possible`."""
-    wire: float
-    """Seconds in which the wire is busy."""
-    processor: float
-    """Seconds in which the processor of the fullest rank is busy."""
-    timeline: Timeline
-    """Timeline of the layer and step whose time is nearest the mean."""
-
-
-@dataclass(frozen=True)
-class Passes:
-    """A forward and a backward pass."""
+    """Rows that a rank sends per layer and step, the mean over ranks, in one of the ways of :func:`pymoe.ep.shard`."""
 
     deduplicated: bool
     chunks: int
-    """Number of parts in which rows travel."""
+    """Number of parts in which rows travel; it matters only for deduplicated rows."""
     rows: float
-    """Rows that leave a rank in the exchanges of one direction, divided by its number of tokens."""
-    forward: Pass
-    backward: Pass
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of forward and backward together."""
-        return self.forward.seconds + self.backward.seconds
+    """Rows that one rank sends per exchange, divided by its number of tokens."""
+    expected: float | None
+    """Same number by the formula for a uniform router; None where the formula does not hold."""
+    bytes: float
+    """Bytes of the four exchanges."""
+    saved: float
+    """Share of the bytes of one row per choice that this saves."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of :func:`simulate`; all times in seconds, all sizes in bytes."""
+    """Result of :func:`simulate`; all sizes are in bytes."""
 
-    layer: Layer
+    block: Block
     load: Load
+    ranks: int
+    """R, the number of ranks."""
     tokens: int
     """T, the number of tokens per rank and step."""
-    balance: Balance
-    """Balance to which traffic, times and memory refer."""
-    balances: tuple[Balance, ...]
-    expected_imbalance: float | None
-    """Imbalance by the formula for a uniform router; None if the load is not uniform."""
-    traffic: tuple[Traffic, Traffic]
-    """Traffic with one row per choice, and with one row per token and destination."""
-    passes: tuple[Passes, ...]
-    """Passes for every number of chunks, first with one row per choice and then per token and destination."""
-    memory: dict[str, Memory]
-    """Memory of a rank under ``"EP"``, ``"DP"`` and ``"FSDP"``."""
-    alternatives: tuple[Alternative, ...]
     worth: int
     """Least number of rows for which an expert is cloned."""
+    balance: Balance
+    """Balance to which traffic and memory refer."""
+    balances: tuple[Balance, ...]
+    """Balance of every way in :data:`~pymoe.ep.simulate.rows.SPREADS`."""
+    expected_imbalance: float | None
+    """Imbalance by the formula for a uniform router; None if the load is not uniform."""
+    traffic: tuple[Traffic, ...]
+    """Traffic with one row per choice, and then, unless there are clones, deduplicated for every number of chunks."""
+    counts_bytes: float
+    """Bytes that a rank sends to announce its counts, once per layer and step."""
+    clones_bytes: float
+    """Bytes of clones' weights and gradients that a rank sends per layer and step, the mean over ranks."""
+    alternatives: dict[str, float]
+    """Bytes that a rank sends per layer and step under ``"DP"`` and ``"FSDP"``, for any number of tokens."""
+    memory: dict[str, Memory]
+    """Memory of the fullest rank under ``"EP"``, ``"EP deduplicated"`` (without clones), ``"DP"`` and ``"FSDP"``."""
 
-    @property
-    def clones_bytes(self) -> float:
-        """Bytes of clones' weights and gradients that a rank sends per layer and step, the mean over ranks."""
-        return clones_bytes(self.layer, self.balance)
+    def tokens_below(self, traffic: Traffic, name: str) -> float | None:
+        """Return the tokens per rank and step up to which ``traffic`` has fewer bytes than ``"DP"`` or ``"FSDP"``.
 
-    @property
-    def best(self) -> Passes:
-        """Passes that end first."""
-        return min(self.passes, key=lambda one: one.seconds)
+        Rows grow with the tokens; counts, clones and the bytes of the alternatives do not. None: for any number.
+        """
+        left = max(0.0, self.alternatives[name] - self.counts_bytes - self.clones_bytes)
+        return left / (traffic.bytes / self.tokens) if traffic.bytes else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return inputs and figures as a dictionary for JSON; the load is represented by its title."""
+        memory = {name: {**asdict(one), "total": one.total} for name, one in self.memory.items()}
+        fields = {name: value for name, value in vars(self).items() if name not in ("block", "load", "balance")}
         return {
             "format": FORMAT,
-            "block": asdict(self.layer.block),
-            "ranks": self.layer.ranks,
-            "tokens": self.tokens,
-            "machine": asdict(self.layer.machine),
-            "network": asdict(self.layer.network),
+            "block": asdict(self.block),
             "load": self.load.title,
             "balance": self.balance.name,
-            "worth": self.worth,
-            "expected_imbalance": self.expected_imbalance,
+            **fields,
             "balances": [asdict(one) for one in self.balances],
-            "traffic": [asdict(one) for one in self.traffic],
-            "passes": [
-                {
-                    "deduplicated": one.deduplicated,
-                    "chunks": one.chunks,
-                    "rows": one.rows,
-                    "seconds": one.seconds,
-                    **{name: _pass_dict(getattr(one, name)) for name in ("forward", "backward")},
-                }
-                for one in self.passes
+            "traffic": [
+                {**asdict(one), "tokens_below": {name: self.tokens_below(one, name) for name in self.alternatives}}
+                for one in self.traffic
             ],
-            "memory": {name: {**asdict(one), "total": one.total} for name, one in self.memory.items()},
-            "clones_bytes": self.clones_bytes,
-            "alternatives": [asdict(one) for one in self.alternatives],
+            "memory": memory,
         }
 
 
@@ -144,16 +109,14 @@ def simulate(
     ranks: int,
     tokens: int,
     load: Load,
-    machine: Machine,
-    network: Network,
     *,
     chunks: Sequence[int] = (1, 2, 4),
-    spread: str = "as it is",
+    spread: str = "contiguous",
     worth: int | None = None,
     optimizer_bytes: float | None = None,
     recompute: bool = False,
 ) -> Simulation:
-    """Simulate expert parallelism: bytes, times, balance, memory, and the costs of other kinds of parallelism.
+    """Simulate expert parallelism: rows, bytes, balance and memory, and those of data parallelism and FSDP.
 
     Every formula is on the page :doc:`/concepts/expert_parallel_costs`.
 
@@ -162,13 +125,11 @@ def simulate(
         ranks: R, the number of ranks that share the experts of a layer; at least 1.
         tokens: T, per rank and step; the rows of ``load`` are scaled to them.
         load: the choices of the tokens, with the block's E and K.
-        machine: one rank.
-        network: the links between the ranks.
         chunks: the numbers of parts in which rows travel, each the same share of every rank's experts. A token that
             travels once to a rank does so in every part in which it has experts there.
-        spread: the way to spread experts for traffic, times and memory; one of
-            :data:`~pymoe.ep.simulate.balance.BALANCES`, all of which are compared in ``balances``.
-        worth: the least number of rows of a clone; None: the number from which a clone saves more time than it costs.
+        spread: the way to spread experts for traffic and memory; one of :data:`~pymoe.ep.simulate.rows.SPREADS`, all
+            of which are compared in ``balances``.
+        worth: the least number of rows of a clone; None: the default of :func:`pymoe.ep.shard`.
         optimizer_bytes: bytes per parameter for states and master weight; None: the bytes of AdamW.
         recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes only
             the memory.
@@ -179,98 +140,89 @@ def simulate(
     """
     at_least("simulate", "ranks", ranks, 1)
     at_least("simulate", "tokens", tokens, 1)
-    choice("simulate", "spread", spread, BALANCES)
+    checks.choice("simulate", "spread", spread, tuple(SPREADS))
     if not chunks:
         raise ValueError("simulate: chunks must name at least one number, got none")
     for number in chunks:
         at_least("simulate", "chunks", number, 1)
     if optimizer_bytes is not None:
-        not_negative("simulate", "optimizer_bytes", optimizer_bytes)
+        check_number("simulate", "optimizer_bytes", optimizer_bytes, minimum=0)
     if (load.experts, load.top_k) != (block.experts, block.choices):
         raise ValueError(
             f"simulate: load must have E {block.experts} and K {block.choices}, got E {load.experts} and K {load.top_k}"
         )
     if load.tokens < ranks:
         raise ValueError(f"simulate: load must have a token for each of {ranks} ranks, got {load.tokens}")
-    layer = Layer(block, ranks, machine, network)
-    least = worth_of(layer) if worth is None else worth
+    least = worth_of(block) if worth is None else worth
     at_least("simulate", "worth", least, 1)
     counted = max(1, round(least * load.tokens / (tokens * ranks)))  # for the tokens of the load
-    ways = plans(counted)
-    every = tuple(balance(name, plan, load, ranks, tokens) for name, plan in ways.items())
-    chosen = every[BALANCES.index(spread)]
-    found = tuple(spreads(spread, ways[spread], load, ranks, tokens))
-    cuts = {
-        (deduplicate, number): [layer.cut(one, tokens, number, deduplicate=deduplicate) for one in found]
-        for deduplicate in (False, True)
-        for number in chunks
-    }
-    passes = tuple(_passes(layer, way, tokens, *key) for key, way in cuts.items())
-    best = min(passes, key=lambda one: one.seconds)
+    every = {name: list(spreads(name, load, ranks, tokens, counted)) for name in SPREADS}
+    balances = {name: balance(name, steps) for name, steps in every.items()}
+    chosen, found = balances[spread], every[spread]
+    counts_bytes = 4.0 * (ranks - 1) * message_length(block.experts)
+    clones_bytes = 2 * chosen.clones / ranks * block.expert_parameters * block.itemsize
+    alternatives = {"DP": data_parallel_bytes(block, ranks), "FSDP": fully_sharded_bytes(block, ranks)}
+    ways = [(False, 1)] + [(True, number) for number in chunks if not chosen.clones]
+    formula = load.uniform and spread == "contiguous"
+    traffic = [_traffic(block, found, tokens, *way, formula=formula) for way in ways]
     states = optimizer_bytes_of(block) if optimizer_bytes is None else optimizer_bytes
+    send_buffers: dict[str, float | None] = {"EP": None}
+    if not chosen.clones:
+        send_buffers["EP deduplicated"] = sum(float(one.pairs(True).sum()) for one in found) / ranks / len(found)
+    memory = {
+        name: expert_parallel(block, ranks, chosen, tokens, states, gathered, recompute)
+        for name, gathered in send_buffers.items()
+    }
+    memory["DP"] = data_parallel(block, tokens, states, recompute=recompute)
+    memory["FSDP"] = fully_sharded(block, ranks, tokens, states, recompute=recompute)
     return Simulation(
-        layer=layer,
+        block=block,
         load=load,
+        ranks=ranks,
         tokens=tokens,
-        balance=chosen,
-        balances=every,
-        expected_imbalance=expected_imbalance(block, ranks, load.tokens / ranks) if load.uniform else None,
-        traffic=_traffic(layer, load, chosen, tokens),
-        passes=passes,
-        memory={
-            "EP": expert_parallel(block, chosen, tokens, states, deduplicate=best.deduplicated, recompute=recompute),
-            "DP": data_parallel(block, tokens, states, recompute=recompute),
-            "FSDP": fully_sharded(block, ranks, tokens, states, recompute=recompute),
-        },
-        alternatives=alternatives(layer, chosen, tuple(cuts.values()), tokens, best.rows),
         worth=least,
+        balance=chosen,
+        balances=tuple(balances.values()),
+        expected_imbalance=expected_imbalance(block, ranks, load.tokens / ranks) if load.uniform else None,
+        traffic=tuple(traffic),
+        counts_bytes=counts_bytes,
+        clones_bytes=clones_bytes,
+        alternatives=alternatives,
+        memory=memory,
     )
 
 
-def worth_of(layer: Layer) -> int:
-    """Return the rows from which a clone saves more time than it costs: b flop/s / (3 bandwidth), at least 1.
-
-    Its weights travel there and its gradient travels back, 2 * 3 H F b bytes over the slowest link; each row that the
-    fullest rank no longer computes saves 18 H F operations, forward and backward.
-    """
-    moved = 2 * layer.block.expert_parameters * layer.block.itemsize
-    a_row = 6 * layer.block.expert_parameters / layer.machine.flops
-    return max(1, round(moved / layer.network.ring_bandwidth(layer.ranks) / a_row))
+def worth_of(block: Block) -> int:
+    """Return the least number of rows for which :func:`pymoe.ep.shard` clones an expert: P / (2 H), here 1.5 F."""
+    return max(1, -(-block.expert_parameters // (2 * block.hidden)))
 
 
-def _traffic(layer: Layer, load: Load, chosen: Balance, tokens: int) -> tuple[Traffic, Traffic]:
-    by_formula = load.uniform and chosen.name == BALANCES[0]
-    plain, once = (
-        Traffic(
-            deduplicated=deduplicate,
-            rows=sent / tokens,
-            expected=expected_rows(layer.block, layer.ranks, deduplicate) if by_formula else None,
-            bytes=expert_parallel_bytes(layer.block, sent),
-            saved=1 - sent / chosen.sent if chosen.sent else 0.0,
-        )
-        for deduplicate, sent in ((False, chosen.sent), (True, chosen.sent_once))
+def data_parallel_bytes(block: Block, ranks: int) -> float:
+    """Return 2 (R - 1) / R E 3 H F b: a ring all-reduce of the gradients of all experts."""
+    return 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
+
+
+def fully_sharded_bytes(block: Block, ranks: int) -> float:
+    """Return 3 (R - 1) / R E 3 H F b: all-gathers of the weights in both passes, a reduce-scatter of the gradients."""
+    return 1.5 * data_parallel_bytes(block, ranks)
+
+
+def _traffic(
+    block: Block, found: Sequence[Spread], tokens: int, deduplicate: bool, chunks: int, *, formula: bool
+) -> Traffic:
+    ranks = found[0].ranks
+
+    def size(deduplicate: bool) -> tuple[float, float]:
+        rows = sum(travelling(pairs) for one in found for pairs in one.pairs(deduplicate, chunks)) / len(found) / ranks
+        return rows, rows * (EXCHANGES * block.row_bytes + deduplicate * LABEL_BYTES * block.choices)
+
+    rows, moved = size(deduplicate)
+    plain = size(False)[1]
+    return Traffic(
+        deduplicated=deduplicate,
+        chunks=chunks,
+        rows=rows / tokens,
+        expected=expected_rows(block, ranks, deduplicate) if formula and (chunks == 1 or not deduplicate) else None,
+        bytes=moved,
+        saved=1 - moved / plain if plain else 0.0,
     )
-    return plain, once
-
-
-def _passes(layer: Layer, cuts: Sequence[Cut], tokens: int, deduplicated: bool, chunks: int) -> Passes:
-    pairs = [layer.timelines(cut, tokens) for cut in cuts]
-    forward, backward = (_mean([pair[way] for pair in pairs]) for way in (0, 1))
-    rows = sum(chunk.sent for cut in cuts for chunk in cut.chunks) / len(cuts) / tokens
-    return Passes(deduplicated, chunks, rows, forward, backward)
-
-
-def _mean(timelines: Sequence[Timeline]) -> Pass:
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(timelines)
-
-    seconds = mean(one.seconds for one in timelines)
-    best, wire = mean(one.best for one in timelines), mean(one.busy(WIRE) for one in timelines)
-    processor = mean(one.busy(PROCESSOR) for one in timelines)
-    return Pass(seconds, best, wire, processor, min(timelines, key=lambda one: abs(one.seconds - seconds)))
-
-
-def _pass_dict(found: Pass) -> dict[str, Any]:
-    figures = {name: getattr(found, name) for name in ("seconds", "best", "wire", "processor")}
-    rank = found.timeline.fullest
-    return {**figures, "fullest": rank, "events": [asdict(one) for one in found.timeline.seen_by(rank)]}

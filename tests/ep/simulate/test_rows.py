@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from pymoe.ep.clones import plan_clones
 from pymoe.ep.placement import contiguous, place, share_evenly
-from pymoe.ep.simulate import Block
-from pymoe.ep.simulate.gates import source_ranks
-from pymoe.ep.simulate.traffic import (
+from pymoe.ep.simulate import SPREADS, Block, Load
+from pymoe.ep.simulate.loads import source_ranks
+from pymoe.ep.simulate.rows import (
     counts_of,
     destinations_of,
     expected_imbalance,
     expected_rows,
     pairs_of,
+    spreads,
     travelling,
 )
 
@@ -69,6 +70,19 @@ def test_counted_rows_are_those_of_a_loop_over_rows(found, how, deduplicate):
     assert pairs.tolist() == loop_over_rows(choices, ranks, shares, deduplicate)
     if not deduplicate:
         assert pairs.equal(shares.destinations())
+
+
+@examples(30)
+@given(st.integers(0, 99), st.integers(1, 8), st.integers(1, 5))
+def test_chunks_carry_all_rows_once(seed, ranks, chunks):
+    load = Load("random", ((random_choices(128, 16, 4, seed, 0.7),),), 16)
+    for name in SPREADS:
+        (spread,) = spreads(name, load, ranks, 128 / ranks, 1)
+        assert spread.pairs(False, chunks).sum(0).tolist() == spread.shares.destinations().tolist()
+        assert spread.clones == sum(map(len, spread.held)) - 16
+        once = spread.pairs(True, chunks).sum(0)
+        assert (once <= spread.pairs(False)).all()
+        assert (once >= spread.pairs(True)).all()
 
 
 @examples(60)

@@ -1,0 +1,40 @@
+"""The floor of everything that is handed from thread to thread: the seconds until another thread goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from pymoe._runtime import WorkerPool
+
+
+def between_threads(turns: int) -> float:
+    """Return the seconds from one Python thread to another, by two queues."""
+    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def echo() -> None:
+        while there.get():
+            back.put(True)
+
+    other = threading.Thread(target=echo)
+    other.start()
+    start = time.perf_counter()
+    for _ in range(turns):
+        there.put(True)
+        back.get()
+    took = time.perf_counter() - start
+    there.put(False)
+    other.join()
+    return took / (2 * turns)
+
+
+def to_worker(turns: int) -> float:
+    """Return the seconds to or from a worker of the runtime."""
+    with WorkerPool(1) as pool:
+        pool.submit(int).result()
+        start = time.perf_counter()
+        for _ in range(turns):
+            pool.submit(int).result()
+        return (time.perf_counter() - start) / (2 * turns)

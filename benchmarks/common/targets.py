@@ -1,0 +1,33 @@
+"""Targets: figures that pymoe is held to, each within one run, and whether the run reached them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common.run import spread_of
+from pymoe.bench.report import Table
+
+Record = dict[str, Any]
+WORDS = {True: "met", False: "missed", None: "not measured"}
+FORMS = {"": ("{:.3g}", 1.0), "%": ("{:.1f} %", 100.0), "us": ("{:.1f} us", 1e6)}
+"""How figures are shown, by their unit, and the factor by which they are multiplied."""
+
+
+def verdict(what: str, relation: str, limit: float, found: Record | None, unit: str = "") -> Record:
+    """Return whether the median of ``found`` satisfies ``relation`` (``">="`` or ``"<="``) with ``limit``.
+
+    ``met`` is None where the figure was not measured.
+    """
+    met = None if found is None else found["median"] >= limit if relation == ">=" else found["median"] <= limit
+    return {"what": what, "relation": relation, "limit": limit, "unit": unit, "found": found, "met": met}
+
+
+def targets_table(verdicts: list[Record]) -> Table:
+    """Return a table with a row for every verdict."""
+    rows = []
+    for one in verdicts:
+        form, scale = FORMS[one["unit"]]
+        limit = f"{one['relation']} {one['limit'] * scale:g} {one['unit']}".rstrip()
+        found = "-" if one["found"] is None else spread_of(one["found"], form, scale)
+        rows.append([one["what"], limit, found, WORDS[one["met"]]])
+    return Table(["what", "wanted", "found", ""], rows, frozenset({"what", ""}), frozenset({"missed"}))

@@ -1,0 +1,232 @@
+"""Rows: the rank that computes each of them under a way to spread the experts, and the rows that travel to it.
+
+A row that stays on its rank does not travel. With deduplication, a token that chose several experts of one rank travels
+there once, and their weighted sum comes back once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import comb
+
+import torch
+from torch import Tensor
+
+from pymoe.ep.clones import plan_clones
+from pymoe.ep.placement import Shares, contiguous, place, share_evenly
+from pymoe.ep.simulate.block import Block
+from pymoe.ep.simulate.loads import Load, source_ranks
+
+
+def _contiguous(past: Tensor, counts: Tensor, worth: int) -> Shares:
+    return share_evenly(counts, contiguous(counts.shape[1], counts.shape[0]))
+
+
+def _placed(past: Tensor, counts: Tensor, worth: int) -> Shares:
+    return share_evenly(counts, place(past, counts.shape[0]))
+
+
+def _cloned(past: Tensor, counts: Tensor, worth: int, clones: int) -> Shares:
+    return plan_clones(counts, clones, worth=worth)
+
+
+SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
+    "contiguous": _contiguous,
+    "placed": _placed,
+    "1-clone": partial(_cloned, clones=1),
+    "2-clones": partial(_cloned, clones=2),
+}
+"""Ways to spread experts over ranks: contiguous shards, experts placed by the load of the step before, clones per rank.
+
+Each is a function from (E,) the load of the previous step, (R, E) the counts of this step, and the least number of rows
+of a clone to the shares of the ranks.
+"""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One layer and step of a load, and the rank that computes each row."""
+
+    choices: Tensor
+    """(N, K) int64."""
+    source: Tensor
+    """(N,) int64: the rank of each token."""
+    destinations: Tensor
+    """(N, K) int64: the rank to which each choice's row goes."""
+    shares: Shares
+    scale: float
+    """Number of rows that one counted row represents."""
+
+    @property
+    def ranks(self) -> int:
+        """R, the number of ranks."""
+        return self.shares.rows.shape[0]
+
+    @property
+    def clones(self) -> int:
+        """Number of experts' copies that travel for this step: all hosts of an expert but its owner."""
+        return sum(len(hosts) - 1 for hosts in self.shares.hosts)
+
+    @property
+    def held(self) -> list[list[int]]:
+        """(R,): the experts that each rank computes, in ascending order."""
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for expert, hosts in enumerate(self.shares.hosts):
+            for rank in hosts:
+                held[rank].append(expert)
+        return held
+
+    def pairs(self, deduplicate: bool = False, chunks: int = 1) -> Tensor:
+        """Return (chunks, R, R) float64: the rows from each rank to each, itself included, in every chunk."""
+        chunk_NK = self.chunk_of_choices(chunks)
+        found = [
+            pairs_of(self.destinations, self.source, self.ranks, deduplicate, chunk_NK == chunk)
+            for chunk in range(chunks)
+        ]
+        return torch.stack(found).double() * self.scale
+
+    def chunk_of_choices(self, chunks: int) -> Tensor:
+        """Return (N, K) int64, the chunk of each choice: the same share of each rank's experts.
+
+        Of n experts, chunk c has those from ``c * n // chunks`` on.
+        """
+        chunk = torch.zeros(self.ranks, len(self.shares.hosts), dtype=torch.int64)
+        for rank, experts in enumerate(self.held):
+            for part in range(chunks):
+                chunk[rank, experts[part * len(experts) // chunks : (part + 1) * len(experts) // chunks]] = part
+        return chunk[self.destinations, self.choices]
+
+
+def spreads(name: str, load: Load, ranks: int, tokens: float, worth: int) -> Iterator[Spread]:
+    """Yield every layer and step of ``load`` under the way called ``name``, scaled to ``tokens`` per rank.
+
+    A clone is made for at least ``worth`` rows of the tokens of the load.
+    """
+    source = source_ranks(load.tokens, ranks)
+    for before, now in load.with_past():
+        counts = counts_of(now, source, ranks, load.experts)
+        shares = SPREADS[name](counts_of(before, source, ranks, load.experts).sum(0), counts, worth)
+        yield Spread(now, source, destinations_of(now, source, shares), shares, tokens * ranks / load.tokens)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The work of the ranks under one way to spread the experts: means over the layers and steps of a load."""
+
+    name: str
+    imbalance: float
+    """Rows of the fullest rank divided by the mean."""
+    worst: float
+    """Largest imbalance of the layers and steps."""
+    rows: float
+    """Rows that the fullest rank computes per layer and step."""
+    experts: float
+    """Largest number of experts that a rank computes, including clones."""
+    clones: float
+    """Clones that travel per layer and step, on all ranks together."""
+
+
+def balance(name: str, found: list[Spread]) -> Balance:
+    """Return the balance of layers and steps that are spread in the way called ``name``."""
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    filled = [spread.pairs().sum((0, 1)) for spread in found]
+    imbalances = [float(rows.max() / rows.mean()) for rows in filled]
+    return Balance(
+        name,
+        imbalance=mean(imbalances),
+        worst=max(imbalances),
+        rows=mean([float(rows.max()) for rows in filled]),
+        experts=mean([max(map(len, spread.held)) for spread in found]),
+        clones=mean([spread.clones for spread in found]),
+    )
+
+
+def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
+    """Return the rows that a token of a uniform router sends to other ranks, the mean over the token's possible ranks.
+
+    Each choice is its own row: K (1 - 1 / R), whatever the shards, since the shares of the ranks sum to 1. One row per
+    rank: the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a
+    rank. This is the probability that one of them is among the K chosen, since all C(E, K) sets are equally likely.
+
+    Args:
+        block: E and K; its groups are ignored.
+        ranks: R.
+        deduplicate: whether a token travels once to a rank.
+    """
+    if not deduplicate:
+        return block.choices * (1 - 1 / ranks)
+    held = map(len, contiguous(block.experts, ranks).held)
+    everything = comb(block.experts, block.choices)
+    reached = [1 - comb(block.experts - number, block.choices) / everything for number in held]
+    return sum(reached) * (1 - 1 / ranks)
+
+
+def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
+    """Return the approximate ratio of the fullest rank to the mean under a uniform router, by chance alone.
+
+    1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)): R nearly normal loads, whose relative deviation is the second
+    root; the largest of R such loads is about the first root away. For E that R divides and T tokens per rank.
+    """
+    if ranks == 1:
+        return 1.0
+    deviation = (ranks - 1) * (1 - block.choices / block.experts) / (tokens * ranks * block.choices)
+    return float(1 + (2 * torch.log(torch.tensor(float(ranks))) * deviation) ** 0.5)
+
+
+def counts_of(choices: Tensor, source: Tensor, ranks: int, experts: int) -> Tensor:
+    """Return (R, E) int64: the rows of each source rank for each expert, as an all-gather of the loads returns them."""
+    cell = source[:, None] * experts + choices
+    return torch.bincount(cell.flatten(), minlength=ranks * experts).view(ranks, experts)
+
+
+def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
+    """Return (N, K) int64: the rank to which each choice's row goes.
+
+    A source's rows for an expert fill its hosts in the order of ``shares``.
+    """
+    most = shares.rows.shape[2]
+    hosts = torch.tensor([[*its_hosts, *its_hosts[:1] * (most - len(its_hosts))] for its_hosts in shares.hosts])
+    if most == 1:
+        return hosts[choices, 0]
+    experts = shares.rows.shape[1]
+    cell = (source[:, None] * experts + choices).flatten()
+    order = cell.argsort(stable=True)
+    sizes = torch.bincount(cell, minlength=shares.rows.shape[0] * experts)
+    first = sizes.cumsum(0) - sizes
+    number = torch.empty_like(cell)
+    number[order] = torch.arange(len(cell)) - first[cell[order]]  # among the rows of its source and expert
+    ends = shares.rows.cumsum(2).view(-1, most)
+    place = (number[:, None] >= ends[cell]).sum(1)
+    return hosts[choices.flatten(), place].view_as(choices)
+
+
+def pairs_of(
+    destinations: Tensor, source: Tensor, ranks: int, deduplicate: bool, chosen: Tensor | None = None
+) -> Tensor:
+    """Return (R, R) int64: the rows that each source rank (first dimension) sends to each rank, itself included.
+
+    Args:
+        destinations: (N, K) int64, the rank of each choice's row.
+        source: (N,) int64, the rank of each token.
+        ranks: R.
+        deduplicate: count a token once for each rank that it goes to.
+        chosen: (N, K) bool, the rows that are counted; None: all.
+    """
+    cell = source[:, None] * ranks + destinations
+    left_out = ranks * ranks
+    if chosen is not None:
+        cell = cell.masked_fill(~chosen, left_out)
+    if deduplicate:
+        cell = cell.sort(dim=1).values
+        cell[:, 1:] = cell[:, 1:].masked_fill(cell[:, 1:] == cell[:, :-1], left_out)
+    return torch.bincount(cell.flatten(), minlength=left_out + 1)[:left_out].view(ranks, ranks)
+
+
+def travelling(pairs: Tensor) -> float:
+    """Return the rows of ``pairs`` that leave their rank."""
+    return float(pairs.sum() - pairs.diagonal().sum())

@@ -1,0 +1,16 @@
+"""A worker as those of peers are, with the plain batcher in place of hivemind: see test_children.py."""
+
+import time
+
+from benchmarks.runtime.batcher import BatcherServer
+from benchmarks.runtime.serving import InProcess, check
+from benchmarks.runtime.worker import answer_lines
+
+
+def served(expert):
+    print("what a library prints must not come between the answers")
+    return InProcess(BatcherServer(expert), expert, time.process_time)
+
+
+if __name__ == "__main__":
+    answer_lines(served, lambda: check(BatcherServer))

@@ -1,0 +1,46 @@
+"""Benchmarks of one table each: a run leaves a positive figure for every line that its page names."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPERATORS = ("gate_topk", "dispatch", "grouped_linear", "expert_activation", "combine", "router_losses")
+CALLS = {(name, way) for name in OPERATORS for way in ("raw", "Python", "recorded")}
+CALLS |= {(name, way) for name in ("build_routing", "gather_batch of 64") for way in ("raw", "Python")}
+WAYS = ("native calls", "no gradients", "recorded", "forward + backward")
+CALLS |= {(f"MoE, T {tokens}", way) for tokens in (1, 4, 16) for way in WAYS}
+PARTS = {("inference", t, part) for t in (1, 16) for part in ("MoE", "native calls", "experts", "router", "losses")}
+PARTS |= {("training", tokens, "MoE") for tokens in (1, 16)}
+
+
+def run(module, folder, *arguments):
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--output", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert (folder / f"{module}.md").read_text().count("|") > 20
+    return json.loads((folder / f"{module}.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "keys", "lines"),
+    [("host_cost", ("call", "way"), CALLS), ("layer_overhead", ("mode", "tokens", "name"), PARTS)],
+)
+def test_every_call_is_measured(module, keys, lines, tmp_path):
+    found = run(module, tmp_path, "--budget", "0.01")["microseconds"]
+    assert lines <= {tuple(one[key] for key in keys) for one in found}
+    assert all(one["median"] > 0 for one in found)
+
+
+@pytest.mark.slow
+def test_every_product_is_measured(tmp_path):
+    arguments = ["--rows", "2", "40", "--isas", "baseline", "--rounds", "1", "--weights", "int8|in, out"]
+    records = run("products", tmp_path, *arguments)["records"]
+    levels = {("bf16 (in, out)", rows): {"baseline", "torch.mm"} for rows in (2, 40)}
+    levels |= {("int8", rows): {"baseline"} for rows in (2, 40)}
+    assert {(one["kind"], one["rows"]): set(one["seconds"]) for one in records} == levels
+    assert all(spread["median"] > 0 for one in records for spread in one["seconds"].values())
+    assert (tmp_path / "products.md").read_text().count(" GB/s |") == 3  # the lines of 2 rows

@@ -1,0 +1,74 @@
+"""Which modules of Python sources import which, read from their text: for test_architecture.py and house.py."""
+
+import ast
+import re
+from pathlib import Path
+
+
+def imports(file, text):
+    """(module, at import time?) for every import in the Python file ``file``, relative names resolved."""
+    package = Path(file).with_suffix("").parts
+    tree = ast.parse(text)
+    lazy = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for test in ast.walk(tree):  # an import for the type checker alone never runs
+        if isinstance(test, ast.If) and ast.unparse(test.test).endswith("TYPE_CHECKING"):
+            if package[-1] == "__init__":  # names that a package also offers are found when somebody asks for them
+                test.body = []
+            lazy.update(node for statement in test.body for node in ast.walk(statement))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            for module in modules_named_in(tree if isinstance(node.args[0], ast.Name) else node.args[0]):
+                yield module, node not in lazy
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node not in lazy
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            if module == "pymoe":
+                for alias in node.names:
+                    yield f"pymoe.{alias.name}", node not in lazy
+            else:
+                yield module, node not in lazy
+
+
+def modules_named_in(tree):
+    """Modules of pymoe that strings in ``tree`` name, for ``import_module``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"pymoe(\.\w+)+", str(node.value)):
+            yield node.value
+
+
+def import_graph(sources):
+    """Module to the modules that it imports, at import time or later, of ``sources`` (name to file and text)."""
+    graph = {}
+    for name, (file, text) in sources.items():
+        found = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        found |= {module for module, _ in imports(file, text)}
+        found = {module for module in found if module in sources and module != name}
+        # An import from inside a package is none of its door: that runs first anyhow.
+        graph[name] = {module for module in found if not name.startswith(f"{module}.")}
+    return graph
+
+
+def circles(graph):
+    """The sets of modules that reach each other, sorted."""
+
+    def reached(start):
+        seen, todo = set(), [start]
+        while todo:
+            for module in graph[todo.pop()] - seen:
+                seen.add(module)
+                todo.append(module)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    return sorted({tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]})
