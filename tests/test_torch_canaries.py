@@ -177,6 +177,19 @@ def test_a_change_of_what_dispatch_writes_to_that_is_not_counted_is_told(monkeyp
         dispatch._edits_are_counted.__wrapped__()
 
 
+@pytest.mark.parametrize("function", ["enter_dual_level", "exit_dual_level"])
+def test_a_level_of_forward_mode_that_is_kept_elsewhere_is_told(function, monkeypatch):
+    monkeypatch.setattr(torch.autograd.forward_ad, function, lambda: 0)
+    with pytest.raises(RuntimeError, match="_current_level"):
+        canaries.transforms.__wrapped__()
+
+
+def test_names_are_tried_while_the_process_is_at_a_level_of_forward_mode():
+    """The first operator of a process was refused there: the canary entered a level of its own, within the other."""
+    with torch.autograd.forward_ad.dual_level():
+        canaries.transforms.__wrapped__()
+
+
 def with_gradient(_):
     return torch.ones(2, requires_grad=True)
 
