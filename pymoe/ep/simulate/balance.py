@@ -30,7 +30,7 @@ def placed(past: Tensor, counts: Tensor, replicas: int) -> Shares:
 
 def cloned(past: Tensor, counts: Tensor, clones: int, worth: int) -> Shares:
     """Return contiguous shards, with ``clones`` per rank for this step, planned from its own counts."""
-    return plan_clones(counts, clones, worth=worth)
+    return plan_clones(counts, clones, min_rows_to_clone=worth)
 
 
 def plans(worth: int) -> dict[str, Plan]:
