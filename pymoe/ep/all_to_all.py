@@ -7,7 +7,7 @@ starts each chunk by itself and waits for all. The gradient of either is the oth
 computation as forward passes do, and can be differentiated again.
 
 Autograd connects the start of an exchange with the wait for it by handles, tensors without elements: rows that are
-still under way are no values that it may look at.
+still under way are not values that it may read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RowPlan:
         if capacity_factor is not None:
             self.kept = _within_capacity(sharding, self.loads, self.tokens, top_k, capacity_factor)
         self.at_owners = self._rows_at_owners()
-        """(R, E): those of them that the experts' own ranks compute: all, unless others take clones."""
+        """(R, E): the part of these rows that the experts' owners compute: all of them, unless others take clones."""
         if sharding.max_recv_rows is not None:
             self._check_received(sharding.max_recv_rows)
         own, rank = self.at_owners[sharding.rank], sharding.rank
@@ -178,7 +178,7 @@ def _within_capacity(
 
 
 class AllToAll:
-    """One dispatch or combine of a call's rows; on demand it makes that of their gradients.
+    """One dispatch or combine of a call's rows; :attr:`gradients` is the exchange of their gradients.
 
     Args:
         counts: the rows that this rank sends and receives.

@@ -191,7 +191,7 @@ class WeightBroadcast:
     Args:
         sends: the experts whose weights travel.
         own: ``w_in``, ``w_out``, ``b_in`` and ``b_out`` of this rank's experts, stacked along them, or None.
-        dtype: in which they travel: that of the rows, to which autocast would cast them.
+        dtype: of the rows, in which the weights travel; autocast would cast them to it.
     """
 
     def __init__(self, sends: WeightSends, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
@@ -216,7 +216,7 @@ class WeightBroadcast:
         rows, weights = call(_WaitRowsAndWeights, handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
         parts = iter(weights.split(sizes, dim=1))
-        # Each is copied: kernels read the weights of an expert behind those of the one before.
+        # Each is copied, since kernels expect the weights of the experts one after the other in memory.
         return rows, [None if shape is None else next(parts).reshape(-1, *shape).contiguous() for shape in self._shapes]
 
 
@@ -246,7 +246,7 @@ class _Pack(torch.autograd.Function):
                 gradients.append(None)
                 continue
             total = torch.zeros(shape, dtype=dtype, device=grad.device)
-            # A rank takes an expert once, so the sums run in the order of ranks, whatever adds within a call.
+            # A rank takes an expert at most once, so each call adds once to an expert: sums run in the order of ranks.
             for experts, rows in zip(ctx.sent, part.split([len(experts) for experts in ctx.sent]), strict=True):
                 if experts:
                     index = torch.tensor(experts, device=grad.device)
@@ -259,8 +259,8 @@ class _Pack(torch.autograd.Function):
 class _WaitRowsAndWeights(torch.autograd.Function):
     """Wait for rows and weights in one node of the graph.
 
-    So every backward pass that sends gradients of the rows sends those of the weights, too, on all ranks: also on
-    those that have no clone.
+    So every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
+    including those without a clone.
     """
 
     @staticmethod

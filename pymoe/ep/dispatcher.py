@@ -141,9 +141,9 @@ class IndexedRows(NamedTuple):
     indices: Tensor
     """(N, K) int32, the experts of each row, within the chunk."""
     weights: Tensor | None
-    """(N, K), of these experts' outputs; None where a row has one expert, whose output goes back as it is."""
+    """(N, K), of these experts' outputs; None where a row has one expert, whose output goes back unchanged."""
     max_computed: int
-    """Upper bound of the number of indices that are those of experts."""
+    """Upper bound of the number of valid indices."""
 
 
 class IndexedDispatcher(TokenDispatcher):

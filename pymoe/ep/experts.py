@@ -86,7 +86,7 @@ class ShardedExperts(Experts):
         """Apply to the rows of every chunk their experts, as soon as they are there, and send the results back.
 
         Args:
-            handles: of the chunks that are under way, those of weights last.
+            handles: of the rows of each chunk under way, then of the weights that travel with them.
             dispatcher: of the call.
             meanwhile: work to do once the weights of clones are under way.
 
@@ -243,7 +243,7 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
     if local.device.type != "cpu":
         local.copy_(torch.empty(shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)[list(experts)])
         return
-    # Numbers follow each other there whatever they are drawn into, so the whole need not be in memory at once.
+    # On the CPU random numbers do not depend on the sizes of draws, so the whole need not be in memory at once.
     places = {expert: place for place, expert in enumerate(experts)}
     for expert in range(shape[0]):
         drawn = torch.empty(shape[1:], dtype=local.dtype).uniform_(-bound, bound)

@@ -34,12 +34,12 @@ from pymoe.reference.types import Gate, RouterLosses
 
 
 class ShardedMoE(MoE):
-    """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it of one.
+    """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it from one.
 
     Its calls are collective: every rank of the group calls the layer equally often, each with its own tokens, of which
-    there may be none, and runs the backward pass of all calls that have one, in the same order: backward passes are not
-    compared, and gradients are wrong where ranks run those of several calls in different orders. Attributes, options
-    and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
+    there may be none, and runs the backward passes of the same calls in the same order. Backward passes are not
+    compared: gradients are wrong if ranks run the backward passes of several calls in different orders. Attributes,
+    options and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
     A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
     travel in padded buffers. A rank that raises later, or in a backward pass, cannot tell them: they wait for its rows
@@ -81,7 +81,7 @@ class ShardedMoE(MoE):
         """Send every token of this rank through its experts, wherever they are.
 
         Args:
-            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any but float64
+            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any except float64
                 inside ``torch.autocast``). There may be no tokens; other ranks may have more or fewer.
 
         Returns:

@@ -38,7 +38,7 @@ class RoutingTables(NamedTuple):
 
 
 def shard_ranges(num_experts: int, ranks: int) -> list[range]:
-    """Return the positions of every rank: those of ``torch.chunk``, as ``Shard(0)`` of a DTensor has them.
+    """Return the positions of every rank, as ``torch.chunk`` and ``Shard(0)`` of a DTensor divide them.
 
     Six experts on four ranks are 2, 2, 2 and 0.
 
@@ -221,7 +221,7 @@ class PositionLayout:
 
 
 def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayout:
-    """Return the layout of a parameter of a layer, or of a tensor that is stacked as it is.
+    """Return the layout of a parameter of a layer, or of a tensor that is stacked in the same way.
 
     Args:
         parameter: with as many positions as the layer has experts.
@@ -230,7 +230,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
     Raises:
         ValueError: the parameter is not cut along its experts alone.
     """
-    # FSDP's placement on the ranks with the same experts is no Shard, but has a dimension, too.
+    # FSDP's placement on the ranks with the same experts is not a Shard, and has a dimension as well.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
         seen = parameter.placements if isinstance(parameter, DTensor) else type(parameter).__name__
         raise ValueError(f"MoE {sharding.title}: experts must be a DTensor cut along the experts, got {seen}")
