@@ -52,7 +52,7 @@ class ShardedMoE(MoE):
 
     experts: ShardedExperts
     sharding: ExpertSharding
-    """The ranks of the experts, and the options of :func:`pymoe.ep.shard`."""
+    """The ranks of the experts, such as ``owner`` and ``own_experts``, and the options of :func:`pymoe.ep.shard`."""
     last_rows: list[int] | None = None
     """(R,): the number of rows that each rank computed in the last call, those of clones included; None before the
     first, and with ``transport="padded"``."""
