@@ -48,7 +48,7 @@ class Trained:
         if options is not None:
             world = dist.get_world_size()
             mesh = init_device_mesh("cpu", (world // options.ep, options.ep), mesh_dim_names=("edp", "ep"))
-            ep.shard(self.model, mesh["ep"], chunks=options.chunks, clones=options.clones, worth=1)
+            ep.shard(self.model, mesh["ep"], chunks=options.chunks, clones=options.clones, min_rows_to_clone=1)
             blocks = {"blocks": list(self.model.blocks)} if options.kind == "fsdp" else {}
             self.called = ep.data_parallel(self.model, mesh, kind=options.kind, **blocks)
         # Where some parameters are DTensors and others are not, AdamW takes them one by one.

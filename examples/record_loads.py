@@ -56,7 +56,7 @@ def main() -> int:
     load = recorded(block, options.file)
     print(f"{options.file}: {load.title}")
     for ranks in (2, 4, 8):
-        found = simulate(block, ranks, load.tokens // ranks, load, chunks=(1,), worth=1)
+        found = simulate(block, ranks, load.tokens // ranks, load, chunks=(1,), min_rows_to_clone=1)
         balances = ", ".join(f"{one.name} {one.imbalance:.2f}" for one in found.balances)
         rows = " or ".join(f"{one.rows:.2f}" for one in found.traffic)
         print(f"{ranks} ranks: fullest rank over the mean: {balances}; rows a token, each or once a rank: {rows}")

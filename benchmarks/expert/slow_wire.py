@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.expert.work import leave
 from pymoe import ep
-from pymoe.ep.exchange import Crossing
+from pymoe.ep.all_to_all import AllToAll
 from pymoe.nn import MoE
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 512, 64, 8, 2
@@ -30,19 +30,19 @@ class Wire:
     def __init__(self, seconds_of_all: float) -> None:
         self._cost, self._free = seconds_of_all / (TOKENS * TOP_K), 0.0
         self._due: dict[int, float] = {}
-        start, finish = Crossing._start, Crossing._finish
+        start, finish = AllToAll._start, AllToAll.wait
 
-        def started(crossing: Any, chunk: int, out: Any, rows: Any, received: Any, sent: Any) -> None:
-            start(crossing, chunk, out, rows, received, sent)
-            crossing._under_way[chunk][0].wait()
+        def started(exchange: Any, chunk: int, out: Any, rows: Any, received: Any, sent: Any) -> None:
+            start(exchange, chunk, out, rows, received, sent)
+            exchange._under_way[chunk][0].wait()
             self._free = max(self._free, time.perf_counter()) + rows.shape[0] * self._cost
-            self._due[id(crossing), chunk] = self._free  # type: ignore[index]
+            self._due[id(exchange), chunk] = self._free  # type: ignore[index]
 
-        def finished(crossing: Any, chunk: int) -> Any:
-            time.sleep(max(0.0, self._due.pop((id(crossing), chunk)) - time.perf_counter()))  # type: ignore[call-overload]
-            return finish(crossing, chunk)
+        def finished(exchange: Any, chunk: int) -> Any:
+            time.sleep(max(0.0, self._due.pop((id(exchange), chunk)) - time.perf_counter()))  # type: ignore[call-overload]
+            return finish(exchange, chunk)
 
-        Crossing._start, Crossing._finish = started, finished  # type: ignore[method-assign, assignment]
+        AllToAll._start, AllToAll.wait = started, finished  # type: ignore[method-assign, assignment]
 
 
 class Sleep(torch.autograd.Function):

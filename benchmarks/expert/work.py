@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.common.comparison import relative_error, verdict
 from benchmarks.expert.torch_peer import TorchExpertParallel
 from pymoe import ep
-from pymoe.ep import agreement, exchange
+from pymoe.ep import agreement, all_to_all
 from pymoe.nn import MoE
 
 ALONE, PEER, PEER_MOVES = "one process", "torch", "torch, pymoe's products"
@@ -78,7 +78,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for owner, name in ((exchange.Crossing, "_finish"), (agreement.Announcement, "read")):
+        for owner, name in ((all_to_all.AllToAll, "wait"), (agreement.CountExchange, "read")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...
     for parameter in layer.parameters():
         parameter.grad = None
     if not isinstance(layer, MoE) or isinstance(layer, ep.ShardedMoE):
-        dist.barrier(getattr(getattr(layer, "arrangement", None), "group", None))
+        dist.barrier(getattr(getattr(layer, "sharding", None), "group", None))
     waits.seconds = 0.0
     wall, processor, thread = time.perf_counter(), time.process_time(), time.thread_time()
     y = layer(x)

@@ -1,10 +1,12 @@
-"""What ranks tell each other before rows travel: how many rows go where, and that all of them make the same call.
+"""Checks that all ranks of a group do the same, and the count exchange that precedes the rows of every call.
 
-One all-gather of int32 numbers a call of a layer, and one read of them by the host, unless rows travel in padded
-buffers (:mod:`pymoe.ep.padded`). Its length is the same for all layers of a group, so that ranks in different layers
-understand each other, too: whoever disagrees in a forward makes every rank raise, where the rows' exchange would hang
-or mix them up. Backward passes announce nothing: ranks that run those of several calls in different orders are not
-noticed.
+Before functions such as ``shard`` change a model, :func:`assert_same_on_all_ranks` compares descriptions of it.
+
+Before the rows of a call travel, a :class:`CountExchange` tells every rank how many rows go where, and compares the
+calls: one all-gather of int32 numbers, and one read of them by the host, unless rows travel in padded buffers. Messages
+have the same length for all layers of a group, so that ranks in different layers understand each other, too. Where
+ranks disagree in a forward, all of them raise; the all-to-all of the rows would hang or mix rows up. Backward passes
+exchange no counts: ranks that run those of several calls in different orders are not noticed.
 """
 
 from __future__ import annotations
@@ -14,30 +16,146 @@ import functools
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pymoe._errors import describe_error
-from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.errors import GroupError
-from pymoe.ep.groups import most_announced
+from pymoe._gloo_at_exit import wait_for_gloo_at_exit
+from pymoe.ep.sharding import ExpertSharding
 from pymoe.reference import checks
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
-LARGEST = 3e38  # a capacity factor in a message, as a float32
+MAX_CAPACITY_FACTOR = 3e38  # in a message, as a float32
 FAILED = 1
+MAX_OPTIONS = 256
 
-_layers: dict[int, str] = {}  # titles of layers, by what stands for them in a message
-_options: dict[int, str] = {}  # the same of options of layers, of the calls of late
-MOST_OPTIONS = 256
+_titles: dict[int, str] = {}  # titles of layers, by their numbers in messages
+_options: dict[int, str] = {}  # options of layers in recent calls, by their numbers in messages
 _PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
 
 
-class Call(NamedTuple):
-    """What must be the same on all ranks of a group in one call of a layer, as whole numbers."""
+class GroupError(RuntimeError):
+    """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
+
+    Where ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
+    raises it, from the same call, before any row was sent: the group can be used afterwards. (The rank that has failed
+    raises its own error.) Where rows or counts did not arrive, because a rank has died or is late, the group cannot be
+    used any more.
+    """
+
+    def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.layer = layer
+        """Name of the layer in its model."""
+        self.ranks = ranks
+        """The ranks that the message is about, numbered within the group; empty where they are not known."""
+
+    def __reduce__(self) -> tuple[type[GroupError], tuple[str, str, tuple[int, ...]]]:
+        return type(self), (str(self), self.layer, self.ranks)
+
+
+def lost_rank(sharding: ExpertSharding, what: str, error: BaseException) -> GroupError:
+    """Return the error for a collective that the process group could not finish."""
+    return GroupError(
+        f"MoE {sharding.title}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
+        f"took longer than the group's timeout ({describe_error(error)})",
+        sharding.layer,
+    )
+
+
+# Comparison of descriptions, where a model is changed.
+
+Description = dict[str, dict[str, Any]]
+"""For every kind of thing (such as ``"layer"``) a description of each, by name."""
+
+
+def assert_same_on_all_ranks(
+    function: str, group: dist.ProcessGroup, mine: Description, problem: Exception | None
+) -> None:
+    """Raise on all ranks of a group unless all of them give equal descriptions.
+
+    Args:
+        function: the public function that the ranks have called.
+        group: the ranks; all of them call this.
+        mine: this rank's description.
+        problem: the reason why this rank cannot go on; this rank raises it, the others :class:`GroupError`.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (None if problem is None else describe_error(problem), mine), group=group)
+    if problem is not None:
+        raise problem
+    for rank, (error, theirs) in enumerate(gathered):
+        if error is not None:
+            raise GroupError(f"{function}: rank {rank} of the group failed: {error}", "", (rank,))
+        for kind in mine:
+            _raise_unless_equal(function, kind, mine[kind], theirs[kind], rank)
+
+
+def _raise_unless_equal(function: str, kind: str, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> None:
+    for name in sorted(mine.keys() | theirs.keys()):
+        here, there = mine.get(name, "none"), theirs.get(name, "none")
+        if here != there:
+            raise GroupError(
+                f"{function}: all ranks of the group must have the same {kind} {name!r}, got "
+                f"{_difference(here, there)} on rank {rank}",
+                name if kind == "layer" else "",
+                (rank,),
+            )
+
+
+def _difference(here: Any, there: Any) -> str:
+    """Return the first difference: a part of layers that both ranks have, or else the whole descriptions."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
+        return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
+    here, there = (one["options"] if isinstance(one, dict) else one for one in (here, there))
+    return f"{here} here and {there}"
+
+
+# State that all layers over one group share. All ranks call shard in the same order, so all count alike.
+
+
+@dataclass
+class _GroupState:
+    models: int = 0
+    max_counts: int = 0
+
+
+_states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
+
+
+def next_model_number(group: dist.ProcessGroup) -> int:
+    """Return the number of a new model that is sharded over a group: 1, then 2, ..."""
+    wait_for_gloo_at_exit()
+    state = _states.setdefault(group, _GroupState())
+    state.models += 1
+    return state.models
+
+
+def register_layer(sharding: ExpertSharding) -> None:
+    """Note a layer's title for errors, and its number of counts for the length of messages in its group."""
+    layer_number(sharding.title)
+    state = _states.setdefault(sharding.group, _GroupState())
+    state.max_counts = max(state.max_counts, sharding.num_counts)
+
+
+def layer_number(title: str) -> int:
+    """Return the number of a layer in messages, and remember its title for errors."""
+    number = zlib.crc32(title.encode()) & 0x7FFFFFFF
+    _titles[number] = title
+    return number
+
+
+# The count exchange of a call.
+
+
+class CallSignature(NamedTuple):
+    """The properties of a call that must be equal on all ranks of a group, as whole numbers."""
 
     layer: int
     experts: int
@@ -51,10 +169,10 @@ class Call(NamedTuple):
     options: int
 
     def shown(self, field: str) -> str:
-        """Return one of the numbers as what it stands for."""
+        """Return the meaning of one of the numbers."""
         value: int = getattr(self, field)
         if field == "layer":
-            return _layers.get(value, f"unknown ({value})")
+            return _titles.get(value, f"unknown ({value})")
         if field == "options":
             return _options.get(value, "others")
         if field == "experts_need_gradients":
@@ -80,132 +198,134 @@ MEANING = {
     "capacity": "its capacity_factor",
     "options": "the options of its router, experts and losses",
 }
-HEADER = len(MEANING) + 2  # and whether the rank has failed, and its number of tokens
+HEADER = len(MEANING) + 2  # the signature, then FAILED or 0, then the number of tokens
 
 
-def message_length(numbers: int) -> int:
-    """Return how many int32 numbers a rank sends where it announces so many, such as the loads of its experts."""
-    return -(-(HEADER + numbers) // BLOCK) * BLOCK
-
-
-class Announced(NamedTuple):
-    """What all ranks have said."""
-
-    loads: list[list[int]]
-    """(R, E): for how many of its slots each rank chose each expert, before any were dropped."""
-    tokens: list[int]
-    """How many tokens each rank has."""
-    rows: list[list[int]]
-    """(R, n): how many rows each rank sends to each destination; none if that follows from the loads."""
-
-
-def call_of(
-    arrangement: Arrangement,
+def call_signature(
+    sharding: ExpertSharding,
     rows_TH: Tensor,
     weights_TK: Tensor,
     experts: Iterable[tuple[str, Tensor]],
     top_k: int,
     capacity_factor: float | None,
     options: tuple[Any, ...],
-) -> Call:
-    """Return what this rank is about to do.
+) -> CallSignature:
+    """Return the signature of the call that this rank is about to make.
 
     Args:
-        arrangement: of the layer.
+        sharding: of the layer.
         rows_TH: (T, H), the tokens as they will travel.
         weights_TK: (T, K), of the gate.
         experts: the parameters of this rank's experts, and their names.
         top_k: K.
         capacity_factor: of the layer, or None. Compared as float32.
-        options: what else rows and gradients depend on, as names and values in turns.
+        options: all other options on which rows and gradients depend, as alternating names and values.
     """
     recorded = torch.is_grad_enabled()
-    return Call(
-        number_of(arrangement.title),
-        arrangement.num_experts,
+    factor = None if capacity_factor is None else min(capacity_factor, MAX_CAPACITY_FACTOR)
+    return CallSignature(
+        layer_number(sharding.title),
+        sharding.num_experts,
         rows_TH.shape[1],
         checks.FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
         sum(1 << _PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
-        int(recorded and arrangement.deduplicate and weights_TK.requires_grad),
+        int(recorded and sharding.deduplicate and weights_TK.requires_grad),
         top_k,
-        0 if capacity_factor is None else struct.unpack("<i", struct.pack("<f", min(capacity_factor, LARGEST)))[0],
-        _number_of_options(options),
+        0 if factor is None else struct.unpack("<i", struct.pack("<f", factor))[0],
+        _options_number(options),
     )
 
 
-class Announcement:
+def message_length(counts: int) -> int:
+    """Return the length of a rank's message, in int32 numbers, for so many counts, such as the loads of experts."""
+    return -(-(HEADER + counts) // BLOCK) * BLOCK
+
+
+class ExchangedCounts(NamedTuple):
+    """The counts of all ranks."""
+
+    loads: list[list[int]]
+    """(R, E): the number of slots for which each rank chose each expert, before any were dropped."""
+    tokens: list[int]
+    """(R,): the number of tokens of each rank."""
+    rows: list[list[int]]
+    """(R, n): the rows that each rank sends to each destination; empty if they follow from the loads."""
+
+
+class CountExchange:
     """An all-gather under way. It begins when it is made; every rank of the group must make one.
 
     Args:
-        arrangement: of the layer.
-        call: what this rank is about to do; None if it cannot, and tells the others why.
-        numbers: (n,) int32, as many as the arrangement announces: for how many slots each expert was chosen here, and
-            rows for each destination.
+        sharding: of the layer.
+        signature: of the call; None if this rank cannot make it, and tells the others why.
+        counts: (n,) int32, ``sharding.num_counts`` of them: the load of each expert here, then rows for destinations.
         tokens: T.
-        error: why this rank cannot go on.
+        error: the reason why this rank cannot go on.
     """
 
     def __init__(
         self,
-        arrangement: Arrangement,
-        call: Call | None,
-        numbers: Tensor | None = None,
+        sharding: ExpertSharding,
+        signature: CallSignature | None,
+        counts: Tensor | None = None,
         tokens: int = 0,
         error: BaseException | None = None,
     ) -> None:
-        self._arrangement = arrangement
-        length = message_length(max(arrangement.announced, most_announced(arrangement.group)))
-        device = torch.device(arrangement.mesh.device_type) if numbers is None else numbers.device
-        if call is not None and numbers is not None:
-            head = _on_device((*call, 0, tokens), device)
-            mine = torch.cat([head, numbers, numbers.new_zeros(length - HEADER - numbers.shape[0])])
+        self._sharding = sharding
+        state = _states.get(sharding.group)  # none where this process has unpickled the layer
+        length = message_length(max(sharding.num_counts, 0 if state is None else state.max_counts))
+        device = torch.device(sharding.mesh.device_type) if counts is None else counts.device
+        if signature is not None and counts is not None:
+            header = _on_device((*signature, 0, tokens), device)
+            message = torch.cat([header, counts, counts.new_zeros(length - HEADER - counts.shape[0])])
         else:
-            mine = torch.tensor(_why(arrangement, error, length), dtype=torch.int32).to(device)
-        self._all = mine.new_empty(arrangement.ranks * length)
-        self._mine = mine  # must be there until the work is done
+            message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
+        self._gathered = message.new_empty(sharding.ranks * length)
+        self._message = message  # must be there until the work is done
         try:
-            self._work = all_gather(self._all, mine, arrangement.group)
+            self._work = all_gather(self._gathered, message, sharding.group)
         except RuntimeError as lost:
-            raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
+            raise lost_rank(sharding, "the counts of rows", lost) from lost
 
     def wait(self) -> Tensor:
-        """Wait for what all ranks have said; return it, unread, as (R, n) int32.
+        """Wait for the messages of all ranks; return them, unread, as (R, n) int32.
 
         Raises:
             GroupError: a rank is gone.
         """
-        arrangement = self._arrangement
         try:
             self._work.wait()
         except RuntimeError as lost:
-            raise lost_rank(arrangement, "the announcement of its rows", lost) from lost
-        return self._all.view(arrangement.ranks, -1)
+            raise lost_rank(self._sharding, "the counts of rows", lost) from lost
+        return self._gathered.view(self._sharding.ranks, -1)
 
-    def read(self) -> Announced:
-        """Wait for what all ranks have said, and read it.
+    def read(self) -> ExchangedCounts:
+        """Wait for the messages of all ranks, compare their signatures, and return their counts.
 
         Raises:
             GroupError: ranks disagree, one of them cannot go on, or one is gone.
         """
-        arrangement = self._arrangement
-        said: list[list[int]] = self.wait().tolist()  # the one read of a call
-        raise_for_difference(arrangement, said)
-        rows, end = HEADER + arrangement.num_experts, HEADER + arrangement.announced
-        return Announced(
-            [one[HEADER:rows] for one in said], [one[HEADER - 1] for one in said], [one[rows:end] for one in said]
+        sharding = self._sharding
+        messages: list[list[int]] = self.wait().tolist()  # the one read of a call
+        raise_for_difference(sharding, messages)
+        rows, end = HEADER + sharding.num_experts, HEADER + sharding.num_counts
+        return ExchangedCounts(
+            [one[HEADER:rows] for one in messages],
+            [one[HEADER - 1] for one in messages],
+            [one[rows:end] for one in messages],
         )
 
 
-def tell_failure(arrangement: Arrangement, error: BaseException) -> None:
-    """Tell the other ranks that this one has failed before it could announce its rows: they raise, too."""
-    with contextlib.suppress(GroupError):  # which is what all ranks are told
-        Announcement(arrangement, None, error=error).read()
+def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
+    """Tell the other ranks that this one has failed before it could send its counts: they raise, too."""
+    with contextlib.suppress(GroupError):  # which all ranks get
+        CountExchange(sharding, None, error=error).read()
 
 
 @contextlib.contextmanager
-def while_others_wait(arrangement: Arrangement) -> Iterator[None]:
-    """Say in errors of this rank, raised after its announcement, that the others do not learn of them."""
+def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
+    """Add to errors of this rank, raised after its counts were sent, that the others do not learn of them."""
     try:
         yield
     except GroupError:
@@ -213,8 +333,8 @@ def while_others_wait(arrangement: Arrangement) -> Iterator[None]:
     except Exception as error:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(
-                f"MoE {arrangement.title}: this rank had announced its rows already; other ranks of the "
-                f"group that have not failed, too, wait for them until this process ends or the group's timeout is over"
+                f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
+                f"failed, too, wait for its rows until this process ends or the group's timeout is over"
             )
         raise
 
@@ -226,83 +346,59 @@ def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
     return dist.all_gather_into_tensor(output, mine, group=group, async_op=True)
 
 
-def lost_rank(arrangement: Arrangement, what: str, error: BaseException) -> GroupError:
-    """Return the error for a collective that the process group could not finish."""
-    return GroupError(
-        f"MoE {arrangement.title}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
-        f"took longer than the group's timeout ({describe_error(error)})",
-        arrangement.layer,
-    )
-
-
-def number_of(title: str) -> int:
-    """Return what stands for a layer in messages, and remember its title for errors."""
-    number = zlib.crc32(title.encode()) & 0x7FFFFFFF
-    _layers[number] = title
-    return number
-
-
-def raise_for_difference(arrangement: Arrangement, said: list[list[int]]) -> None:
-    """Raise unless all ranks are about to do the same.
+def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) -> None:
+    """Raise unless all ranks are about to make the same call.
 
     Args:
-        arrangement: of the layer.
-        said: for every rank its message, or the first ``HEADER`` numbers of it.
+        sharding: of the layer.
+        messages: of every rank, or the first ``HEADER`` numbers of each.
 
     Raises:
         GroupError: ranks disagree, or one of them cannot go on.
     """
-    _raise_for_failures(arrangement, said)
-    _raise_for_disagreement(arrangement, [Call(*one[: len(MEANING)]) for one in said])
+    failed = tuple(rank for rank, message in enumerate(messages) if message[HEADER - 2] == FAILED)
+    if failed:
+        text = "".join(map(chr, messages[failed[0]][HEADER:])).rstrip("\0") or "its own error says why"
+        raise GroupError(
+            f"MoE {sharding.title}: rank {failed[0]} of the expert-parallel group failed before it sent rows: {text}",
+            sharding.layer,
+            failed,
+        )
+    signatures = [CallSignature(*message[: len(MEANING)]) for message in messages]
+    for field in MEANING:
+        values = [getattr(signature, field) for signature in signatures]
+        if len(set(values)) > 1:
+            usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
+            others = tuple(rank for rank, value in enumerate(values) if value != usual)
+            seen = ", ".join(f"rank {rank}: {signature.shown(field)}" for rank, signature in enumerate(signatures))
+            raise GroupError(
+                f"MoE {sharding.title}: the ranks of an expert-parallel group must agree on {MEANING[field]}, got "
+                f"{seen}",
+                sharding.layer,
+                others,
+            )
 
 
-@functools.lru_cache(maxsize=MOST_OPTIONS, typed=True)
-def _number_of_options(options: tuple[Any, ...]) -> int:
+@functools.lru_cache(maxsize=MAX_OPTIONS, typed=True)
+def _options_number(options: tuple[Any, ...]) -> int:
     text = ", ".join(f"{name}={value!r}" for name, value in zip(options[::2], options[1::2], strict=True))
     number = zlib.crc32(text.encode()) & 0x7FFFFFFF
-    if len(_options) >= MOST_OPTIONS:  # of coefficients that change in every step
+    if len(_options) >= MAX_OPTIONS:  # coefficients that change in every step would fill it without end
         _options.clear()
-        _number_of_options.cache_clear()
+        _options_number.cache_clear()
     _options[number] = text
     return number
 
 
 @functools.lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 numbers on a device; those of calls like earlier ones are there already."""
+    """Return int32 numbers on a device; those of recent calls are there already."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _why(arrangement: Arrangement, error: BaseException | None, length: int) -> list[int]:
-    """Return a message that carries an error's text in place of a load, a character a number."""
+def _failure_message(sharding: ExpertSharding, error: BaseException | None, length: int) -> list[int]:
+    """Return a message that carries an error's text in place of counts, a character a number."""
     text = "" if error is None else describe_error(error)
-    head = [number_of(arrangement.title), *[0] * (HEADER - 3), FAILED, 0]
-    return (head + [ord(character) for character in text] + [0] * length)[:length]
-
-
-def _raise_for_failures(arrangement: Arrangement, said: list[list[int]]) -> None:
-    failed = tuple(rank for rank, one in enumerate(said) if one[HEADER - 2] == FAILED)
-    if failed:
-        text = "".join(map(chr, said[failed[0]][HEADER:])).rstrip("\0") or "its own error says why"
-        raise GroupError(
-            f"MoE {arrangement.title}: rank {failed[0]} of the expert-parallel group failed before it sent rows: "
-            f"{text}",
-            arrangement.layer,
-            failed,
-        )
-
-
-def _raise_for_disagreement(arrangement: Arrangement, calls: list[Call]) -> None:
-    for field in MEANING:
-        values = [getattr(call, field) for call in calls]
-        if len(set(values)) > 1:
-            usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
-            others = tuple(rank for rank, value in enumerate(values) if value != usual)
-            seen = ", ".join(f"rank {rank}: {call.shown(field)}" for rank, call in enumerate(calls))
-            raise GroupError(
-                f"MoE {arrangement.title}: the ranks of an expert-parallel group must agree on {MEANING[field]}, got "
-                f"{seen}",
-                arrangement.layer,
-                others,
-            )
+    header = [layer_number(sharding.title), *[0] * (HEADER - 3), FAILED, 0]
+    return (header + [ord(character) for character in text] + [0] * length)[:length]

@@ -1,31 +1,41 @@
-"""Clones of hot experts for one step, planned from that step's own counts.
+"""Clones of hot experts for one call (the shadow experts of FasterMoE, He et al., PPoPP 2022).
 
-The shadow experts of FasterMoE (He et al., PPoPP 2022) as a plan that every rank makes for itself: the counts were
-all-gathered, and the plan is a pure function of them, integers only. The weights of a clone travel once, forward, and
-its gradient comes back once, so a clone pays off from a number of rows that depends on the machine: ``worth``.
+Every rank plans them by itself: the counts have been exchanged, and the plan is a pure function of them, in integers
+only, so it costs no message. The rows of clones travel in one more chunk, the last. The weights of a clone are sent
+once, to the ranks that compute with it, while these compute with their own experts, and its gradient comes back once.
+So a clone pays off from a number of rows that depends on the machine: ``min_rows_to_clone``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from pymoe.ep.placement import Shares, check_counts, contiguous, share_rows
+from pymoe.ep.agreement import ExchangedCounts
+from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
+from pymoe.ep.placement import Shares, check_counts, contiguous, divide_rows, share_rows
+from pymoe.ep.sharding import ExpertSharding
+from pymoe.ops.function_calls import call
 from pymoe.reference import checks
+from pymoe.reference.types import Routing
 
 
-def plan_clones(counts: Tensor, clones: int, *, worth: int = 1, owner: Sequence[int] | None = None) -> Shares:
-    """Return who computes which rows when ranks with few rows take clones of the experts of ranks with many.
+def plan_clones(
+    counts: Tensor, clones: int, *, min_rows_to_clone: int = 1, owner: Sequence[int] | None = None
+) -> Shares:
+    """Return the shares of ranks when those with few rows take clones of the experts of those with many.
 
-    Greedy: while the fullest rank can give at least ``worth`` rows of one expert to the emptiest rank that may take
-    another clone, it gives as many as bring neither of them across the mean, of the expert of which that is the most.
-    So the fullest rank never gets fuller. Ties go to the lower rank and the lower expert.
+    Greedy: while the fullest rank can give at least ``min_rows_to_clone`` rows of one expert to the emptiest rank that
+    may take another clone, it gives as many as bring neither of them across the mean, of the expert of which that is
+    the most. So the fullest rank never gets fuller. Ties go to the lower rank and the lower expert.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
-        clones: how many clones a rank may take, at least 0.
-        worth: the fewest rows for which an expert is cloned, at least 1.
+        clones: the most clones that a rank may take, at least 0.
+        min_rows_to_clone: the fewest rows for which an expert is cloned, at least 1.
         owner: (E,), the rank that holds each expert; None: the shards of :func:`pymoe.ep.placement.contiguous`.
 
     Returns:
@@ -37,52 +47,235 @@ def plan_clones(counts: Tensor, clones: int, *, worth: int = 1, owner: Sequence[
     """
     check_counts("plan_clones", counts)
     checks.integer("plan_clones", "clones", clones, 0, None, "at least 0")
-    checks.integer("plan_clones", "worth", worth, 1, None, "at least 1")
+    checks.integer("plan_clones", "min_rows_to_clone", min_rows_to_clone, 1, None, "at least 1")
     ranks, experts = counts.shape
     owners = contiguous(experts, ranks).owner if owner is None else tuple(owner)
     if len(owners) != experts or not all(0 <= rank < ranks for rank in owners):
         raise ValueError(f"plan_clones: owner must have {experts} ranks in 0..{ranks - 1}, got {list(owners)}")
-    return share_rows(counts.long(), *balance(counts.sum(0).tolist(), owners, ranks, clones, worth))
+    return share_rows(
+        counts.long(), *_hosts_and_quotas(counts.sum(0).tolist(), owners, ranks, clones, min_rows_to_clone)
+    )
 
 
-def balance(
-    rows: Sequence[int], owners: Sequence[int], ranks: int, clones: int, worth: int
+def _hosts_and_quotas(
+    rows: Sequence[int], owners: Sequence[int], ranks: int, clones: int, min_rows_to_clone: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the hosts of each expert, and how many of its rows each of them computes, as :func:`plan_clones` does.
+    """Return the hosts of each expert, and the rows of it that each of them computes.
 
     Args:
         rows: (E,), of each expert.
         owners: (E,), the rank that holds each.
         ranks: R.
-        clones: how many a rank may take.
-        worth: the fewest rows for which an expert is cloned.
+        clones: as for :func:`plan_clones`.
+        min_rows_to_clone: the same.
     """
-    held = _balanced(rows, owners, ranks, clones, worth)
-    hosts = [sorted(at, key=lambda rank: (rank != owners[expert], rank)) for expert, at in enumerate(held)]
-    return hosts, [[at[rank] for rank in its_hosts] for at, its_hosts in zip(held, hosts, strict=True)]
-
-
-def _balanced(rows: Sequence[int], owners: Sequence[int], ranks: int, clones: int, worth: int) -> list[dict[int, int]]:
-    """For every expert the rows of it that each of its hosts computes."""
-    held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]
+    held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]  # by expert: rows at each host
     filled = [0] * ranks
     for rank, number in zip(owners, rows, strict=True):
         filled[rank] += number
-    room = [clones] * ranks
+    clones_left = [clones] * ranks
     mean = -(-sum(rows) // ranks)
     while True:
         fullest = max(range(ranks), key=lambda rank: (filled[rank], -rank))
-        free = [rank for rank in range(ranks) if room[rank] and rank != fullest]
+        free = [rank for rank in range(ranks) if clones_left[rank] and rank != fullest]
         if not free:
-            return held
+            break
         to = min(free, key=lambda rank: (filled[rank], rank))
         most = min(filled[fullest] - mean, mean - filled[to])
         candidates = [(min(at[fullest], most), -e) for e, at in enumerate(held) if fullest in at and to not in at]
         moved, expert = max(candidates, default=(0, 0))
-        if moved < worth:
-            return held
+        if moved < min_rows_to_clone:
+            break
         held[-expert][fullest] -= moved
         held[-expert][to] = moved
         filled[fullest] -= moved
         filled[to] += moved
-        room[to] -= 1
+        clones_left[to] -= 1
+    hosts = [sorted(at, key=lambda rank: (rank != owners[expert], rank)) for expert, at in enumerate(held)]
+    return hosts, [[at[rank] for rank in its_hosts] for at, its_hosts in zip(held, hosts, strict=True)]
+
+
+class RowPlanWithClones(RowPlan):
+    """The rows of a call with the clones that :func:`plan_clones` finds; arguments are those of :class:`RowPlan`."""
+
+    def __init__(
+        self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None
+    ) -> None:
+        super().__init__(sharding, exchanged, top_k, capacity_factor)
+        if any(self._clones):
+            rank = sharding.rank
+            own = self._rows[rank]
+            self.counts.sent.append([sum(own[e][place] for e, place in clones) for clones in self._clones])
+            self.counts.received.append([sum(rows[e][place] for e, place in self._clones[rank]) for rows in self._rows])
+            self.weight_sends = self._weight_sends()
+
+    def rows_of_ranks(self) -> list[int]:
+        """Return the number of rows that each rank computes, of its experts and of clones."""
+        of_clones = [sum(rows[e][place] for rows in self._rows for e, place in clones) for clones in self._clones]
+        return [own + more for own, more in zip(super().rows_of_ranks(), of_clones, strict=True)]
+
+    def rows_by_expert(self, chunk: int) -> list[list[int]]:
+        """Return the rows of a chunk that this rank receives from every rank for each of the chunk's experts here."""
+        if chunk < self.sharding.chunks:
+            return super().rows_by_expert(chunk)
+        clones = self._clones[self.sharding.rank]
+        return [[rows[e][place] for e, place in clones] for rows in self._rows]
+
+    def in_send_order(self, routing: Routing) -> Routing:
+        """Return a routing in which the rows for clones are behind all others, sorted by the rank they go to.
+
+        The first rows for an expert go to its owner, and the next to the ranks of its clones.
+
+        Args:
+            routing: of the choices that this rank sends, in the order of ``sharding.send_order``.
+        """
+        if self.weight_sends is None:
+            return routing
+        order = self.sharding.send_order
+        own = self._rows[self.sharding.rank]
+        starts, start = {}, 0
+        for expert in order:
+            for place, rows in enumerate(own[expert]):
+                starts[expert, place] = start
+                start += rows
+        pieces = [(e, 0) for e in order] + [piece for clones in self._clones for piece in clones]
+        lengths = [own[e][place] for e, place in pieces]
+        device = routing.slot.device
+        shift = torch.tensor([starts[piece] for piece in pieces]) - torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        moved = torch.stack([shift, torch.tensor(lengths)]).to(device)
+        places = torch.arange(start, device=device)
+        came_from = moved[0].repeat_interleave(moved[1], output_size=start) + places
+        token = routing.token.clone()
+        token[:start] = routing.token[came_from]
+        new_place = torch.empty_like(places, dtype=torch.int32)
+        new_place[came_from] = places.int()
+        slot = routing.slot
+        if start:
+            slot = torch.where(slot < 0, slot, new_place[slot.clamp(min=0).long()])
+        return Routing(slot, token, routing.offsets)
+
+    def _rows_at_owners(self) -> list[list[int]]:
+        sharding = self.sharding
+        total = [sum(column) for column in zip(*self.kept, strict=True)]
+        hosts, quotas = _hosts_and_quotas(
+            total,
+            sharding.owner,
+            sharding.ranks,
+            clones=sharding.clones,
+            min_rows_to_clone=sharding.min_rows_to_clone,
+        )
+        self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), as Shares has them
+        # By rank: its clones, each an expert and its place among the hosts of it; sorted as their weights arrive.
+        self._clones: list[list[tuple[int, int]]] = [[] for _ in range(sharding.ranks)]
+        for expert in sharding.order or range(sharding.num_experts):
+            for place, rank in enumerate(hosts[expert][1:], 1):
+                self._clones[rank].append((expert, place))
+        return [[rows[0] for rows in of_rank] for of_rank in self._rows]
+
+    def _weight_sends(self) -> WeightSends:
+        sharding = self.sharding
+        own = set(sharding.own_experts)
+        experts = [[e for e, _ in clones if e in own] for clones in self._clones]
+        received = [0] * sharding.ranks
+        for expert, _ in self._clones[sharding.rank]:
+            received[sharding.owner[expert]] += 1
+        return WeightSends(experts, RowCounts(sharding, [[len(sent) for sent in experts]], [received]))
+
+
+class WeightBroadcast:
+    """The weights of a call's clones under way, in one exchange with a row of all parameters for each expert.
+
+    It starts before a rank computes with its own experts and ends when the rows for the clones are needed; so does the
+    exchange of their gradients in a backward pass.
+
+    Args:
+        sends: the experts whose weights travel.
+        own: ``w_in``, ``w_out``, ``b_in`` and ``b_out`` of this rank's experts, stacked along them, or None.
+        dtype: of the rows, in which the weights travel; autocast would cast them to it.
+    """
+
+    def __init__(self, sends: WeightSends, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
+        self._shapes = [None if one is None else one.shape[1:] for one in own]
+        place = {expert: place for place, expert in enumerate(sends.counts.sharding.own_experts)}
+        sent = [[place[expert] for expert in experts] for experts in sends.experts]
+        rows: Tensor = call(_Pack, sent, dtype, *(one for one in own if one is not None))
+        self._exchange = AllToAll(sends.counts, rows.shape[0], rows)
+        (self._handle,) = start_dispatch(rows, self._exchange)
+
+    def wait_with_rows(self, handle: Tensor, exchange: AllToAll, chunk: int) -> tuple[Tensor, list[Tensor | None]]:
+        """Wait for the rows of the clones and for their weights.
+
+        Args:
+            handle: of the rows.
+            exchange: of the rows.
+            chunk: in which they come.
+
+        Returns:
+            The rows (n, H), rank by rank, and the four parameters, stacked along the clones.
+        """
+        rows, weights = call(_WaitRowsAndWeights, handle, self._handle, exchange, chunk, self._exchange)
+        sizes = [shape.numel() for shape in self._shapes if shape is not None]
+        parts = iter(weights.split(sizes, dim=1))
+        # Each is copied, since kernels expect the weights of the experts one after the other in memory.
+        return rows, [None if shape is None else next(parts).reshape(-1, *shape).contiguous() for shape in self._shapes]
+
+
+class _Pack(torch.autograd.Function):
+    """Copy the experts that are sent, rank by rank, into rows of all their parameters."""
+
+    @staticmethod
+    def forward(sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:
+        index = torch.tensor([place for places in sent for place in places], device=own[0].device).long()
+        return torch.cat([one.index_select(0, index).flatten(1).to(dtype) for one in own], dim=1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.sent, _, *own = inputs
+        ctx.own = [(one.shape, one.dtype) for one in own]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        recorded = torch.is_grad_enabled()
+        if not any(ctx.sent) and not recorded:
+            return None, None, *(None for _ in ctx.own)
+        sizes = [shape[1:].numel() for shape, _ in ctx.own]
+        gradients: list[Tensor | None] = []
+        parts = zip(ctx.own, grad.split(sizes, dim=1), ctx.needs_input_grad[2:], strict=True)
+        for (shape, dtype), part, is_needed in parts:
+            if not is_needed:
+                gradients.append(None)
+                continue
+            total = torch.zeros(shape, dtype=dtype, device=grad.device)
+            # A rank takes an expert at most once, so each call adds once to an expert: sums run in the order of ranks.
+            for experts, rows in zip(ctx.sent, part.split([len(experts) for experts in ctx.sent]), strict=True):
+                if experts:
+                    index = torch.tensor(experts, device=grad.device)
+                    rows = rows.to(dtype).reshape(-1, *shape[1:])
+                    total = total.index_add(0, index, rows) if recorded else total.index_add_(0, index, rows)
+            gradients.append(total)
+        return None, None, *gradients
+
+
+class _WaitRowsAndWeights(torch.autograd.Function):
+    """Wait for rows and weights in one node of the graph.
+
+    So every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
+    including those without a clone.
+    """
+
+    @staticmethod
+    def forward(
+        handle: Tensor, weights_handle: Tensor, exchange: AllToAll, chunk: int, weights_exchange: AllToAll
+    ) -> tuple[Tensor, Tensor]:
+        return exchange.wait(chunk), weights_exchange.wait(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, _, ctx.exchange, ctx.chunk, ctx.weights_exchange = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        need_rows, need_weights = ctx.needs_input_grad[:2]
+        rows = start_combine(grad_rows, ctx.exchange.gradients, ctx.chunk) if need_rows else None
+        weights = start_combine(grad_weights, ctx.weights_exchange.gradients, 0) if need_weights else None
+        return rows, weights, None, None, None

@@ -11,22 +11,29 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.exchange import Crossing, arrive, send_back
-from pymoe.ep.labels import LabelledCrossing, apply_labelled
-from pymoe.ep.layouts import as_in_one_process, as_placed, layout_of, local_of, local_part
-from pymoe.ep.lending import Lent
+from pymoe.ep.all_to_all import RowPlan, start_combine, wait_dispatch
+from pymoe.ep.clones import WeightBroadcast
+from pymoe.ep.dispatcher import IndexedDispatcher, IndexedRows, TokenDispatcher
+from pymoe.ep.sharding import (
+    ExpertSharding,
+    in_expert_order,
+    in_placed_order,
+    local_data,
+    local_tensor,
+    position_layout,
+)
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import operators
+from pymoe.reference.types import Routing
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")
-everywhere: WeakSet[ShardedExperts] = WeakSet()
-"""All that there are in this process."""
+all_sharded_experts: WeakSet[ShardedExperts] = WeakSet()
+"""Every ShardedExperts of this process."""
 
 
-def leave(parameter: nn.Parameter, function: str) -> None:
-    """Note that a function of :mod:`pymoe.ep` has put another parameter in the place of this one."""
-    parameter.left_by_pymoe_ep = function  # type: ignore[attr-defined]
+def mark_replaced(parameter: nn.Parameter, function: str) -> None:
+    """Note that a function of :mod:`pymoe.ep` has replaced a parameter by another."""
+    parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 
 class ShardedExperts(Experts):
@@ -34,30 +41,30 @@ class ShardedExperts(Experts):
 
     Its parameters have the names and shapes of the whole layer's. They are DTensors, cut along the experts
     (``Shard(0)`` on the group's mesh); ``to_local()`` has this rank's. After :func:`pymoe.ep.redistribute` the expert
-    at position p is ``arrangement.order[p]``; ``state_dict()`` has every expert at its own place.
+    at position p is ``sharding.order[p]``; ``state_dict()`` has expert e at position e.
     """
 
-    arrangement: Arrangement
+    sharding: ExpertSharding
     gradient_divisor: int | None = None
-    """What each call divides its gradients of parameters by; None before :func:`pymoe.ep.data_parallel` sets it."""
+    """Number by which each call divides its gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
     moves = 0
-    """How often experts have changed their positions."""
+    """Number of times that experts have changed their positions."""
 
-    def spread(self, arrangement: Arrangement, made: dict[int, nn.Parameter]) -> None:
+    def shard_parameters(self, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
         """Keep this rank's experts.
 
         Args:
-            arrangement: of the layer.
-            made: parameters that were spread before, by the id of what they were: shared ones stay shared.
+            sharding: of the layer.
+            made: the parameters that were sharded before, by the ids of their originals: shared ones stay shared.
         """
-        self.arrangement = arrangement
-        everywhere.add(self)
+        self.sharding = sharding
+        all_sharded_experts.add(self)
         for name in NAMES:
             whole = getattr(self, name)
             if whole is not None:
                 if id(whole) not in made:
-                    made[id(whole)] = _own_part(whole, arrangement)
-                    leave(whole, "shard")
+                    made[id(whole)] = _own_part(whole, sharding)
+                    mark_replaced(whole, "shard")
                 setattr(self, name, made[id(whole)])
 
     @torch.no_grad()
@@ -69,78 +76,72 @@ class ShardedExperts(Experts):
             bound = weight.shape[-1] ** -0.5
             for parameter in (weight, bias):
                 if parameter is not None:
-                    positions = layout_of(parameter, self.arrangement).own
-                    order = self.arrangement.order or range(self.num_experts)
-                    _draw(parameter.shape, bound, local_part(parameter), [order[place] for place in positions])
+                    positions = position_layout(parameter, self.sharding).own
+                    order = self.sharding.order or range(self.num_experts)
+                    _draw(parameter.shape, bound, local_data(parameter), [order[place] for place in positions])
 
     def forward(  # type: ignore[override]
-        self,
-        tokens: tuple[Tensor, ...],
-        crossing: Crossing | LabelledCrossing,
-        home: Crossing,
-        meanwhile: Callable[[], None] | None = None,
+        self, handles: tuple[Tensor, ...], dispatcher: TokenDispatcher, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Tensor, ...]:
-        """Apply to the rows of every chunk their experts, as soon as they are there, and send them back.
+        """Apply to the rows of every chunk their experts, as soon as they are there, and send the results back.
 
         Args:
-            tokens: of the chunks that are under way, those of weights last.
-            crossing: by which they come.
-            home: by which they go back.
-            meanwhile: what there is to do once the weights of clones are under way.
+            handles: of the rows of each chunk under way, then of the weights that travel with them.
+            dispatcher: of the call.
+            meanwhile: work to do once the weights of clones are under way.
 
         Returns:
-            The tokens of the way back.
+            The handles of the combine.
         """
-        own = [self._own(name) for name in NAMES]
-        by_chunk: list[Sequence[Any]] = list(zip(*map(self._by_chunk, own), strict=True))
-        if isinstance(crossing, LabelledCrossing):
-            how: dict[str, Any] = {"activation": self.activation, "ops": operators(self.backend)}
+        own = [self._local_parameter(name) for name in NAMES]
+        by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
+        if isinstance(dispatcher, IndexedDispatcher):
             return tuple(
-                send_back(apply_labelled(crossing.arrive(tokens, chunk), *parts, **how), home, chunk)
+                start_combine(self._apply_by_index(dispatcher.wait(handles, chunk), *parts), dispatcher.combine, chunk)
                 for chunk, parts in enumerate(by_chunk)
             )
-        loan = crossing.plan.loan
-        lent = None if loan is None else Lent(loan, own, crossing.dtype)
+        plan, exchange = dispatcher.plan, dispatcher.dispatch
+        broadcast = None if plan.weight_sends is None else WeightBroadcast(plan.weight_sends, own, exchange.dtype)
         if meanwhile is not None:
             meanwhile()
         back = []
-        for chunk, token in enumerate(tokens):
+        for chunk, handle in enumerate(handles):
             parts: Sequence[Any]
-            if lent is not None and chunk == self.arrangement.chunks:
-                rows, parts = lent.arrive(token, crossing, chunk)
+            if broadcast is not None and chunk == self.sharding.chunks:
+                rows, parts = broadcast.wait_with_rows(handle, exchange, chunk)
             else:
-                rows, parts = arrive(token, crossing, chunk), by_chunk[chunk]
-            back.append(send_back(self._apply_to_chunk(rows, chunk, crossing, *parts), home, chunk))
+                rows, parts = wait_dispatch(handle, exchange, chunk), by_chunk[chunk]
+            back.append(start_combine(self._apply_to_chunk(rows, chunk, plan, *parts), dispatcher.combine, chunk))
         return tuple(back)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Note a copy, too, among all that are spread."""
+        """Register a copy, too."""
         super().__setstate__(state)
-        everywhere.add(self)
+        all_sharded_experts.add(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.arrangement.order is not None:
+        if self.sharding.order is not None:
             for name, parameter in self.named_parameters(recurse=False):
-                spread: Any = parameter.detach()
-                destination[prefix + name] = as_in_one_process(spread, self.arrangement)
+                placed: Any = parameter.detach()
+                destination[prefix + name] = in_expert_order(placed, self.sharding)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self.named_parameters(recurse=False):
             given: Any = state_dict.get(prefix + name)
             known = isinstance(given, DTensor) or type(given) in (Tensor, nn.Parameter)
             if known and isinstance(parameter, DTensor) and given.shape == parameter.shape:
-                state_dict[prefix + name] = self._as_own(given.detach(), parameter)
+                state_dict[prefix + name] = self._in_own_layout(given.detach(), parameter)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _as_own(self, given: Tensor, parameter: DTensor) -> Tensor:
-        """Return what a file or another model has of a parameter, in the layout and order of this one."""
-        order = self.arrangement.order
+    def _in_own_layout(self, given: Tensor, parameter: DTensor) -> Tensor:
+        """Return the value of a parameter in a file or another model in the layout and order of this one."""
+        order = self.sharding.order
         if isinstance(given, DTensor):
             if order is None:
                 return given
             if (given.device_mesh, given.placements) == (parameter.device_mesh, parameter.placements):
-                return as_placed(given, self.arrangement)
+                return in_placed_order(given, self.sharding)
             given = given.full_tensor()
         # From whole tensors, as a model in one process saves them, each rank takes its part.
         if order is not None:
@@ -153,45 +154,68 @@ class ShardedExperts(Experts):
         self,
         rows: Tensor,
         chunk: int,
-        crossing: Crossing,
+        plan: RowPlan,
         w_in: Tensor,
         w_out: Tensor,
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
+        """Return (N, H): for every row the output of its expert, which follows from the plan."""
         if w_in.shape[0] == 0:
-            # No expert, and no row. Still the parameters get their gradients, without elements, and the backward pass
-            # takes part in the exchange.
-            nothing = sum(part.sum() for part in (w_in, w_out, b_in, b_out) if part is not None)
-            return rows + torch.as_tensor(nothing).to(rows.dtype)
-        ops = operators(self.backend)
+            return _without_experts(rows, w_in, w_out, b_in, b_out)
         # Products take rows in the order of experts, and those of an expert in the order of ranks: then every sum over
         # rows is that of one process with the tokens of all ranks. On the CPU they find them where they are; on CUDA,
         # where torch's grouped product may be the faster one and takes sorted rows alone, rows move.
-        experts, number = crossing.plan.expert_of_rows(chunk, rows.device)
+        ops = operators(self.backend)
+        experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
-        sorted_rows = number == 1 or self.arrangement.ranks == 1
+        sorted_rows = number == 1 or plan.sharding.ranks == 1
         moves = rows.is_cuda and not sorted_rows
         order = None if moves or sorted_rows else routing.token
         inner = ops.dispatch(rows, routing) if moves else rows
         inner = ops.grouped_linear(inner, w_in, routing.offsets, b_in, order=order)
         inner = ops.expert_activation(inner, self.activation)
-        outer = ops.grouped_linear(inner, w_out, routing.offsets, b_out, order=order)
+        outer: Tensor = ops.grouped_linear(inner, w_out, routing.offsets, b_out, order=order)
         return ops.combine(outer, routing) if moves else outer
 
-    def _own(self, name: str) -> Tensor | None:
+    def _apply_by_index(
+        self,
+        received: IndexedRows,
+        w_in: Tensor,
+        w_out: Tensor,
+        b_in: Tensor | None,
+        b_out: Tensor | None,
+    ) -> Tensor:
+        """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
+
+        Rows of an expert are computed in the order in which they came, rank by rank, so that sums over them are those
+        of one process with the tokens of all ranks. A row without an expert becomes zero.
+        """
+        rows, indices, weights, max_computed = received
+        if w_in.shape[0] == 0:
+            return _without_experts(rows, w_in, w_out, b_in, b_out, weights)
+        ops = operators(self.backend)
+        slot, token, offsets = ops.build_routing(indices, w_in.shape[0], foreign_experts=True)
+        routing = Routing(slot, token[:max_computed], offsets)
+        inner = ops.grouped_linear(ops.dispatch(rows, routing), w_in, offsets, b_in)
+        inner = ops.expert_activation(inner, self.activation)
+        outer = ops.grouped_linear(inner, w_out, offsets, b_out)
+        combined: Tensor = ops.combine(outer, routing, weights)
+        return combined
+
+    def _local_parameter(self, name: str) -> Tensor | None:
         """Return this rank's part of a parameter, in the graph of the call."""
         parameter = getattr(self, name)
-        return None if parameter is None else self._with_divided_gradient(local_of(parameter))
+        return None if parameter is None else self._with_divided_gradient(local_tensor(parameter))
 
-    def _by_chunk(self, own: Tensor | None) -> Sequence[Tensor | None]:
-        """Return the experts of every chunk, of one parameter."""
-        chunks = self.arrangement.chunks
+    def _split_by_chunk(self, own: Tensor | None) -> Sequence[Tensor | None]:
+        """Return one parameter of the experts of every chunk."""
+        chunks = self.sharding.chunks
         if own is None:
             return [None] * chunks
         if chunks == 1:
             return [own]
-        return own.split([len(cut[self.arrangement.rank]) for cut in self.arrangement.cuts])
+        return own.split([len(by_rank[self.sharding.rank]) for by_rank in self.sharding.chunk_experts])
 
     def _with_divided_gradient(self, local: Tensor) -> Tensor:
         # In the graph of the call, and not by a hook of the parameter: that one would be lost with a parameter that
@@ -205,12 +229,21 @@ class ShardedExperts(Experts):
         return local
 
 
+def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:
+    """Return ``rows``, of which there are none, in the graph of parameters and weights.
+
+    These get their gradients, without elements, and the backward pass takes part in the exchanges.
+    """
+    nothing: Any = sum(part.sum() for part in parts if part is not None)
+    return rows + torch.as_tensor(nothing).to(rows.dtype)
+
+
 def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]) -> None:
-    """Draw a parameter uniformly in ±bound, and keep some experts."""
+    """Draw a whole parameter uniformly in ±bound, and keep the rows of some experts."""
     if local.device.type != "cpu":
         local.copy_(torch.empty(shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)[list(experts)])
         return
-    # Numbers follow each other there whatever they are drawn into, so the whole need not be in memory at once.
+    # On the CPU random numbers do not depend on the sizes of draws, so the whole need not be in memory at once.
     places = {expert: place for place, expert in enumerate(experts)}
     for expert in range(shape[0]):
         drawn = torch.empty(shape[1:], dtype=local.dtype).uniform_(-bound, bound)
@@ -218,15 +251,15 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
             local[places[expert]] = drawn
 
 
-def _own_part(whole: nn.Parameter, arrangement: Arrangement) -> nn.Parameter:
-    own = arrangement.spans[arrangement.rank]
+def _own_part(whole: nn.Parameter, sharding: ExpertSharding) -> nn.Parameter:
+    own = sharding.ranges[sharding.rank]
     part = whole.detach()[own.start : own.stop].clone(memory_format=torch.contiguous_format)
-    spread = DTensor.from_local(
+    sharded = DTensor.from_local(
         part,
-        arrangement.mesh,
+        sharding.mesh,
         [Shard(0)],
         run_check=False,
         shape=whole.shape,
         stride=torch.empty(whole.shape, device="meta").stride(),
     )
-    return nn.Parameter(spread, requires_grad=whole.requires_grad)
+    return nn.Parameter(sharded, requires_grad=whole.requires_grad)

@@ -1,4 +1,4 @@
-"""Gradients of models whose experts are spread over ranks: averaged over all ranks, and clipped by one norm."""
+"""Gradients of models whose experts are spread over ranks: their mean over all ranks, and clipping by one norm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from pymoe.ep.comparison import compare
-from pymoe.ep.experts import ShardedExperts, leave
-from pymoe.ep.layer import rearrange
-from pymoe.ep.layouts import local_part
+from pymoe.ep.agreement import assert_same_on_all_ranks
+from pymoe.ep.experts import ShardedExperts, mark_replaced
+from pymoe.ep.layer import update_sharding
+from pymoe.ep.sharding import local_data
 from pymoe.reference import checks
 
 
@@ -33,12 +33,13 @@ def data_parallel(
     """Make every gradient the mean over all ranks of ``mesh`` of the gradients of their losses.
 
     For a loss L_r on rank r of R, every parameter p gets ``(1 / R) * sum over r of dL_r / dp``, the gradient of the
-    mean of all losses. What a rank has a copy of (router, attention, ...) is averaged over all ranks. An expert's
-    gradient has come from all ranks of its group already, with their rows: it is summed over the ranks that have the
-    same expert, and divided by R, too. So a learning rate means the same for all parameters, on any number of ranks.
+    mean of all losses. Gradients of parameters of which each rank has a copy (router, attention, ...) are averaged over
+    all ranks. An expert's gradient has come from all ranks of its group already, with their rows: it is summed over the
+    ranks that have the same expert, and divided by R, too. So a learning rate means the same for all parameters, on any
+    number of ranks.
 
-    Ranks that have the same experts take those of the first of them, the way DDP gives all ranks its parameters of rank
-    0, unless ``init_sync=False`` is among the options. What ``fully_shard`` cuts of the rest must be the same on all
+    Ranks that have the same experts take those of the first of them, as all ranks of DDP take the parameters of rank 0,
+    unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must be the same on all
     ranks, as without experts.
 
     Gradients accumulate over several backward passes as in the module that does the work: with DDP's ``no_sync()``, or
@@ -46,17 +47,17 @@ def data_parallel(
     gradients are DTensors and others are not.
 
     Args:
-        model: what :func:`shard` has been called with. Cast it before, as for DDP and FSDP by themselves, copy it
+        model: the model that was given to :func:`shard`. Cast it before, as for DDP and FSDP by themselves, copy it
             before, and make optimizers afterwards.
         mesh: two dimensions, ranks with the same experts and ranks of an expert-parallel group, in this order:
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))``, where ``model`` has been sharded over
             ``mesh["ep"]`` or the group of the same ranks; or that one dimension alone.
-        kind: ``"ddp"`` for ``DistributedDataParallel``, in which every rank holds all of the rest; ``"fsdp"`` for
-            ``fully_shard``, which cuts that over all ranks, and each expert's parameters over the ranks that have it.
+        kind: ``"ddp"`` for ``DistributedDataParallel``, in which every rank holds all other parameters; ``"fsdp"`` for
+            ``fully_shard``, which cuts these over all ranks, and each expert's parameters over the ranks that have it.
         blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; with
             ``"fsdp"`` alone.
         options: further arguments of ``DistributedDataParallel``, or of every call of ``fully_shard``. An ``mp_policy``
-            with a ``param_dtype`` needs a mesh of two dimensions, of which the first may be 1: on one dimension nothing
+            with a ``param_dtype`` needs a mesh of two dimensions, the first of which may be 1: on one dimension nothing
             casts the experts. Where ``fully_shard`` cuts or casts experts, every rank needs some. Parameters that the
             model tells DDP to ignore stay ignored.
 
@@ -73,16 +74,16 @@ def data_parallel(
     experts = _experts_of(model, mesh)
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
-    everyone = _all_ranks(mesh)
+    data_parallel_mesh = _flattened(mesh)
     if options.get("init_sync", True):  # as DDP calls it
-        _take_from_first_twin(experts, mesh)
-    rearrange(model, set(experts.values()), everyone=everyone)
+        _broadcast_from_first_replica(experts, mesh)
+    update_sharding(model, set(experts.values()), data_parallel_mesh=data_parallel_mesh)
     if kind == "ddp":
-        parallel: nn.Module = _ddp(model, mesh, everyone, experts, options)
+        parallel: nn.Module = _ddp(model, mesh, data_parallel_mesh, experts, options)
     else:
-        parallel = _fsdp(model, mesh, everyone, experts, blocks, options)
+        parallel = _fsdp(model, mesh, data_parallel_mesh, experts, blocks, options)
     for one in experts.values():
-        # The rest of the mean, over the ranks with the same experts, is taken after the backward pass.
+        # The other part of the mean, over the ranks with the same experts, is taken after the backward pass.
         one.gradient_divisor = mesh.size(mesh.ndim - 1)
     return parallel
 
@@ -98,22 +99,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that the norm of all of them together is at most ``max_norm``; in place.
 
-    What ``torch.nn.utils.clip_grad_norm_`` does, for parameters of which some are whole on every rank and others are
-    DTensors on one mesh or several: each expert counts once, wherever it is. All ranks call this for the same
-    parameters, after the gradients of what every rank has a copy of have been summed or averaged over the ranks, as
-    :func:`data_parallel` does: then all get the same norm, and otherwise each another one. The host waits
-    for nothing (but with ``error_if_nonfinite``).
+    This is ``torch.nn.utils.clip_grad_norm_`` for models in which some parameters are whole on every rank and others
+    are DTensors on one mesh or several: each expert counts once, wherever it is. All ranks call this for the same
+    parameters, after gradients of parameters that every rank has a copy of have been summed or averaged over the ranks,
+    as :func:`data_parallel` does; otherwise ranks get different norms. The host waits for nothing, except with
+    ``error_if_nonfinite``.
 
     Args:
-        parameters: those of the model; without a gradient they count as zero.
+        parameters: of the model; parameters without a gradient count as zero.
         max_norm: the greatest norm.
         norm_type: the p of the p-norm, above 0; ``math.inf`` for the largest element.
         error_if_nonfinite: raise if the norm is infinite or not a number.
-        group: ranks that have other parameters of the same model, as the stages of a pipeline have, whose gradients
-            belong to the norm, too.
+        group: ranks that have other parameters of the same model, such as stages of a pipeline, whose gradients belong
+            to the norm, too.
 
     Returns:
-        The norm before, a scalar in float64 whatever the gradients' dtype is.
+        The norm before clipping, a scalar in float64 for gradients of any dtype.
 
     Raises:
         TypeError: ``parameters`` are not tensors, or a number is not one.
@@ -131,7 +132,7 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            local = local_part(parameter.grad)
+            local = local_data(parameter.grad)
             local.mul_(factor.to(local.device))
     return total
 
@@ -156,17 +157,17 @@ def _number(name: str, value: object, meaning: str, is_right: Callable[[float], 
 def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
     """Return the p-th power of the p-norm of all gradients; the norm itself for infinity."""
     largest = p == float("inf")
-    # A key a way of being spread, in the same order on all ranks, also where some have no gradient.
+    # By mesh and placements, in the same order on all ranks, also where some have no gradient.
     gradients: dict[Any, list[Tensor]] = {None: []}
     for parameter in parameters:
         gradient = parameter.grad
-        spread = isinstance(parameter, DTensor)
+        sharded = isinstance(parameter, DTensor)
         if isinstance(gradient, DTensor) and any(isinstance(one, Partial) for one in gradient.placements):
-            gradient, spread = gradient.full_tensor(), False
-        key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) and spread else None
+            gradient, sharded = gradient.full_tensor(), False
+        key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) and sharded else None
         own = gradients.setdefault(key, [])
-        if gradient is not None and local_part(gradient).numel():
-            own.append(local_part(gradient))
+        if gradient is not None and local_data(gradient).numel():
+            own.append(local_data(gradient))
     device = parameters[0].device if parameters else torch.device("cpu")
     reduce = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -199,15 +200,15 @@ def _experts_of(model: nn.Module, mesh: object) -> dict[str, ShardedExperts]:
     for name, one in experts.items():
         if one.gradient_divisor is not None:
             raise ValueError(f"data_parallel: model must not have been given to it before, as {name!r} has")
-        group = dist.get_process_group_ranks(one.arrangement.group)
+        group = dist.get_process_group_ranks(one.sharding.group)
         if group != own:
             raise ValueError(
                 f"data_parallel: the last dimension of mesh must be the ranks over which layers are spread, got {own} "
                 f"and {name!r} spread over {group}"
             )
-        spread_over = one.arrangement.mesh.mesh_dim_names
-        if spread_over is not None and names is not None and names[-1] != spread_over[0] in names:
-            raise ValueError(f"data_parallel: the last dimension of mesh must be {spread_over[0]!r}, got {names}")
+        own_names = one.sharding.mesh.mesh_dim_names
+        if own_names is not None and names is not None and names[-1] != own_names[0] in names:
+            raise ValueError(f"data_parallel: the last dimension of mesh must be {own_names[0]!r}, got {names}")
     return experts
 
 
@@ -238,70 +239,70 @@ def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExpert
         )
     if kind == "fsdp" and _are_cut_further(mesh, options):
         for name, one in experts.items():
-            arrangement = one.arrangement
-            if not all(arrangement.shards):  # fully_shard has no gradients for a module without elements
+            sharding = one.sharding
+            if not all(sharding.experts_of_ranks):  # fully_shard has no gradients for a module without elements
                 raise ValueError(
                     f"data_parallel: every rank must have experts with kind='fsdp' and this mesh, got {name!r} with "
-                    f"{arrangement.num_experts} spread over {arrangement.ranks} ranks"
+                    f"{sharding.num_experts} spread over {sharding.ranks} ranks"
                 )
 
 
 @torch.no_grad()
-def _take_from_first_twin(experts: dict[str, ShardedExperts], mesh: DeviceMesh) -> None:
-    """Give all ranks that have the same experts those of the first of them, as DDP does with all else."""
+def _broadcast_from_first_replica(experts: dict[str, ShardedExperts], mesh: DeviceMesh) -> None:
+    """Give all ranks that have the same experts the weights of the first of them, as DDP does for other parameters."""
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return
     group = mesh.get_group(0)
     seen = {
         name: {
             "options": one.extra_repr(),
-            "placement": one.arrangement.order,
+            "placement": one.sharding.order,
             **{own: (tuple(whole.shape), str(whole.dtype)) for own, whole in one.named_parameters()},
         }
         for name, one in experts.items()
     }
-    compare("data_parallel", group, {"layer": seen}, None)
+    assert_same_on_all_ranks("data_parallel", group, {"layer": seen}, None)
     first = dist.get_process_group_ranks(group)[0]
     for one in experts.values():
         for parameter in one.parameters():
-            own = local_part(parameter)
+            own = local_data(parameter)
             if own.numel() and not own.is_meta:
                 dist.broadcast(own, first, group=group)
 
 
-def _all_ranks(mesh: DeviceMesh) -> DeviceMesh:
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
     """Return all ranks of a mesh as one dimension."""
     if mesh.ndim == 1:
         return mesh
     ranks = mesh.mesh.flatten().tolist()
-    everyone = dist.group.WORLD
-    if everyone is None or ranks != dist.get_process_group_ranks(everyone):
-        everyone = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(everyone, dist.ProcessGroup)
-    return DeviceMesh.from_group(everyone, mesh.device_type, mesh_dim_names=("dp",))
+    group = dist.group.WORLD
+    if group is None or ranks != dist.get_process_group_ranks(group):
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dp",))
 
 
 def _ddp(
     model: nn.Module,
     mesh: DeviceMesh,
-    everyone: DeviceMesh,
+    data_parallel_mesh: DeviceMesh,
     experts: dict[str, ShardedExperts],
     options: dict[str, Any],
 ) -> DistributedDataParallel:
-    spread = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
-    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *spread]
+    sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
+    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sharded]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapped = DistributedDataParallel(model, process_group=everyone.get_group(), **options)
+    wrapped = DistributedDataParallel(model, process_group=data_parallel_mesh.get_group(), **options)
     if mesh.ndim == 2 and mesh.size(0) > 1:
-        wrapped.register_forward_pre_hook(_AverageOfTwins(list(experts.values()), mesh))
+        wrapped.register_forward_pre_hook(_ReplicaAverage(list(experts.values()), mesh))
     return wrapped
 
 
-class _AverageOfTwins:
-    """A hook before each forward of DDP, after whose backward the gradients of experts are means over their twins.
+class _ReplicaAverage:
+    """Average the gradients of experts over the ranks that have the same ones; a hook before each forward of DDP.
 
-    Twins are the ranks that have the same experts. A new gradient comes divided, and is added to what there is. The
-    mean over twins takes both, and leaves as it is what has been averaged before: so DDP treats its own.
+    A new gradient is divided already, and added to the accumulated one. The mean is taken over the sum, which does not
+    change the part that has been averaged before: so DDP treats its own parameters.
     """
 
     def __init__(self, experts: list[ShardedExperts], mesh: DeviceMesh) -> None:
@@ -313,7 +314,7 @@ class _AverageOfTwins:
     def __call__(self, wrapped: nn.Module, _: Any) -> None:
         # As DDP does, in the forward: a backward pass belongs to it, wherever it is called.
         self._synchronises = wrapped.require_backward_grad_sync  # type: ignore[assignment]
-        # Every time anew, since parameters may have been replaced, frozen or thawed.
+        # Anew in every forward, since parameters may have been replaced, frozen or thawed.
         for hook in self._hooks:
             hook.remove()
         parameters = {id(own): own for one in self._experts for own in one.parameters() if own.requires_grad}
@@ -321,7 +322,7 @@ class _AverageOfTwins:
 
     def _average(self, parameter: Tensor) -> None:
         if self._synchronises and parameter.grad is not None:
-            gradient = local_part(parameter.grad)
+            gradient = local_data(parameter.grad)
             dist.all_reduce(gradient, group=self._group)
             gradient.div_(self._ranks)
 
@@ -329,7 +330,7 @@ class _AverageOfTwins:
 def _fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
-    everyone: DeviceMesh,
+    data_parallel_mesh: DeviceMesh,
     experts: dict[str, ShardedExperts],
     blocks: list[nn.Module],
     options: dict[str, Any],
@@ -344,12 +345,12 @@ def _fsdp(
             own.update(one.parameters())
     ignored = {"ignored_params": own | options.pop("ignored_params", set())} if own else {}
     for module in (*blocks, model):
-        fully_shard(module, mesh=everyone, **ignored, **options)
+        fully_shard(module, mesh=data_parallel_mesh, **ignored, **options)
     return model
 
 
 def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Return whether fully_shard treats experts: where several ranks have the same ones, or it is to cast them."""
+    """Return True if fully_shard is applied to experts: several ranks have the same ones, or it is to cast them."""
     return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
 
 
@@ -364,7 +365,7 @@ def _move_to_mesh(experts: ShardedExperts, mesh: DeviceMesh) -> None:
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             moved = DTensor.from_local(
-                local_part(parameter),
+                local_data(parameter),
                 mesh,
                 parameter.placements,
                 run_check=False,
@@ -372,4 +373,4 @@ def _move_to_mesh(experts: ShardedExperts, mesh: DeviceMesh) -> None:
                 stride=parameter.stride(),
             )
             setattr(experts, name, nn.Parameter(moved, requires_grad=parameter.requires_grad))
-            leave(parameter, "data_parallel")
+            mark_replaced(parameter, "data_parallel")

@@ -1,7 +1,7 @@
 """ShardedMoE: the mixture-of-experts layer whose experts are spread over the ranks of a group.
 
-The order of a call: gate; loads announced to all ranks; rows gathered into the send buffer; one read of what all ranks
-have announced; rows sent; shared experts; chunk by chunk: wait, compute, send back; the weighted sum. With
+The order of a call: gate; start of the count exchange; rows gathered into the send buffer; one read of the counts of
+all ranks; dispatch started; shared experts; chunk by chunk: wait, compute, start the combine; the weighted sum. With
 ``transport="padded"`` nothing is read.
 """
 
@@ -14,19 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import FSDPModule
 
-from pymoe.ep.agreement import Announcement, call_of, tell_failure, while_others_wait
-from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.duplicates import ShipmentOfTokens
-from pymoe.ep.exchange import collect
+from pymoe.ep.agreement import CountExchange, call_signature, report_failure, while_others_wait
+from pymoe.ep.all_to_all import wait_combine
+from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
-from pymoe.ep.padded import PaddedShipment
-from pymoe.ep.parameters import check_parameters
-from pymoe.ep.shipment import Shipment
+from pymoe.ep.sharding import ExpertSharding, local_tensor
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.networks import as_rows
 from pymoe.nn.options import operators
+from pymoe.nn.parameters import check_parameter
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
 from pymoe.ops.transforms import in_torch_func
@@ -35,16 +34,16 @@ from pymoe.reference.types import Gate, RouterLosses
 
 
 class ShardedMoE(MoE):
-    """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it of one.
+    """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it from one.
 
     Its calls are collective: every rank of the group calls the layer equally often, each with its own tokens, of which
-    there may be none, and runs the backward pass of all calls that have one, in the same order: backward passes are not
-    compared, and gradients are wrong where ranks run those of several calls in different orders. Attributes, options
-    and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
+    there may be none, and runs the backward passes of the same calls in the same order. Backward passes are not
+    compared: gradients are wrong if ranks run the backward passes of several calls in different orders. Attributes,
+    options and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
-    A rank that raises before its rows are announced (router, shapes, dtypes) tells the others, which read that unless
-    rows travel in padded buffers. After that, and in a backward pass, nothing can: they wait for rows that do not come,
-    until that process ends or the group's timeout is over, and raise :class:`GroupError` then; the group cannot be used
+    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
+    travel in padded buffers. A rank that raises later, or in a backward pass, cannot tell them: they wait for its rows
+    until its process ends or the group's timeout is over, and raise :class:`GroupError` then; the group cannot be used
     any more. So let a process end that has raised.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (which leaves a gap in the graph for it),
@@ -52,18 +51,18 @@ class ShardedMoE(MoE):
     """
 
     experts: ShardedExperts
-    arrangement: Arrangement
-    """Which rank has which experts."""
+    sharding: ExpertSharding
+    """The ranks of the experts, such as ``owner`` and ``own_experts``, and the options of :func:`pymoe.ep.shard`."""
     last_rows: list[int] | None = None
-    """(R,): how many rows each rank computed in the last call, clones among them; None before the first, and with
-    ``transport="padded"``."""
+    """(R,): the number of rows that each rank computed in the last call, those of clones included; None before the
+    first, and with ``transport="padded"``."""
     notes: Record
-    """What is noted on the device, with ``transport="padded"``."""
+    """Notes on the device, with ``transport="padded"``."""
     _loads: list[list[int]] | Tensor | None = None
 
     @property
     def last_loads(self) -> list[list[int]] | None:
-        """(R, E): for how many slots of each rank each expert was chosen in the last call; None before the first.
+        """(R, E): the number of slots of each rank for which each expert was chosen in the last call; None before.
 
         With ``transport="padded"`` this waits for the device.
         """
@@ -71,18 +70,18 @@ class ShardedMoE(MoE):
 
     @property
     def overflowed(self) -> Tensor | None:
-        """Scalar int64 on the device: how many rows have not fitted, in all calls so far; None with "exact".
+        """Scalar int64 on the device: the number of rows that did not fit in all calls so far; None with "exact".
 
-        ``overflowed.zero_()`` begins anew. Calls that are recomputed count again.
+        ``overflowed.zero_()`` starts a new count. Calls that are recomputed count again.
         """
-        return self.notes["overflowed"] if self.arrangement.transport == "padded" else None
+        return self.notes["overflowed"] if self.sharding.transport == "padded" else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         """Send every token of this rank through its experts, wherever they are.
 
         Args:
-            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any but float64
+            x: (..., H), any number of dimensions from one on, the dtype of the parameters (any except float64
                 inside ``torch.autocast``). There may be no tokens; other ranks may have more or fewer.
 
         Returns:
@@ -95,7 +94,7 @@ class ShardedMoE(MoE):
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
                 more rows than its room.
         """
-        arrangement = self.arrangement
+        sharding = self.sharding
         try:
             _check_mode(x)
             self._check_input(x)
@@ -103,27 +102,27 @@ class ShardedMoE(MoE):
             gate, logits_TE = self.router(x_TH)
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
-            check_parameters(arrangement, self.experts, self.shared, rows_TH)
+            _check_parameters(sharding, self.experts, self.shared, rows_TH)
             experts = self.experts.named_parameters()
             options = gate.experts.shape[1], self.capacity_factor, self._compared_options()
-            call = call_of(arrangement, rows_TH, gate.weights, experts, *options)
-            shipment = self._shipment(gate)
+            signature = call_signature(sharding, rows_TH, gate.weights, experts, *options)
+            dispatcher = self._dispatcher(gate)
         except Exception as error:
-            tell_failure(arrangement, error)
+            report_failure(sharding, error)
             raise
-        announcement = Announcement(arrangement, call, shipment.announced, x_TH.shape[0])
-        with while_others_wait(arrangement):
-            y_TH = self._exchanged(rows_TH, gate, logits_TE, shipment, announcement)
+        exchange = CountExchange(sharding, signature, dispatcher.own_counts, x_TH.shape[0])
+        with while_others_wait(sharding):
+            y_TH = self._exchanged(rows_TH, gate, logits_TE, dispatcher, exchange)
         output: Tensor = y_TH.reshape(x.shape)
         return output
 
     def extra_repr(self) -> str:
-        arrangement = self.arrangement
-        own = _shown(arrangement.own)
-        way = ", deduplicate=True" if arrangement.deduplicate else ""
-        if arrangement.transport != "exact":
-            way = f", transport={arrangement.transport!r}, room={arrangement.room}"
-        return f"{super().extra_repr()}, ranks={arrangement.ranks}, own experts: {own}{way}"
+        sharding = self.sharding
+        own = _shown(sharding.own_experts)
+        way = ", deduplicate=True" if sharding.deduplicate else ""
+        if sharding.transport != "exact":
+            way = f", transport={sharding.transport!r}, room={sharding.max_recv_rows}"
+        return f"{super().extra_repr()}, ranks={sharding.ranks}, own experts: {own}{way}"
 
     def _weight_of_input_dtype(self) -> Tensor:
         return self.router.weight  # the experts may be cut once more, in a wider dtype, until they are called
@@ -142,21 +141,22 @@ class ShardedMoE(MoE):
             of_losses = "aux_loss_coef", float(losses.aux_loss_coef), "z_loss_coef", float(losses.z_loss_coef)
         return *of_router, "activation", self.experts.activation, *of_losses
 
-    def _shipment(self, gate: Gate) -> Shipment:
-        arrangement = self.arrangement
-        options = arrangement, gate, gate.experts.shape[1], self.capacity_factor, operators(self.backend)
-        if arrangement.transport == "padded":
-            return PaddedShipment(*options, self.notes)
-        return ShipmentOfTokens(*options) if arrangement.deduplicate else Shipment(*options)
+    def _dispatcher(self, gate: Gate) -> TokenDispatcher:
+        sharding = self.sharding
+        options = sharding, gate, self.capacity_factor, operators(self.backend)
+        if sharding.transport == "padded":
+            return PaddedDispatcher(*options, self.notes)
+        return DeduplicatingDispatcher(*options) if sharding.deduplicate else TokenDispatcher(*options)
 
     def _exchanged(
-        self, rows_TH: Tensor, gate: Gate, logits_TE: Tensor, shipment: Shipment, announcement: Announcement
+        self, rows_TH: Tensor, gate: Gate, logits_TE: Tensor, dispatcher: TokenDispatcher, exchange: CountExchange
     ) -> Tensor:
-        """Return the layer's output (T, H) of rows that have been announced."""
-        shipment.pack(rows_TH, announcement)
-        weights_TK, losses = self._with_losses(gate, logits_TE, shipment)
+        """Return the layer's output (T, H) of rows whose counts are under way."""
+        rows_SH = dispatcher.pack(rows_TH, exchange)
+        weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
 
-        tokens = shipment.depart(weights_TK)
+        handles = dispatcher.start(rows_SH, weights_TK)
+        del rows_SH  # the exchange holds it as long as it is needed
         shared: list[Tensor] = []
 
         def compute_shared() -> None:
@@ -165,39 +165,76 @@ class ShardedMoE(MoE):
 
         # Weights of clones leave when the experts are called, where FSDP has gathered them; without clones shared
         # experts do not wait for that.
-        meanwhile = compute_shared if self.arrangement.clones else None
+        meanwhile = compute_shared if self.sharding.clones else None
         if meanwhile is None:
             compute_shared()
-        y_SH = collect(self.experts(tokens, shipment.crossing, shipment.home, meanwhile), shipment.home)
-        y_TH = shipment.unpack(y_SH, weights_TK)
+        y_SH = wait_combine(self.experts(handles, dispatcher, meanwhile), dispatcher.combine)
+        y_TH = dispatcher.unpack(y_SH, weights_TK)
         for shared_TH in shared:
             y_TH = y_TH + shared_TH
 
-        self._loads, self.last_rows = shipment.loads, shipment.rows_of_ranks()
+        self._loads, self.last_rows = dispatcher.loads, dispatcher.rows_of_ranks()
         self.last.keep(
-            load=gate.load, dropped=shipment.dropped(), load_balancing_loss=losses.load_balancing, z_loss=losses.z
+            load=gate.load, dropped=dispatcher.dropped(), load_balancing_loss=losses.load_balancing, z_loss=losses.z
         )
         return y_TH
 
-    def _with_losses(self, gate: Gate, logits_TE: Tensor, shipment: Shipment) -> tuple[Tensor, RouterLosses]:
-        if self.arrangement.scope == "rank":
+    def _with_losses(self, gate: Gate, logits_TE: Tensor, dispatcher: TokenDispatcher) -> tuple[Tensor, RouterLosses]:
+        if self.sharding.scope == "rank":
             return self.losses(gate, logits_TE)  # type: ignore[no-any-return]
-        # The mean over ranks of what each injects is the loss of all tokens, also where ranks have more or fewer of
-        # them.
-        load, share = shipment.of_group()
+        # The mean over ranks of the losses that each injects is that of all tokens, also where ranks have more or fewer
+        # of them.
+        load, share = dispatcher.group_load_and_share()
         return self.losses(gate, logits_TE, load=load, share=share)  # type: ignore[no-any-return]
 
 
-def rearrange(model: nn.Module, experts: set[ShardedExperts], **changes: Any) -> None:
-    """Give experts, and the layers of a model that have them, an arrangement with other fields."""
-    spread: list[ShardedExperts | ShardedMoE] = list(experts)
-    spread += [layer for layer in model.modules() if isinstance(layer, ShardedMoE) and layer.experts in experts]
-    for one in spread:
-        one.arrangement = replace(one.arrangement, **changes)
+def update_sharding(model: nn.Module, experts: set[ShardedExperts], **changes: Any) -> None:
+    """Change fields of the sharding of experts, and of the layers of a model that have them."""
+    changed: list[ShardedExperts | ShardedMoE] = list(experts)
+    changed += [layer for layer in model.modules() if isinstance(layer, ShardedMoE) and layer.experts in experts]
+    for one in changed:
+        one.sharding = replace(one.sharding, **changes)
+
+
+def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared: Any, rows_TH: Tensor) -> None:
+    """Check shapes, devices and dtypes of parameters, without a read of their values, before counts are sent.
+
+    After that other ranks send their rows and wait for answers: an operator that refused parameters then would leave
+    them waiting, and a rank without experts would not even notice a mistake that all ranks have made.
+
+    Args:
+        sharding: of the layer.
+        experts: of this rank.
+        shared: experts that every rank has, or None.
+        rows_TH: (T, H), the tokens as they will travel.
+
+    Raises:
+        ValueError: a parameter does not have the layer's shape on this rank, or is on another device; or experts that
+            layers share have moved with another of them alone.
+        TypeError: a parameter has another dtype than the rows, and autocast does not cast it.
+    """
+    if sharding.order is not experts.sharding.order and sharding.order != experts.sharding.order:
+        raise ValueError(
+            f"MoE {sharding.title}: layers that share experts must have one placement, got experts that have moved "
+            f"with another layer; call redistribute for a model that holds both"
+        )
+    with torch.no_grad():
+        _check_module("experts", experts, rows_TH, (len(sharding.own_experts),))
+        if shared is not None:
+            _check_module("shared", shared, rows_TH, ())
+
+
+def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
+    if isinstance(module, FSDPModule):
+        return  # until it is called, its parameters are cut once more, elsewhere, and in a wider dtype
+    for name, size in module.sizes().items():
+        parameter = getattr(module, name)
+        if parameter is not None:
+            check_parameter(f"{kind}.{name}", local_tensor(parameter), (*stack, *size), rows_TH, " on this rank")
 
 
 def _shown(experts: Sequence[int]) -> str:
-    """Return ascending numbers as a user reads them: 0 to 3, or 0, 5 and 6."""
+    """Return ascending numbers as text: "0 to 3", or "0, 5 and 6"."""
     if not experts:
         return "none"
     if len(experts) == 1 or experts[-1] - experts[0] == len(experts) - 1:

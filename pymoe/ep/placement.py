@@ -1,6 +1,6 @@
-"""Which ranks hold which experts: contiguous shards, or a placement by measured load with replicas of hot experts.
+"""Expert placement: contiguous shards, or a placement by measured load with replicas of hot experts.
 
-Pure functions of counts, integers only: every rank that knows the counts comes to the same plan without a message.
+Pure functions of counts, in integers only: every rank that knows the counts makes the same plan without a message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pymoe.ep.arrangement import shards
+from pymoe.ep.sharding import shard_ranges
 from pymoe.reference import checks
 
 
@@ -39,16 +39,16 @@ class Placement(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How the rows of each expert are divided among its hosts."""
+    """The division of the rows of each expert among its hosts."""
 
     hosts: tuple[tuple[int, ...], ...]
     """(E,): the ranks that compute rows of an expert, its owner first."""
     rows: Tensor
-    """(R, E, P) int64, P the most hosts of an expert: of the rows of a source rank for an expert, those that its p-th
-    host computes. A source's rows go to the hosts in this order: its first ``rows[s, e, 0]`` to ``hosts[e][0]``."""
+    """(R, E, P) int64, P the most hosts of an expert: the rows of a source rank for an expert that its p-th host
+    computes. A source's rows go to the hosts in this order: its first ``rows[s, e, 0]`` to ``hosts[e][0]``."""
 
     def destinations(self) -> Tensor:
-        """Return (R, R) int64: how many rows each source (first dimension) sends to each rank, itself included."""
+        """Return (R, R) int64: the rows that each source (first dimension) sends to each rank, itself included."""
         ranks, _, most = self.rows.shape
         sent = torch.zeros(ranks, ranks, dtype=torch.int64)
         for place in range(most):
@@ -72,26 +72,26 @@ def contiguous(experts: int, ranks: int) -> Placement:
     """
     _check_size("contiguous", "experts", experts)
     _check_size("contiguous", "ranks", ranks)
-    owners = (rank for rank, held in enumerate(shards(experts, ranks)) for _ in held)
+    owners = (rank for rank, held in enumerate(shard_ranges(experts, ranks)) for _ in held)
     return Placement(tuple((rank,) for rank in owners), ranks)
 
 
 def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     """Return a placement under which the fullest rank has little more than the mean of ``load``.
 
-    The global policy of EPLB (https://github.com/deepseek-ai/EPLB): one more copy, as often as there are places for
-    replicas, of the expert with the most rows a copy; then the heaviest copies first, each to the emptiest rank that
-    has room. Unlike there no rank holds two copies of an expert, since the second would take no rows off it: a copy
-    that finds no other rank with room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies; without
-    replicas as many as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` needs it.
+    This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). While there are places for replicas, the
+    expert with the most rows per copy gets one more copy; then the copies, heaviest first, each go to the emptiest rank
+    with a free place. Unlike there no rank holds two copies of an expert, since the second would take no rows off it: a
+    copy that finds no other rank with a free place is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
+    without replicas as many as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
 
     The fullest rank never has more of ``load`` than under :func:`contiguous`, which is returned where it is as good:
-    nothing then moves. Ties go to the lower expert and the lower rank.
+    then nothing moves. Ties go to the lower expert and the lower rank.
 
     Args:
         load: (E,) int32 or int64 on the CPU, rows of each expert in the past, none negative.
         ranks: R, at least 1.
-        replicas: how many copies beyond its experts a rank has room for; 0 moves experts alone.
+        replicas: the number of copies that a rank can hold beyond its experts; 0 moves experts alone.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -103,19 +103,19 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     experts = len(rows)
     copies = _copies(rows, ranks, replicas * ranks)
     plain = contiguous(experts, ranks)
-    room = [-(-experts // ranks) + replicas] * ranks if replicas else list(map(len, plain.held))
+    free_places = [-(-experts // ranks) + replicas] * ranks if replicas else list(map(len, plain.held))
     filled = [0.0] * ranks
     hosts: list[list[int]] = [[] for _ in rows]
     pieces = sorted(
         (-rows[expert] / copies[expert], expert) for expert in range(experts) for _ in range(copies[expert])
     )
     for weight, expert in pieces:
-        free = [rank for rank in range(ranks) if room[rank] and rank not in hosts[expert]]
+        free = [rank for rank in range(ranks) if free_places[rank] and rank not in hosts[expert]]
         if free:
             rank = min(free, key=lambda rank: (filled[rank], rank))
             hosts[expert].append(rank)
             filled[rank] -= weight
-            room[rank] -= 1
+            free_places[rank] -= 1
     placed = Placement(tuple(tuple(sorted(found)) for found in hosts), ranks)
     return placed if max(rows_of_ranks(load, placed)) < max(rows_of_ranks(load, plain)) else plain
 
@@ -143,7 +143,7 @@ def rows_of_ranks(load: Tensor, placement: Placement) -> list[int]:
 
 
 def share_evenly(counts: Tensor, placement: Placement) -> Shares:
-    """Return who sends how many rows where if an expert's rows are divided evenly among its hosts.
+    """Return the shares if an expert's rows are divided evenly among its hosts.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
@@ -162,8 +162,8 @@ def share_evenly(counts: Tensor, placement: Placement) -> Shares:
 def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) -> Shares:
     """Return shares in which every host gets its quota of rows, and as few rows as possible travel.
 
-    A source that is a host of an expert keeps its own rows for it, as far as its quota goes; the others fill the quotas
-    that are left, sources and hosts in their order.
+    A source that is a host of an expert keeps its own rows for it, up to its quota; the others fill the quotas that are
+    left, sources and hosts in their order.
 
     Args:
         counts: (R, E) int64 on the CPU, rows of each source rank for each expert.
@@ -188,7 +188,7 @@ def divide_rows(
 
 
 def check_counts(name: str, counts: Tensor) -> None:
-    """Raise unless ``counts`` is what an all-gather of loads brings: (R, E) integers on the CPU, none negative."""
+    """Raise unless ``counts`` are the gathered loads of ranks: (R, E) integers on the CPU, none negative."""
     checks.dtype(name, "counts", counts, torch.int32, torch.int64)
     checks.rank(name, "counts", counts, "(R, E)")
     if counts.numel() == 0:
@@ -197,7 +197,7 @@ def check_counts(name: str, counts: Tensor) -> None:
 
 
 def _copies(rows: list[int], ranks: int, extra: int) -> list[int]:
-    """How many copies each expert has when ``extra`` were given to those with the most rows a copy."""
+    """Return the number of copies of each expert after ``extra`` went to those with the most rows per copy."""
     copies = [1] * len(rows)
     for _ in range(extra):
         split = [expert for expert, number in enumerate(copies) if number < ranks]  # one on every rank is enough
@@ -216,7 +216,7 @@ def _even_quotas(rows: list[int], placement: Placement) -> list[list[int]]:
 
 
 def _fill(sources: list[int], hosts: Sequence[int], quotas: Sequence[int], width: int) -> list[list[int]]:
-    """For every source its rows at each host, as lists of length ``width``."""
+    """Return for every source its rows at each host, as lists of length ``width``."""
     left, open_quotas = list(sources), list(quotas)
     given = [[0] * width for _ in sources]
 

@@ -1,24 +1,39 @@
-"""redistribute: moves experts to other ranks while training goes on."""
+"""redistribute: move experts to other ranks while training goes on, with the state that optimizers keep for them.
+
+``state_dict()`` of an optimizer has the state of expert e at position e, as that of the layer has its weights;
+``load_state_dict`` takes it so. An optimizer that is made after a move is found at its first step, or in the next call
+of ``redistribute``. One that was left out of a move, or has loaded a state before it was found, would go on with the
+state of other experts, and one that was made before ``shard`` with parameters that no layer uses any more: its next
+step raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pymoe.ep.agreement import lost_rank
-from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.comparison import Described, compare
-from pymoe.ep.experts import ShardedExperts, everywhere
-from pymoe.ep.layer import ShardedMoE, rearrange
-from pymoe.ep.layouts import Move, layout_of, local_of
-from pymoe.ep.optimizers import check_followed, follow, stacked_state, watch
+from pymoe.ep.agreement import Description, assert_same_on_all_ranks, lost_rank
+from pymoe.ep.experts import ShardedExperts, all_sharded_experts
+from pymoe.ep.layer import ShardedMoE, update_sharding
 from pymoe.ep.placement import Placement
+from pymoe.ep.sharding import (
+    ExpertMove,
+    ExpertSharding,
+    in_expert_order,
+    in_placed_order,
+    local_tensor,
+    position_layout,
+)
 
 
 def redistribute(
@@ -26,36 +41,36 @@ def redistribute(
     placement: Placement | Mapping[str, Placement],
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> nn.Module:
-    """Move experts to the ranks that a placement names, with their gradients and what an optimizer keeps for them.
+    """Move experts to the ranks that a placement names, with their gradients and optimizer state.
 
     In place, between two steps: parameters stay the objects that they are, so optimizers, DDP and FSDP go on with them.
     Training goes on as if nothing had happened, to the bit of outputs, gradients and weights. Only the rank that
-    computes an expert changes, and with it :attr:`ShardedMoE.arrangement`.
+    computes an expert changes, and with it :attr:`ShardedMoE.sharding`.
 
-    ``state_dict()`` of the model and of the optimizer have every expert at its own place, whatever the placement is, so
-    a checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
+    ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement, so a
+    checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
     process. Under a placement other than the first, ``state_dict()`` and ``load_state_dict()`` exchange experts: every
     rank must call them, and as the former returns copies, the latter is needed after
     ``torch.distributed.checkpoint.load``. Parameters themselves (``full_tensor()``) are in the order of
-    ``arrangement.order``.
+    ``sharding.order``.
 
     The call is collective, over the group of the layers and, after :func:`data_parallel`, over the ranks with copies of
-    the experts. They compare what they are about to move and to where; then experts travel, and when all have arrived,
-    every rank puts them in their places. If a rank raises or dies before that, nothing has changed on any of them. It
-    takes memory for weights, gradients and optimizer state of a rank's experts once more. Call it between
-    ``optimizer.step()`` and the next forward: a backward pass of a graph from before raises, and gradients that FSDP
-    has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, those
-    with moving averages among them, keep their placement until they are moved, too.
+    the experts. They compare their arguments; then experts travel, and when all have arrived, every rank puts them in
+    their places. If a rank raises or dies before that, nothing has changed on any of them. It takes memory for weights,
+    gradients and optimizer state of a rank's experts once more. Call it between ``optimizer.step()`` and the next
+    forward: a backward pass of a graph from before raises, and gradients that FSDP has yet to sum over ranks
+    (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, those with moving averages among
+    them, keep their placement until they are moved, too.
 
     Args:
-        model: what :func:`shard` has been called with; also within ``DistributedDataParallel``.
-        placement: for all layers, or for layers by their names in ``model``, of which the others stay as they are:
-            :func:`pymoe.ep.placement.place` makes it of loads, as ``torch.tensor(layer.last_loads).sum(0)`` and those
-            of :class:`pymoe.ep.simulate.LoadRecorder`. Without replicas, and with as many experts on each rank as
-            ``torch.chunk`` gives it. :func:`pymoe.ep.placement.contiguous` brings all back.
-        optimizer: the optimizer of these experts, or several. One that keeps something for them and is left out raises
-            at its next step. One that is made later works; if it is to load a state before its first step, give it to
-            this function first, with the placement that is in force. (``set_state_dict`` makes a step before.)
+        model: the model that was given to :func:`shard`; also within ``DistributedDataParallel``.
+        placement: for all layers, or for layers by their names in ``model``; layers without one stay as they are.
+            :func:`pymoe.ep.placement.place` makes it from loads, such as ``torch.tensor(layer.last_loads).sum(0)`` or
+            those of :class:`pymoe.ep.simulate.LoadRecorder`. Without replicas, and with as many experts on each rank
+            as ``torch.chunk`` gives it. :func:`pymoe.ep.placement.contiguous` restores the first placement.
+        optimizer: the optimizer of these experts, or several. One that has state for them and is left out raises at its
+            next step. One that is made later works; if it is to load a state before its first step, give it to this
+            function first, with the placement in force. (``set_state_dict`` makes a step before.)
 
     Returns:
         ``model``.
@@ -63,22 +78,22 @@ def redistribute(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: ``model`` holds no sharded layer, not one that ``placement`` names, or not all that share
-            parameters; a placement does not fit a layer, or has replicas; ``optimizer`` keeps what is not stacked as
-            the parameters are, or has been left out before.
+            parameters; a placement does not fit a layer, or has replicas; ``optimizer`` has state that is not
+            stacked as the parameters are, or has been left out before.
         GroupError: ranks give unequal arguments, or one of them cannot go on.
     """
     layers = _layers_of(model)
-    moves: list[_Tensor] = []
+    moves: list[_StackedTensor] = []
     orders: dict[ShardedExperts, tuple[int, ...] | None] = {}
     problem: Exception | None = None
-    described: Described = {"layer": {}}
+    described: Description = {"layer": {}}
     optimizers: list[Optimizer] = []
     try:
         orders = _orders(layers, placement)
         optimizers = _several(optimizer)
         for layer in layers.values():
             for one in optimizers:
-                check_followed(one, layer.experts)
+                _check_followed(one, layer.experts)
         for experts, order in orders.items():
             if isinstance(experts, FSDPModule):
                 experts.reshard()
@@ -89,33 +104,33 @@ def redistribute(
     except (TypeError, ValueError) as error:
         problem = error
     for group in _groups(layers):
-        compare("redistribute", group, described, problem)
+        assert_same_on_all_ranks("redistribute", group, described, problem)
     try:
         arrived = [moved.move(moved.local) for moved in moves]
         for group in _groups(layers):
             dist.barrier(group)  # a rank may fail until then, and none has changed anything
     except RuntimeError as lost:
-        raise lost_rank(next(iter(layers.values())).arrangement, "experts that change their ranks", lost) from lost
+        raise lost_rank(next(iter(layers.values())).sharding, "experts that change their ranks", lost) from lost
     with torch.no_grad():
         for moved, rows in zip(moves, arrived, strict=True):
             moved.local.copy_(rows)
     for experts, order in orders.items():
-        rearrange(model, {experts}, order=order)
+        update_sharding(model, {experts}, order=order)
         experts.moves += 1
     for layer in layers.values():
         for optimizer in optimizers:
-            follow(optimizer, layer.experts)
-    watch()
+            _follow(optimizer, layer.experts)
+    watch_optimizers()
     return model
 
 
-class _Tensor(NamedTuple):
-    """Something that is stacked along experts, and where its rows go."""
+class _StackedTensor(NamedTuple):
+    """A tensor that is stacked along experts, and the move of its rows."""
 
     name: str
     kind: str
     local: Tensor
-    move: Move
+    move: ExpertMove
 
 
 def _layers_of(model: Any) -> dict[str, ShardedMoE]:
@@ -128,7 +143,7 @@ def _layers_of(model: Any) -> dict[str, ShardedMoE]:
 
 
 def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExperts, tuple[int, ...] | None]:
-    """Return the new order of all experts that change theirs."""
+    """Return the new orders of the experts whose order changes."""
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
     found: dict[ShardedExperts, tuple[int, ...] | None] = {}
     owners: dict[nn.Parameter, tuple[str, tuple[int, ...] | None]] = {}
@@ -136,8 +151,8 @@ def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExpert
         if name not in layers:
             raise ValueError(f"redistribute: placement must name layers of model, {list(layers)}, got {name!r}")
     for name, layer in layers.items():
-        arrangement = layer.arrangement
-        order = _order(name, wanted[name], arrangement) if name in wanted else arrangement.order
+        sharding = layer.sharding
+        order = _order(name, wanted[name], sharding) if name in wanted else sharding.order
         for parameter in layer.experts.parameters():
             other, its_order = owners.setdefault(parameter, (name, order))
             if its_order != order:
@@ -145,30 +160,30 @@ def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExpert
                     f"redistribute: layers that share parameters must have one placement, got two for {other!r} and "
                     f"{name!r}"
                 )
-        if order != arrangement.order:
+        if order != sharding.order:
             found[layer.experts] = order
     _check_all_owners(layers, found)
     return found
 
 
 def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExperts]) -> None:
-    """Raise unless what moves belongs to these layers alone."""
+    """Raise unless the experts that move belong to these layers alone."""
     parameters = {parameter for experts in moving for parameter in experts.parameters()}
     own = {layer.experts for layer in layers.values()}
-    for experts in everywhere:
+    for experts in all_sharded_experts:
         if experts not in own and not parameters.isdisjoint(experts.parameters()):
             raise ValueError(
                 f"redistribute: model must hold all layers that share parameters, got one without "
-                f"{experts.arrangement.title}"
+                f"{experts.sharding.title}"
             )
 
 
-def _order(name: str, placement: Any, arrangement: Arrangement) -> tuple[int, ...] | None:
-    """Return the expert at each position; None where each is at its own."""
+def _order(name: str, placement: Any, sharding: ExpertSharding) -> tuple[int, ...] | None:
+    """Return the expert at each position; None if expert e is at position e."""
     if not isinstance(placement, Placement):
         kind = type(placement).__name__
         raise TypeError(f"redistribute: placement must be a Placement, or some by names of layers, got {kind}")
-    experts, ranks = arrangement.num_experts, arrangement.ranks
+    experts, ranks = sharding.num_experts, sharding.ranks
     if (len(placement.hosts), placement.ranks) != (experts, ranks):
         seen = f"{len(placement.hosts)} on {placement.ranks}"
         raise ValueError(
@@ -178,9 +193,9 @@ def _order(name: str, placement: Any, arrangement: Arrangement) -> tuple[int, ..
         if len(hosts) != 1 or hosts[0] not in range(ranks):
             raise ValueError(
                 f"redistribute: placement of {name!r} must have one rank in 0..{ranks - 1} for every expert, got "
-                f"{list(hosts)} for expert {expert}; for hot experts shard(..., clones=n) has clones"
+                f"{list(hosts)} for expert {expert}; for hot experts use shard(..., clones=n)"
             )
-    numbers, expected = list(map(len, placement.held)), list(map(len, arrangement.spans))
+    numbers, expected = list(map(len, placement.held)), list(map(len, sharding.ranges))
     if numbers != expected:
         raise ValueError(
             f"redistribute: placement of {name!r} must have {expected} experts on the ranks, as torch.chunk cuts them, "
@@ -200,29 +215,149 @@ def _several(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def _stacked(experts: ShardedExperts, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_Tensor]:
-    """Return all that moves with some experts, by name, in one order on all ranks."""
-    arrangement = experts.arrangement
-    plain = range(arrangement.num_experts)
+def _stacked(
+    experts: ShardedExperts, order: tuple[int, ...] | None, optimizers: list[Optimizer]
+) -> list[_StackedTensor]:
+    """Return all tensors that move with some experts, in the same order on all ranks."""
+    sharding = experts.sharding
+    plain = range(sharding.num_experts)
     found = []
     for name, parameter in experts.named_parameters():
         if parameter.is_meta:
-            continue  # what is loaded or initialised later will be in the new order
-        move = Move(layout_of(parameter, arrangement), arrangement.order or plain, order or plain)
+            continue  # it will be loaded or initialised in the new order
+        move = ExpertMove(position_layout(parameter, sharding), sharding.order or plain, order or plain)
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:
             tensors[f"gradient of {name}"] = parameter.grad
         for optimizer in optimizers:
-            state = stacked_state(optimizer, parameter, arrangement)
+            state = _stacked_state(optimizer, parameter, sharding)
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             with torch.no_grad():  # the memory itself, in which autograd counts changes
-                found.append(_Tensor(title, kind, local_of(tensor), move))
+                found.append(_StackedTensor(title, kind, local_tensor(tensor), move))
     return found
 
 
 def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
-    """Return the ranks that must agree, each group of them once."""
-    arrangements = [layer.arrangement for layer in layers.values()]
-    return list({one.group if one.everyone is None else one.everyone.get_group(): None for one in arrangements})
+    """Return the process groups whose ranks must agree, each once."""
+    shardings = [layer.sharding for layer in layers.values()]
+    meshes = [one.mesh if one.data_parallel_mesh is None else one.data_parallel_mesh for one in shardings]
+    return list({mesh.get_group(): None for mesh in meshes})
+
+
+# Optimizers.
+
+_moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
+"""The optimizers whose files are converted, and the number of moves of experts after which their state is right."""
+_hooks: list[Any] = []
+
+
+def watch_optimizers() -> None:
+    """Check every optimizer before its steps from now on, for experts that have moved and parameters that are gone."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: ExpertSharding) -> dict[str, DTensor]:
+    """Return the state that an optimizer has for every expert of a parameter, by name.
+
+    Raises:
+        ValueError: some of its state cannot be divided among experts.
+    """
+    found: dict[str, DTensor] = {}
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if _is_stacked(value, parameter):
+            found[name] = value
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            seen = f"{tuple(value.shape)} as {type(value).__name__}"
+            raise ValueError(
+                f"MoE {sharding.title}: the state of an optimizer for experts must be numbers, or DTensors that "
+                f"are cut as the parameters are, got {name!r} of shape {seen}"
+            )
+    return found
+
+
+def _check_followed(optimizer: Optimizer, experts: ShardedExperts) -> None:
+    """Raise ValueError if experts have moved before without an optimizer that has state for them."""
+    if _is_stale(optimizer, experts):
+        raise ValueError(_left_out(optimizer, experts))
+
+
+def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
+    """Note that an optimizer's state is in the order of the experts, and convert its files from now on."""
+    if optimizer not in _moves_followed:
+        _moves_followed[optimizer] = WeakKeyDictionary()
+        optimizer.register_state_dict_post_hook(_to_file_order)
+        optimizer.register_load_state_dict_pre_hook(_to_own_order)
+    _moves_followed[optimizer][experts] = experts.moves
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in _parameters(optimizer):
+        function = getattr(parameter, "replaced_by_pymoe_ep", "")
+        if function and parameter.requires_grad and parameter.grad is None:  # something else may use it still
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
+                f"parameters in the place of the experts' own, got one from before, which would never train them"
+            )
+    own = set(map(id, _parameters(optimizer)))
+    for experts in [one for one in all_sharded_experts if one.moves]:
+        if not own.isdisjoint(map(id, experts.parameters())):
+            if _is_stale(optimizer, experts):
+                raise RuntimeError(_left_out(optimizer, experts))
+            _follow(optimizer, experts)
+
+
+def _is_stale(optimizer: Optimizer, experts: ShardedExperts) -> bool:
+    known = _moves_followed[optimizer].get(experts, 0) if optimizer in _moves_followed else 0
+    return known != experts.moves and any(optimizer.state.get(one) for one in experts.parameters())
+
+
+def _left_out(optimizer: Optimizer, experts: ShardedExperts) -> str:
+    name = type(optimizer).__name__
+    return (
+        f"MoE {experts.sharding.title}: an optimizer must be given to the call of redistribute that moves its "
+        f"experts, got {name} with state for them from before; make a new one, and give it to redistribute "
+        f"before it loads a state"
+    )
+
+
+def _to_file_order(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _converted(optimizer, state_dict, in_expert_order)
+
+
+def _to_own_order(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _converted(optimizer, state_dict, in_placed_order)
+
+
+def _converted(
+    optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[DTensor, ExpertSharding], DTensor]
+) -> dict[str, Any]:
+    placed = [one for one in all_sharded_experts if one.sharding.order is not None]
+    shardings = {id(parameter): one.sharding for one in placed for parameter in one.parameters()}
+    # Files that torch.distributed.checkpoint makes have names for numbers, in the same order.
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    state = dict(state_dict["state"])
+    for key, parameter in zip(keys, _parameters(optimizer), strict=False):
+        if key in state and id(parameter) in shardings:
+            sharding = shardings[id(parameter)]
+            state[key] = {
+                name: change(value, sharding) if _is_stacked(value, parameter) else value
+                for name, value in sorted(state[key].items())
+            }
+    return {**state_dict, "state": state}
+
+
+def _is_stacked(value: Any, parameter: Tensor) -> bool:
+    return (
+        isinstance(value, DTensor)
+        and isinstance(parameter, DTensor)
+        and value.dim() > 0
+        and value.shape[0] == parameter.shape[0]
+        and (value.device_mesh, value.placements) == (parameter.device_mesh, parameter.placements)
+    )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -9,7 +9,7 @@ from rank_setup import mesh_of, same_bits
 from torch import nn
 
 from pymoe import ep
-from pymoe.ep.exchange import Crossing
+from pymoe.ep.all_to_all import AllToAll
 from pymoe.ep.placement import contiguous
 
 
@@ -39,7 +39,7 @@ def two_layers_that_disagree(rank, world):
 
 def other_gradients_first(rank, world, **way):
     """Exchanges that were begun where one was under way, and gradients that differ, after passes for some of them."""
-    overtaken, awaited, start, finish = [], [], Crossing._start, Crossing._finish
+    overtaken, awaited, start, finish = [], [], AllToAll._start, AllToAll.wait
 
     def started(self, chunk, *args):
         before = self._under_way.get(chunk)
@@ -56,16 +56,16 @@ def other_gradients_first(rank, world, **way):
 
     found = []
     for asks_before in (False, True):
-        layer, x, directions = prepared(rank, case(chunks=2), worth=1, **way)
+        layer, x, directions = prepared(rank, case(chunks=2), min_rows_to_clone=1, **way)
         y = layer(x)
         if asks_before:
-            Crossing._start, Crossing._finish = started, finished
+            AllToAll._start, AllToAll.wait = started, finished
             try:
                 torch.autograd.grad(y.sum(), x, retain_graph=True)
                 torch.autograd.grad(y.sum(), list(layer.experts.parameters()), retain_graph=True)
                 (y * directions).sum().backward()
             finally:
-                Crossing._start, Crossing._finish = start, finish
+                AllToAll._start, AllToAll.wait = start, finish
         else:
             (y * directions).sum().backward()
         found.append([one.grad for one in leaves(layer, x)])

@@ -36,7 +36,7 @@ def as_one_process(rank, world, dtype, by):
         "kind": type(built).__name__,
         "keys": list(built.state_dict()) == list(whole.state_dict()),
         "copy": same_bits(copy.deepcopy(built)(x), built(x)),
-        "own": [p.to_local().shape[0] for p in built.experts.parameters()] == [len(built.arrangement.own)] * 4,
+        "own": [p.to_local().shape[0] for p in built.experts.parameters()] == [len(built.sharding.own_experts)] * 4,
     }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pymoe import ep
-from pymoe.ep.exchange import Crossing
+from pymoe.ep.all_to_all import AllToAll
 from pymoe.nn import MoE
 
 TOKENS = [13, 5, 0, 9]
@@ -52,7 +52,7 @@ def sent(rank, world, chunks):
         y = layer(x)
         forward = len(seen)
         (y * directions).sum().backward()
-    own = [sum(load[e] for e in layer.arrangement.own) for load in layer.last_loads]
+    own = [sum(load[e] for e in layer.sharding.own_experts) for load in layer.last_loads]
     there, back = one.top_k * TOKENS[rank], sum(own)
     rows = [sum(sum(one["sent"]) for one in part) for part in (seen[:forward], seen)]
     return [forward, len(seen), rows, [there + back, 2 * (there + back)]]
@@ -195,8 +195,8 @@ def order_of_events(rank, world):
         return lambda self, chunk, *_: f"{word} {chunk}"
 
     replaced = [
-        spy(Crossing, "_start", chunk_first("start")),
-        spy(Crossing, "_finish", chunk_first("finish")),
+        spy(AllToAll, "_start", chunk_first("start")),
+        spy(AllToAll, "wait", chunk_first("finish")),
         spy(ep.ShardedExperts, "_apply_to_chunk", lambda self, rows, chunk, *_: f"compute {chunk}"),
     ]
     try:
@@ -227,7 +227,7 @@ def copied(rank, world, **way):
     same = same_bits(layer(x), other(x))
     with torch.no_grad():
         other.experts.w_in.zero_()
-    return same and bool(layer.experts.w_in.to_local().any()) == bool(layer.arrangement.own)
+    return same and bool(layer.experts.w_in.to_local().any()) == bool(layer.sharding.own_experts)
 
 
 def reset(rank, world):
@@ -258,7 +258,7 @@ def seen_from_outside(rank, world):
         "load": [sum(column) for column in zip(*loads, strict=True)] == alone_layer.stats.load.tolist(),
         "dropped": dropped.item() == alone_layer.stats.dropped.item(),
         "is a layer": isinstance(layer, MoE) and type(layer).__name__ in repr(layer),
-        "tells its experts": f"ranks={layer.arrangement.ranks}, own experts: " in repr(layer),
+        "tells its experts": f"ranks={layer.sharding.ranks}, own experts: " in repr(layer),
     }
 
 

@@ -7,8 +7,8 @@ from ep_cases import Case, alone, in_order
 from rank_setup import exchanges, mesh_of, same_bits
 
 from pymoe import ep
+from pymoe.ep.all_to_all import AllToAll
 from pymoe.ep.clones import plan_clones
-from pymoe.ep.exchange import Crossing
 from pymoe.nn import MoE, apply_experts
 from pymoe.ops import build_routing
 
@@ -32,9 +32,9 @@ def hot(dtype="float32", **more):
 
 def plan_of(layer):
     """Who computes what, by the function of the counts."""
-    arrangement = layer.arrangement
+    sharding = layer.sharding
     counts = torch.tensor(layer.last_loads)
-    return plan_clones(counts, arrangement.clones, worth=arrangement.worth, owner=arrangement.owner)
+    return plan_clones(counts, sharding.clones, min_rows_to_clone=sharding.min_rows_to_clone, owner=sharding.owner)
 
 
 def travelled(rank, world, chunks):
@@ -128,9 +128,9 @@ def repeated(rank, world):
     return [name for name in found[0] if not same_bits(found[0][name], found[1][name])]
 
 
-def without_need(rank, world, worth):
+def without_need(rank, world, min_rows_to_clone):
     """How many exchanges a call has where no clone is worth its way, and what differs from one process."""
-    one = hot(worth=worth)
+    one = hot(min_rows_to_clone=min_rows_to_clone)
     layer, x, directions = prepared(rank, one)
     with exchanges() as seen:
         (layer(x) * directions).sum().backward()
@@ -142,7 +142,7 @@ def without_need(rank, world, worth):
 
 def order_of_events(rank, world):
     """What happens in which order: rows and weights that start and arrive, and products."""
-    events, real = [], {name: getattr(Crossing, name) for name in ("_start", "_finish")}
+    events, real = [], {name: getattr(AllToAll, name) for name in ("_start", "wait")}
     compute = ep.ShardedExperts._apply_to_chunk
 
     def told(word, name):
@@ -156,7 +156,7 @@ def order_of_events(rank, world):
         events.append(f"compute {chunk}")
         return compute(self, rows, chunk, *args)
 
-    Crossing._start, Crossing._finish = told("start", "_start"), told("finish", "_finish")
+    AllToAll._start, AllToAll.wait = told("start", "_start"), told("finish", "wait")
     ep.ShardedExperts._apply_to_chunk = computed
     try:
         layer, x, directions = prepared(rank, hot(chunks=2))
@@ -166,7 +166,7 @@ def order_of_events(rank, world):
         forward, events[:] = list(events), []
         (y * directions).sum().backward()
     finally:
-        Crossing._start, Crossing._finish = real["_start"], real["_finish"]
+        AllToAll._start, AllToAll.wait = real["_start"], real["wait"]
         ep.ShardedExperts._apply_to_chunk = compute
     return forward, events
 
@@ -191,9 +191,9 @@ def wrong_arguments(rank, world, own, others):
         return [type(error).__name__, str(error)]
 
 
-def default_worth(rank, world, activation, bias):
+def default_min_rows_to_clone(rank, world, activation, bias):
     """From how many rows on an expert is cloned."""
-    return ep.shard(MoE(8, 6, 4, 2, activation=activation, bias=bias), mesh_of(4), clones=1).arrangement.worth
+    return ep.shard(MoE(8, 6, 4, 2, activation=activation, bias=bias), mesh_of(4), clones=1).sharding.min_rows_to_clone
 
 
 def balance(rank, world, placed, clones):
@@ -204,7 +204,7 @@ def balance(rank, world, placed, clones):
         layer.router.weight.zero_()
         layer.router.weight[:, 0] = -1.5 * torch.arange(1.0, 129).log()
         layer.router.weight[:, 1:] = torch.randn(128, 7, generator=generator) * 0.5
-    layer = ep.shard(layer, dist.group.WORLD, clones=clones, worth=1)
+    layer = ep.shard(layer, dist.group.WORLD, clones=clones, min_rows_to_clone=1)
     x = torch.randn(3, world, 64, 8, generator=generator, dtype=torch.float32)
     x[..., 0] = 1.0
     steps = []

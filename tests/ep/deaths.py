@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pymoe import ep
-from pymoe.ep.layouts import Move
 from pymoe.ep.placement import Placement
+from pymoe.ep.sharding import ExpertMove
 from pymoe.nn import MoE
 
 RANKS, VICTIM = 3, 1
@@ -53,4 +53,4 @@ def plant(layer, place):
     elif place == "backward":
         layer.experts.w_out.register_hook(die)
     elif place == "between two steps":
-        Move.__call__ = die
+        ExpertMove.__call__ = die

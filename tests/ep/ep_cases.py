@@ -8,8 +8,8 @@ import torch.distributed as dist
 from rank_setup import full
 
 from pymoe import ep, ops
-from pymoe.ep.arrangement import shards
 from pymoe.ep.placement import Placement
+from pymoe.ep.sharding import shard_ranges
 from pymoe.nn import MoE, apply_experts
 from pymoe.reference.types import Gate
 
@@ -32,7 +32,7 @@ class Case:
     seed: int = 0
     options: dict = field(default_factory=dict)
     clones: int = 0
-    worth: int = 1
+    min_rows_to_clone: int = 1
     placed: bool = False
 
     @property
@@ -65,7 +65,13 @@ class Case:
 
     def spread(self, group, **options):
         """The layer on the ranks of a group, its experts perhaps on others than at first."""
-        options = {"chunks": self.chunks, "scope": self.scope, "clones": self.clones, "worth": self.worth, **options}
+        options = {
+            "chunks": self.chunks,
+            "scope": self.scope,
+            "clones": self.clones,
+            "min_rows_to_clone": self.min_rows_to_clone,
+            **options,
+        }
         layer = ep.shard(self.layer(), group, **options)
         return ep.redistribute(layer, shuffled(self.experts, dist.get_world_size(group))) if self.placed else layer
 
@@ -75,7 +81,7 @@ def shuffled(experts, ranks, seed=0):
     order = list(range(experts))
     random.Random(seed + experts).shuffle(order)
     hosts = [()] * experts
-    for rank, span in enumerate(shards(experts, ranks)):
+    for rank, span in enumerate(shard_ranges(experts, ranks)):
         for position in span:
             hosts[order[position]] = (rank,)
     return Placement(tuple(hosts), ranks)
@@ -83,7 +89,7 @@ def shuffled(experts, ranks, seed=0):
 
 def in_order(experts, tensor):
     """A parameter of experts, or its gradient, whole, with each expert at its own place."""
-    order, whole = experts.arrangement.order, full(tensor)
+    order, whole = experts.sharding.order, full(tensor)
     return whole if order is None else whole[torch.tensor(order).argsort()]
 
 
@@ -119,7 +125,7 @@ def drawn(seed):
         seed=seed,
         options=options,
     )
-    case.clones, case.worth, case.placed = r.choice([0, 0, 1, 2]), r.choice([1, 1, 3]), r.random() < 0.5
+    case.clones, case.min_rows_to_clone, case.placed = r.choice([0, 0, 1, 2]), r.choice([1, 1, 3]), r.random() < 0.5
     return case
 
 

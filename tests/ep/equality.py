@@ -87,8 +87,8 @@ def experts_with_clones(case, moe):
         return ()
     if moe.capacity_factor is not None:
         return range(case.experts)
-    owner = moe.arrangement.owner
-    plan = plan_clones(torch.tensor(moe.last_loads), case.clones, worth=case.worth, owner=owner)
+    owner = moe.sharding.owner
+    plan = plan_clones(torch.tensor(moe.last_loads), case.clones, min_rows_to_clone=case.min_rows_to_clone, owner=owner)
     assert plan.destinations().sum(0).tolist() == moe.last_rows
     return [expert for expert, hosts in enumerate(plan.hosts) if len(hosts) > 1]
 

@@ -72,7 +72,9 @@ def too_many_rows(rank, world, scope):
     one = case(scope=scope, options={"capacity_factor": 0.8})
     layer, x, _ = prepared(rank, one)
     layer(x)
-    fullest = max(sum(sum(load[e] for load in layer.last_loads) for e in own) for own in layer.arrangement.shards)
+    fullest = max(
+        sum(sum(load[e] for load in layer.last_loads) for e in own) for own in layer.sharding.experts_of_ranks
+    )
     plain = case(options={"num_shared_experts": 0})
     fits, y, _ = prepared(rank, plain, room=fullest_of(plain, rank))
     tight, _, _ = prepared(rank, plain, room=fullest_of(plain, rank) - 1)
@@ -89,7 +91,7 @@ def fullest_of(one, rank):
     """The most rows that a rank receives."""
     layer, x, _ = prepared(rank, one)
     layer(x)
-    return max(sum(load[e] for load in layer.last_loads for e in own) for own in layer.arrangement.shards)
+    return max(sum(load[e] for load in layer.last_loads for e in own) for own in layer.sharding.experts_of_ranks)
 
 
 def wrong_arguments(rank, world, wrong):

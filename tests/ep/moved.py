@@ -148,8 +148,8 @@ def one_layer(rank, world, placement):
     spread, still = (ep.shard(model(), mesh_of(4)) for _ in range(2))
     ep.redistribute(spread, {"2": shuffled(E, 4)} if placement == "by name" else shuffled(E, 4))
     x = data(world)[0, rank]
-    orders = [one.arrangement.order is not None for one in (spread[1][0], spread[2])]
-    return orders, same_bits(spread(x), still(x)), repr(spread[2]), list(spread[2].arrangement.own)
+    orders = [one.sharding.order is not None for one in (spread[1][0], spread[2])]
+    return orders, same_bits(spread(x), still(x)), repr(spread[2]), list(spread[2].sharding.own_experts)
 
 
 def shared(rank, world, tied):
@@ -166,7 +166,7 @@ def shared(rank, world, tied):
     except ValueError as error:
         said = str(error)
     ep.redistribute(spread, shuffled(E, 4))
-    orders = [one.arrangement.order for one in (spread[1][0], spread[2], spread[1][0].experts, spread[2].experts)]
+    orders = [one.sharding.order for one in (spread[1][0], spread[2], spread[1][0].experts, spread[2].experts)]
     return len(set(orders)) == 1 and orders[0] is not None, same_bits(spread(x), y), said
 
 
@@ -207,9 +207,9 @@ def all_or_nothing(rank, world):
     finally:
         dist.barrier = barrier
     unchanged = all(same_bits(a, b) for a, b in zip(before, state(), strict=True))
-    orders = [one.arrangement.order for one in (spread[1][0], spread[2])]
+    orders = [one.sharding.order for one in (spread[1][0], spread[2])]
     ep.redistribute(spread, shuffled(E, 4), optimizer)
-    return said, unchanged and orders == [None, None], spread[2].arrangement.order is not None
+    return said, unchanged and orders == [None, None], spread[2].sharding.order is not None
 
 
 def disagreement(rank, world, wrong):
@@ -230,7 +230,7 @@ def disagreement(rank, world, wrong):
     try:
         ep.redistribute(spread, placement, optimizer)
     except (ValueError, ep.GroupError) as error:
-        return type(error).__name__, str(error), spread[2].arrangement.order is None
+        return type(error).__name__, str(error), spread[2].sharding.order is None
 
 
 def left_out(rank, world):

@@ -38,7 +38,9 @@ def data(world, steps=1):
 def made(shape, kind, way=None, **options):
     """The model over a mesh, and what is called."""
     mesh = mesh_of(*shape)
-    spread = ep.shard(model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2, worth=1, **(way or {}))
+    spread = ep.shard(
+        model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2, min_rows_to_clone=1, **(way or {})
+    )
     blocks = {"blocks": [spread[1]]} if kind == "fsdp" else {}
     return spread, ep.data_parallel(spread, mesh, kind=kind, **blocks)
 
@@ -115,7 +117,9 @@ def mixed_precision(rank, world, shape, clones):
     whole, spread = (model(dtype=torch.float32, experts=8) for _ in range(2))
     mesh = mesh_of(*shape)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    called = ep.data_parallel(ep.shard(spread, mesh["ep"], clones=clones, worth=1), mesh, kind="fsdp", mp_policy=policy)
+    called = ep.data_parallel(
+        ep.shard(spread, mesh["ep"], clones=clones, min_rows_to_clone=1), mesh, kind="fsdp", mp_policy=policy
+    )
     x = data(world)[0].float()
     (whole(x.flatten(0, 1)) ** 2).mean().backward()
     (called(x[rank]) ** 2).mean().backward()

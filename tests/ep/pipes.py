@@ -30,7 +30,7 @@ def gradients(rank, world, schedule, checkpoint, clones=0):
     own = range(3 * stage_number, 3 * stage_number + 3)
     for index in own:
         if isinstance(spread[index], MoE):
-            ep.shard(spread[index], mesh["ep"], chunks=2, clones=clones, worth=1)
+            ep.shard(spread[index], mesh["ep"], chunks=2, clones=clones, min_rows_to_clone=1)
     pipe = pymoe.Pipe(spread, balance=[3, 3], checkpoint=checkpoint)
     stage = pipe.build_stage(stage_number, "cpu", mesh["pp"].get_group())
     kind = getattr(schedules, schedule)

@@ -34,7 +34,7 @@ def made(spread_over):
         ranks = 2 if where == "2x2" else int(where)
         names = ["1.0", "2"]
         ep.redistribute(own, {name: shuffled(E, ranks, seed) for seed, name in enumerate(names)}, optimizer)
-        assert own[1][0].arrangement.order is not None
+        assert own[1][0].sharding.order is not None
     return own, optimizer, group
 
 

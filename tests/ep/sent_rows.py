@@ -19,7 +19,9 @@ def sent_in_a_step(rank, world, chunks, deduplicate=False, clones=0):
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, dtype=torch.float32)
     with torch.no_grad():
         layer.router.weight.mul_(torch.linspace(0.5, 4, EXPERTS)[:, None])  # some experts are chosen more often
-    layer = ep.shard(layer, dist.group.WORLD, chunks=chunks, deduplicate=deduplicate, clones=clones, worth=1)
+    layer = ep.shard(
+        layer, dist.group.WORLD, chunks=chunks, deduplicate=deduplicate, clones=clones, min_rows_to_clone=1
+    )
     x = torch.randn(world, TOKENS, HIDDEN, dtype=torch.float32)[rank]
     recorder = LoadRecorder(layer)
     with exchanges() as seen:

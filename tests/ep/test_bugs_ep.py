@@ -52,9 +52,9 @@ def test_a_router_in_a_wrapper_needs_no_options(ranks):
 
 def test_options_that_change_in_every_call_are_not_kept():
     """A coefficient with a schedule left a text in every step."""
-    for step in range(3 * agreement.MOST_OPTIONS):
-        agreement._number_of_options(("z_loss_coef", step / 7))
-    assert len(agreement._options) <= agreement.MOST_OPTIONS
-    number = agreement._number_of_options(("z_loss_coef", 0.5))
+    for step in range(3 * agreement.MAX_OPTIONS):
+        agreement._options_number(("z_loss_coef", step / 7))
+    assert len(agreement._options) <= agreement.MAX_OPTIONS
+    number = agreement._options_number(("z_loss_coef", 0.5))
     assert agreement._options[number] == "z_loss_coef=0.5"
-    assert number == agreement._number_of_options(("z_loss_coef", 0.5))
+    assert number == agreement._options_number(("z_loss_coef", 0.5))

@@ -30,7 +30,7 @@ def test_gradients_of_clones_are_the_same_in_every_run(ranks):
 
 
 def test_without_a_clone_that_is_worth_its_way_nothing_changes(ranks):
-    assert ranks.run(cloned.without_need, worth=1000) == [[4, []]] * 4
+    assert ranks.run(cloned.without_need, min_rows_to_clone=1000) == [[4, []]] * 4
 
 
 def test_weights_travel_while_ranks_compute_with_shared_experts_and_their_own(ranks):
@@ -60,7 +60,7 @@ def test_room_counts_the_rows_that_a_rank_computes_with_clones(ranks):
     [("swiglu", False, 9), ("relu", False, 6), ("swiglu", True, 11)],  # 1.5 F, F, and (3 H F + 2 F + H) / (2 H)
 )
 def test_a_clone_is_taken_where_its_weights_travel_no_longer_than_its_rows(ranks, activation, bias, rows):
-    assert ranks.run(cloned.default_worth, activation=activation, bias=bias) == [rows] * 4
+    assert ranks.run(cloned.default_min_rows_to_clone, activation=activation, bias=bias) == [rows] * 4
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,11 @@ def test_a_clone_is_taken_where_its_weights_travel_no_longer_than_its_rows(ranks
     [
         ({"clones": -1}, "ValueError", "shard: clones must be at least 0, got -1"),
         ({"clones": 1.5}, "TypeError", "shard: clones must be an int, got float"),
-        ({"clones": 1, "worth": 0}, "ValueError", "shard: worth must be None or at least 1, got 0"),
+        (
+            {"clones": 1, "min_rows_to_clone": 0},
+            "ValueError",
+            "shard: min_rows_to_clone must be None or at least 1, got 0",
+        ),
     ],
 )
 def test_wrong_options_are_told_to_all(ranks, own, kind, text):

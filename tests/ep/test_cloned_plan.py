@@ -6,17 +6,16 @@ from expert_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pymoe.ep.agreement import Announced
-from pymoe.ep.arrangement import Arrangement
-from pymoe.ep.cloned_plan import ClonedPlan
-from pymoe.ep.clones import plan_clones
+from pymoe.ep.agreement import ExchangedCounts
+from pymoe.ep.clones import RowPlanWithClones, plan_clones
+from pymoe.ep.sharding import ExpertSharding
 from pymoe.ops import build_routing
 
 MANY = examples(60)
 
 
 class Mesh:
-    """What an arrangement asks of a mesh."""
+    """The part of a mesh that a sharding uses."""
 
     def __init__(self, ranks, rank):
         self._ranks, self._rank = ranks, rank
@@ -30,7 +29,7 @@ class Mesh:
 
 @st.composite
 def calls(draw):
-    """An arrangement's fields, and the choices of every rank."""
+    """A sharding's fields, and the choices of every rank."""
     ranks, experts = draw(st.integers(1, 5)), draw(st.integers(1, 8))
     fields = {
         "chunks": draw(st.integers(1, -(-experts // ranks))),
@@ -45,10 +44,10 @@ def calls(draw):
 def plans(fields, experts, choices):
     """The plan of every rank."""
     loads = [torch.bincount(one.flatten(), minlength=experts).tolist() for one in choices]
-    announced = Announced(loads, [len(one) for one in choices], [[] for _ in choices])
-    options = {"layer": "", "num_experts": experts, "scope": "rank", "room": None, **fields}
+    exchanged = ExchangedCounts(loads, [len(one) for one in choices], [[] for _ in choices])
+    options = {"layer": "", "num_experts": experts, "scope": "rank", "max_recv_rows": None, **fields}
     return [
-        ClonedPlan(Arrangement(mesh=Mesh(len(choices), rank), **options), announced, 1, None)
+        RowPlanWithClones(ExpertSharding(mesh=Mesh(len(choices), rank), **options), exchanged, 1, None)
         for rank in range(len(choices))
     ]
 
@@ -59,12 +58,14 @@ def test_ranks_receive_what_others_send(call):
     made = plans(*call)
     for rank, one in enumerate(made):
         for other, its in enumerate(made):
-            assert [sent[other] for sent in one.sent] == [received[rank] for received in its.received]
+            assert [sent[other] for sent in one.counts.sent] == [received[rank] for received in its.counts.received]
             lent, taken = (
-                (0, 0) if one.loan is None else (one.loan.rows.sent[0][other], its.loan.rows.received[0][rank])
+                (0, 0)
+                if one.weight_sends is None
+                else (one.weight_sends.counts.sent[0][other], its.weight_sends.counts.received[0][rank])
             )
             assert lent == taken
-    assert len({plan.loan is None for plan in made}) == 1
+    assert len({plan.weight_sends is None for plan in made}) == 1
 
 
 @MANY
@@ -73,11 +74,11 @@ def test_ranks_compute_what_the_plan_of_clones_says(call):
     fields, experts, choices = call
     made = plans(*call)
     counts = torch.stack([torch.bincount(one.flatten(), minlength=experts) for one in choices])
-    owner = made[0].arrangement.owner
+    owner = made[0].sharding.owner
     expected = plan_clones(counts, fields["clones"], owner=owner).destinations().sum(0).tolist()
     for rank, one in enumerate(made):
         assert one.rows_of_ranks() == expected
-        assert sum(map(sum, one.received)) == expected[rank]
+        assert sum(map(sum, one.counts.received)) == expected[rank]
 
 
 @MANY
@@ -86,27 +87,27 @@ def test_rows_are_sorted_by_where_they_go(call):
     _, experts, choices = call
     for rank, plan in enumerate(plans(*call)):
         order = torch.empty(experts, dtype=torch.int32)
-        order[torch.tensor(plan.arrangement.sent_order)] = torch.arange(experts, dtype=torch.int32)
-        routing = plan.in_order_of_travel(build_routing(order[choices[rank].long()], experts))
+        order[torch.tensor(plan.sharding.send_order)] = torch.arange(experts, dtype=torch.int32)
+        routing = plan.in_send_order(build_routing(order[choices[rank].long()], experts))
         slot = routing.slot.flatten().long()
         assert slot.sort().values.tolist() == list(range(len(slot)))
         assert routing.token[slot].tolist() == list(range(len(slot)))
         expert = choices[rank].flatten()[routing.token.long()].tolist()
         start = 0
-        for chunk, sent in enumerate(plan.sent):
+        for chunk, sent in enumerate(plan.counts.sent):
             for to, rows in enumerate(sent):
                 here = set(expert[start : start + rows])
                 start += rows
-                own = plan.arrangement.cuts[chunk][to] if chunk < plan.arrangement.chunks else ()
-                assert here <= set(own) or (not own and not here & set(plan.arrangement.shards[to]))
+                own = plan.sharding.chunk_experts[chunk][to] if chunk < plan.sharding.chunks else ()
+                assert here <= set(own) or (not own and not here & set(plan.sharding.experts_of_ranks[to]))
         assert start == len(slot)
 
 
 def test_an_unnecessary_clone_is_not_taken():
     even = [torch.tensor([[0], [1]], dtype=torch.int32)] * 2
     for plan in plans({"chunks": 1, "clones": 1}, 2, even):
-        assert plan.loan is None
-        assert plan.sent == [[1, 1]]
+        assert plan.weight_sends is None
+        assert plan.counts.sent == [[1, 1]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -114,7 +115,7 @@ def test_a_hot_expert_is_divided(rank):
     """Six rows of expert 0 from rank 0 and two from rank 1: rank 1 keeps its two, and gets two."""
     hot = [torch.zeros(6, 1, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)]
     plan = plans({"chunks": 1, "clones": 1}, 2, hot)[rank]
-    assert plan.sent == ([[4, 0], [0, 2]] if rank == 0 else [[0, 0], [0, 2]])
-    assert plan.loan.lent == ([[], [0]] if rank == 0 else [[], []])
-    assert plan.loan.rows.received == ([[0, 0]] if rank == 0 else [[1, 0]])
-    assert plan.lengths(1) == ([[], []] if rank == 0 else [[2], [2]])
+    assert plan.counts.sent == ([[4, 0], [0, 2]] if rank == 0 else [[0, 0], [0, 2]])
+    assert plan.weight_sends.experts == ([[], [0]] if rank == 0 else [[], []])
+    assert plan.weight_sends.counts.received == ([[0, 0]] if rank == 0 else [[1, 0]])
+    assert plan.rows_by_expert(1) == ([[], []] if rank == 0 else [[2], [2]])

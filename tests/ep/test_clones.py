@@ -32,8 +32,8 @@ def test_without_clones_everything_stays():
 
 def test_an_expert_is_not_cloned_for_fewer_rows_than_it_is_worth():
     rows = torch.tensor([[40, 5, 5, 5], [50, 5, 5, 5]])
-    assert filled(plan_clones(rows, 2, worth=40)) == [60, 60]
-    assert filled(plan_clones(rows, 2, worth=41)) == [100, 20]
+    assert filled(plan_clones(rows, 2, min_rows_to_clone=40)) == [60, 60]
+    assert filled(plan_clones(rows, 2, min_rows_to_clone=41)) == [100, 20]
 
 
 def test_owners_may_be_others_than_contiguous_shards():
@@ -44,9 +44,9 @@ def test_owners_may_be_others_than_contiguous_shards():
 
 @MANY
 @given(counts(), st.integers(0, 3), st.integers(1, 30))
-def test_clones_never_make_the_fullest_rank_fuller(rows, clones, worth):
+def test_clones_never_make_the_fullest_rank_fuller(rows, clones, min_rows_to_clone):
     before = filled(share_evenly(rows, contiguous(rows.shape[1], rows.shape[0])))
-    after = filled(plan_clones(rows, clones, worth=worth))
+    after = filled(plan_clones(rows, clones, min_rows_to_clone=min_rows_to_clone))
     assert sum(after) == sum(before)
     assert max(after) <= max(before)
 
@@ -97,7 +97,11 @@ def test_one_clone_a_rank_brings_a_skewed_load_to_a_tenth_of_the_mean():
         (lambda: plan_clones(torch.tensor([[1, -2]]), 1), ValueError, "counts must not be negative, got -2"),
         (lambda: plan_clones(torch.ones(2, 2).int(), -1), ValueError, "clones must be at least 0, got -1"),
         (lambda: plan_clones(torch.ones(2, 2).int(), 1.0), TypeError, "clones must be an int, got float"),
-        (lambda: plan_clones(torch.ones(2, 2).int(), 1, worth=0), ValueError, "worth must be at least 1, got 0"),
+        (
+            lambda: plan_clones(torch.ones(2, 2).int(), 1, min_rows_to_clone=0),
+            ValueError,
+            "min_rows_to_clone must be at least 1, got 0",
+        ),
         (
             lambda: plan_clones(torch.ones(2, 2).int(), 1, owner=[0, 2]),
             ValueError,

@@ -34,7 +34,7 @@ def test_a_rank_whose_shared_experts_do_not_fit_tells_the_others(ranks):
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
 def test_an_error_after_the_announcement_says_that_others_wait(ranks):
     for (note,), afterwards in ranks.run(mistakes.late_error):
-        assert "this rank had announced its rows already; other ranks" in note
+        assert "this rank had sent its counts already; other ranks" in note
         assert afterwards is None
 
 

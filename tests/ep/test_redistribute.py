@@ -66,7 +66,7 @@ def test_a_call_that_fails_has_moved_nothing(ranks):
         ("placement", "the same layer '1.0', got order of experts ("),
         (
             "replicas",
-            "must have one rank in 0..3 for every expert, got [0, 1, 2, 3] for expert 0; for hot experts shard(",
+            "must have one rank in 0..3 for every expert, got [0, 1, 2, 3] for expert 0; for hot experts use shard(",
         ),
         ("optimizer", "got exp_avg of w_in "),
         ("gradients", "got gradient of w_in "),
@@ -82,7 +82,7 @@ def test_ranks_that_disagree_all_raise_and_move_nothing(ranks, wrong, text):
 def test_an_optimizer_that_was_left_out_raises_at_its_next_step(ranks):
     for (first, after, again), later in ranks.run(moved.left_out):
         assert first is None
-        text = "an optimizer must be given to the call of redistribute that moves its experts, got AdamW with what it"
+        text = "an optimizer must be given to the call of redistribute that moves its experts, got AdamW with state"
         assert text in after
         assert text in again
         assert later is None

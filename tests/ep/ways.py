@@ -62,7 +62,7 @@ def sent_once(rank, world, ep_ranks, experts, top_k, chunks, tokens, **options):
     if layer.capacity_factor is not None:
         kept = ops.build_routing(chosen, experts, capacity=layer._capacity(tokens, layer.top_k)).slot >= 0
         chosen = torch.where(kept, chosen, experts)
-    parts = [[set(cut) for cut in cuts] for cuts in layer.arrangement.cuts]
+    parts = [[set(cut) for cut in cuts] for cuts in layer.sharding.chunk_experts]
     rows = [[sum(bool(own & set(token)) for token in chosen.tolist()) for own in cuts] for cuts in parts]
     away = sum(count for cuts in rows for to, count in enumerate(cuts) if to != rank)
     with exchanges() as seen:
@@ -107,7 +107,7 @@ def overflowing(rank, world, chunks, room, dtype, capacity):
     chosen, left_out = [], []
     for tokens in gate.experts.split(TOKENS):
         kept, overflow = first_that_fit(
-            layer.arrangement, tokens, whole._capacity(len(tokens), whole.top_k), room // (4 * chunks)
+            layer.sharding, tokens, whole._capacity(len(tokens), whole.top_k), room // (4 * chunks)
         )
         chosen.append(kept)
         left_out.append(overflow)
@@ -136,7 +136,7 @@ def overflowing(rank, world, chunks, room, dtype, capacity):
     return found + [name for name, (a, b) in numbers.items() if a != b], sum(left_out)
 
 
-def first_that_fit(arrangement, experts, capacity, room):
+def first_that_fit(sharding, experts, capacity, room):
     """(T, K) with 6 for choices that are dropped, and how many of these for want of room, told one by one."""
     taken, filled, overflow = [0] * 6, {}, 0
     kept = experts.clone()
@@ -144,7 +144,10 @@ def first_that_fit(arrangement, experts, capacity, room):
         expert = int(experts[token, choice])
         taken[expert] += 1
         place = next(
-            (chunk, rank) for chunk, cut in enumerate(arrangement.cuts) for rank, own in enumerate(cut) if expert in own
+            (chunk, rank)
+            for chunk, cut in enumerate(sharding.chunk_experts)
+            for rank, own in enumerate(cut)
+            if expert in own
         )
         if capacity is not None and taken[expert] > capacity:
             kept[token, choice] = 6

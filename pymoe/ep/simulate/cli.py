@@ -67,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("--tokens", type=int, default=4096, metavar="T", help="per rank and step (default: 4096)")
     ranks.add_argument("--chunks", type=numbers, default=(1, 2, 4), metavar="N,...", help="default: 1,2,4")
     ranks.add_argument("--spread", choices=SPREADS, default="contiguous", help="of experts, for bytes and memory")
-    ranks.add_argument("--worth", type=int, metavar="ROWS", help="fewest rows of a clone (default: that of shard)")
+    ranks.add_argument(
+        "--min-rows-to-clone", type=int, metavar="ROWS", help="fewest rows of a clone (default: that of shard)"
+    )
     ranks.add_argument(
         "--optimizer-bytes",
         type=float,
@@ -87,7 +89,10 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
     """Return the simulation that the options describe."""
     block = block_of(options)
     load = load_of(options.load, block, max(1, options.tokens * options.ranks), seed=options.seed)
-    given = {name: getattr(options, name) for name in ("chunks", "spread", "worth", "optimizer_bytes", "recompute")}
+    given = {
+        name: getattr(options, name)
+        for name in ("chunks", "spread", "min_rows_to_clone", "optimizer_bytes", "recompute")
+    }
     return simulate(block, options.ranks, options.tokens, load, **given)
 
 

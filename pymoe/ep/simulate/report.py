@@ -10,9 +10,9 @@ def text(simulation: Simulation) -> str:
     """Return the inputs and all tables as lines."""
     ranks = f"{simulation.ranks} rank{'s' * (simulation.ranks != 1)}, {simulation.tokens} tokens per rank and step"
     load = f"load: {simulation.load.title}; experts spread: {simulation.balance.name}"
-    worth = f"clones of {simulation.worth:,} rows or more"
+    min_rows_to_clone = f"clones of {simulation.min_rows_to_clone:,} rows or more"
     tables = {
-        f"Balance: rows of the fullest rank over the mean; {worth}": balance_table(simulation),
+        f"Balance: rows of the fullest rank over the mean; {min_rows_to_clone}": balance_table(simulation),
         "Bytes that a rank sends per layer and step; below: tokens per rank and step up to which EP sends less": (
             traffic_table(simulation)
         ),

@@ -20,16 +20,16 @@ from pymoe.ep.simulate.block import Block
 from pymoe.ep.simulate.loads import Load, source_ranks
 
 
-def _contiguous(past: Tensor, counts: Tensor, worth: int) -> Shares:
+def _contiguous(past: Tensor, counts: Tensor, min_rows_to_clone: int) -> Shares:
     return share_evenly(counts, contiguous(counts.shape[1], counts.shape[0]))
 
 
-def _placed(past: Tensor, counts: Tensor, worth: int) -> Shares:
+def _placed(past: Tensor, counts: Tensor, min_rows_to_clone: int) -> Shares:
     return share_evenly(counts, place(past, counts.shape[0]))
 
 
-def _cloned(past: Tensor, counts: Tensor, worth: int, clones: int) -> Shares:
-    return plan_clones(counts, clones, worth=worth)
+def _cloned(past: Tensor, counts: Tensor, min_rows_to_clone: int, clones: int) -> Shares:
+    return plan_clones(counts, clones, min_rows_to_clone=min_rows_to_clone)
 
 
 SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
@@ -99,15 +99,15 @@ class Spread:
         return chunk[self.destinations, self.choices]
 
 
-def spreads(name: str, load: Load, ranks: int, tokens: float, worth: int) -> Iterator[Spread]:
+def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
     """Yield every layer and step of ``load`` under the way called ``name``, scaled to ``tokens`` per rank.
 
-    A clone is made for at least ``worth`` rows of the tokens of the load.
+    A clone is made for at least ``min_rows_to_clone`` rows of the tokens of the load.
     """
     source = source_ranks(load.tokens, ranks)
     for before, now in load.with_past():
         counts = counts_of(now, source, ranks, load.experts)
-        shares = SPREADS[name](counts_of(before, source, ranks, load.experts).sum(0), counts, worth)
+        shares = SPREADS[name](counts_of(before, source, ranks, load.experts).sum(0), counts, min_rows_to_clone)
         yield Spread(now, source, destinations_of(now, source, shares), shares, tokens * ranks / load.tokens)
 
 

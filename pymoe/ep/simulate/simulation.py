@@ -58,7 +58,7 @@ class Simulation:
     """R, the number of ranks."""
     tokens: int
     """T, the number of tokens per rank and step."""
-    worth: int
+    min_rows_to_clone: int
     """Least number of rows for which an expert is cloned."""
     balance: Balance
     """Balance to which traffic and memory refer."""
@@ -112,7 +112,7 @@ def simulate(
     *,
     chunks: Sequence[int] = (1, 2, 4),
     spread: str = "contiguous",
-    worth: int | None = None,
+    min_rows_to_clone: int | None = None,
     optimizer_bytes: float | None = None,
     recompute: bool = False,
 ) -> Simulation:
@@ -129,7 +129,7 @@ def simulate(
             travels once to a rank does so in every part in which it has experts there.
         spread: the way to spread experts for traffic and memory; one of :data:`~pymoe.ep.simulate.rows.SPREADS`, all
             of which are compared in ``balances``.
-        worth: the least number of rows of a clone; None: the default of :func:`pymoe.ep.shard`.
+        min_rows_to_clone: the least number of rows of a clone; None: the default of :func:`pymoe.ep.shard`.
         optimizer_bytes: bytes per parameter for states and master weight; None: the bytes of AdamW.
         recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes only
             the memory.
@@ -153,8 +153,8 @@ def simulate(
         )
     if load.tokens < ranks:
         raise ValueError(f"simulate: load must have a token for each of {ranks} ranks, got {load.tokens}")
-    least = worth_of(block) if worth is None else worth
-    at_least("simulate", "worth", least, 1)
+    least = default_min_rows_to_clone(block) if min_rows_to_clone is None else min_rows_to_clone
+    at_least("simulate", "min_rows_to_clone", least, 1)
     counted = max(1, round(least * load.tokens / (tokens * ranks)))  # for the tokens of the load
     every = {name: list(spreads(name, load, ranks, tokens, counted)) for name in SPREADS}
     balances = {name: balance(name, steps) for name, steps in every.items()}
@@ -180,7 +180,7 @@ def simulate(
         load=load,
         ranks=ranks,
         tokens=tokens,
-        worth=least,
+        min_rows_to_clone=least,
         balance=chosen,
         balances=tuple(balances.values()),
         expected_imbalance=expected_imbalance(block, ranks, load.tokens / ranks) if load.uniform else None,
@@ -192,7 +192,7 @@ def simulate(
     )
 
 
-def worth_of(block: Block) -> int:
+def default_min_rows_to_clone(block: Block) -> int:
     """Return the least number of rows for which :func:`pymoe.ep.shard` clones an expert: P / (2 H), here 1.5 F."""
     return max(1, -(-block.expert_parameters // (2 * block.hidden)))
 

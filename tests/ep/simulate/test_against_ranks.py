@@ -39,7 +39,7 @@ def test_four_ranks_with_clones_send_what_is_counted(ranks, clones):
     block = Block("ranks", sent_rows.HIDDEN, sent_rows.FFN, sent_rows.EXPERTS, sent_rows.TOP_K, dtype="float32")
     load = Load("ranks", ((torch.cat([torch.tensor(chosen) for chosen, *_ in answers]),),), sent_rows.EXPERTS)
     name = ("1-clone", "2-clones")[clones - 1]
-    found = simulate(block, WORLD, sent_rows.TOKENS, load, spread=name, worth=1)
+    found = simulate(block, WORLD, sent_rows.TOKENS, load, spread=name, min_rows_to_clone=1)
     assert found.balance.clones > 0
     assert found.clones_bytes == sum(answer[3] for answer in answers) / WORLD
     away = sum(sum(sum(to) - to[rank] for to in sent) for rank, (_, sent, *_) in enumerate(answers))

@@ -63,7 +63,7 @@ def test_own_numbers_replace_those_of_presets(capsys):
 
 
 def test_plans_and_memory_have_options(capsys, tmp_path):
-    words = (*OWN, "--load", "zipf:1.5", "--worth", "1", "--json", str(tmp_path / "costs.json"))
+    words = (*OWN, "--load", "zipf:1.5", "--min-rows-to-clone", "1", "--json", str(tmp_path / "costs.json"))
     found = []
     for more in (("--spread", "1-clone"), ("--recompute",), ("--optimizer-bytes", "2")):
         out = run(capsys, *words, *more)

@@ -114,7 +114,7 @@ def test_group_limited_routing_reaches_fewer_ranks():
 def test_plans_help_a_skewed_load():
     """By the step before, by the counts of this step."""
     block = Block("many experts", 64, 64, 128, 8)
-    found = simulated(block, 32, 256, load=zipf(block, 32 * 256, 1.0), worth=1)
+    found = simulated(block, 32, 256, load=zipf(block, 32 * 256, 1.0), min_rows_to_clone=1)
     factor = {one.name: one.imbalance for one in found.balances}
     assert tuple(factor) == tuple(SPREADS)
     assert factor["contiguous"] > 2.5
@@ -125,9 +125,12 @@ def test_plans_help_a_skewed_load():
 @pytest.mark.slow
 @examples(25)
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.7, 1.5]), st.integers(1, 8), st.integers(1, 60))
-def test_clones_never_increase_the_fullest_rank(seed, skew, ranks, worth):
+def test_clones_never_increase_the_fullest_rank(seed, skew, ranks, min_rows_to_clone):
     load = Load("random", ((random_choices(128, 16, 4, seed, skew),),), 16)
-    rows = {one.name: one.rows for one in simulated(ranks=ranks, tokens=64, load=load, worth=worth).balances}
+    rows = {
+        one.name: one.rows
+        for one in simulated(ranks=ranks, tokens=64, load=load, min_rows_to_clone=min_rows_to_clone).balances
+    }
     assert rows["2-clones"] <= rows["1-clone"] <= rows["contiguous"]
 
 
@@ -145,12 +148,12 @@ def test_bytes_are_equal_where_they_cross():
     """With clones, whose bytes do not depend on the tokens if as many are made, and with counts."""
     block = Block("hot", 8, 8, 2, 1)
     load = Load("skewed", ((torch.tensor([0, 0, 0, 1]).repeat(16)[:, None],),), 2)
-    found = simulated(block, 2, 32, load, spread="1-clone", worth=1)
+    found = simulated(block, 2, 32, load, spread="1-clone", min_rows_to_clone=1)
     assert found.balance.clones == 1
     assert found.alternatives["FSDP"] < found.counts_bytes + found.clones_bytes
     assert found.tokens_below(found.traffic[0], "FSDP") == 0
     large = replace(block, hidden=64, ffn=64)
-    found = simulated(large, 2, 32, load, spread="1-clone", worth=1)
+    found = simulated(large, 2, 32, load, spread="1-clone", min_rows_to_clone=1)
     tokens = found.tokens_below(found.traffic[0], "FSDP")
     sent = found.traffic[0].bytes / 32 * tokens + found.counts_bytes + found.clones_bytes
     assert sent == pytest.approx(found.alternatives["FSDP"])
@@ -188,7 +191,7 @@ def test_clones_and_their_gradients_are_counted():
     """Rank 1 clones the expert that everybody of rank 1 chose: one expert there, its gradient back."""
     block = Block("hot", 8, 8, 2, 1)
     load = Load("hot", ((torch.zeros(64, 1, dtype=torch.int64),),), 2)
-    found = simulate(block, 2, 32, load, spread="1-clone", worth=1)
+    found = simulate(block, 2, 32, load, spread="1-clone", min_rows_to_clone=1)
     assert found.balance.clones == 1
     assert found.clones_bytes == 2 * 1 / 2 * (3 * 8 * 8 * 2)
     assert found.balance.imbalance == 1
@@ -203,12 +206,12 @@ def test_clones_and_their_gradients_are_counted():
 
 
 def test_clones_pay_off_from_the_rows_from_which_a_layer_makes_them():
-    """The default of ``worth`` is that of ``shard``: with gated experts without biases 1.5 F, rounded up."""
+    """The default of ``min_rows_to_clone`` is that of ``shard``: 1.5 F rows for gated experts without biases."""
     block = Block("odd", 8, 7, 4, 2, dtype="float32")
     found = simulate(block, 2, 32, uniform(block, 64))
-    assert found.worth == 11
+    assert found.min_rows_to_clone == 11
     numbers = sum(one.numel() for one in MoE(8, 7, 4, 2).experts.parameters()) / 4
-    assert found.worth == math.ceil(numbers / (2 * 8))
+    assert found.min_rows_to_clone == math.ceil(numbers / (2 * 8))
 
 
 def test_what_a_clone_is_worth_is_in_rows_of_the_tokens_that_are_simulated():
@@ -216,8 +219,8 @@ def test_what_a_clone_is_worth_is_in_rows_of_the_tokens_that_are_simulated():
     block = Block("hot", 8, 8, 2, 1)
     load = Load("hot", ((torch.zeros(64, 1, dtype=torch.int64),),), 2)
 
-    def clones(tokens, worth):
-        found = simulate(block, 2, tokens, load, spread="1-clone", worth=worth)
+    def clones(tokens, min_rows_to_clone):
+        found = simulate(block, 2, tokens, load, spread="1-clone", min_rows_to_clone=min_rows_to_clone)
         return found.balance.clones
 
     assert [clones(32, 32), clones(32, 33)] == [1, 0]
@@ -233,7 +236,7 @@ def test_what_a_clone_is_worth_is_in_rows_of_the_tokens_that_are_simulated():
         ({"chunks": ()}, ValueError, "simulate: chunks must name at least one number, got none"),
         ({"chunks": (2, 0)}, ValueError, "simulate: chunks must be at least 1, got 0"),
         ({"spread": "evenly"}, ValueError, "simulate: spread must be one of 'contiguous', .* got 'evenly'"),
-        ({"worth": 0}, ValueError, "simulate: worth must be at least 1, got 0"),
+        ({"min_rows_to_clone": 0}, ValueError, "simulate: min_rows_to_clone must be at least 1, got 0"),
         ({"optimizer_bytes": -1}, ValueError, "simulate: optimizer_bytes must be finite and at least 0, got -1"),
         ({"block": replace(SMALL, choices=2)}, ValueError, "simulate: load must have E 16 and K 2, got E 16 and K 4"),
         ({"ranks": 100}, ValueError, "simulate: load must have a token for each of 100 ranks, got 64"),

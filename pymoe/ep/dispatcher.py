@@ -1,0 +1,404 @@
+"""Token dispatchers: which rows of a call travel, in which order, and how the rows that come back become its output.
+
+- :class:`TokenDispatcher` sends a row for each choice, sorted by expert; the counts of all ranks say how to receive it.
+- :class:`DeduplicatingDispatcher` sends a token once to each rank of which it chose experts, with their indices.
+- :class:`PaddedDispatcher` sends the same number of rows in every call, so that the host reads nothing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.ep.agreement import HEADER, CountExchange, raise_for_difference
+from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, capacity, start_dispatch, wait_dispatch
+from pymoe.ep.clones import RowPlanWithClones
+from pymoe.ep.sharding import ExpertSharding
+from pymoe.nn.record import Record
+from pymoe.reference.types import Gate, Routing
+
+
+class TokenDispatcher:
+    """Send a row for each choice, sorted by expert.
+
+    Args:
+        sharding: of the layer.
+        gate: its router's choice for this rank's tokens.
+        capacity_factor: of the layer, or None.
+        ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+    """
+
+    weights_travel = False
+    """True if the ranks of the experts multiply by the weights."""
+    plan: RowPlan
+    routing: Routing
+    """The rows of each token in the send buffer."""
+    counts: RowCounts
+    dispatch: AllToAll
+    """The exchange towards the ranks of the experts."""
+    combine: AllToAll
+    """The exchange back to the ranks of the tokens."""
+
+    def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
+        self.sharding, self.gate, self.capacity_factor, self.ops = sharding, gate, capacity_factor, ops
+        self.top_k = gate.experts.shape[1]
+        self.group_has_capacity = capacity_factor is not None and sharding.scope == "group"
+
+    @property
+    def own_counts(self) -> Tensor:
+        """(n,) int32: the counts that the other ranks are told, the load of the gate first."""
+        return self.gate.load
+
+    def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
+        """Gather rows in the order in which they are sent, and meanwhile read the counts of all ranks.
+
+        Args:
+            rows_TH: (T, H), the tokens of this rank.
+            exchange: of the counts.
+
+        Returns:
+            (S, H), the send buffer.
+        """
+        sharding, ops = self.sharding, self.ops
+        experts_TK = self.gate.experts
+        if sharding.send_positions is not None:
+            experts_TK = sharding.send_positions.to(experts_TK.device)[experts_TK.long()]
+        routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
+        rows_SH: Tensor
+        if not self.group_has_capacity and not sharding.clones:
+            # The order of rows does not depend on the counts of others.
+            rows_SH = ops.dispatch(rows_TH, routing)
+            self.plan = self._make_plan(exchange)
+        else:
+            self.plan = self._make_plan(exchange)
+            if self.group_has_capacity:
+                routing = self.plan.without_dropped(routing, experts_TK)
+            if isinstance(self.plan, RowPlanWithClones):
+                routing = self.plan.in_send_order(routing)
+            rows_SH = ops.dispatch(rows_TH, routing)
+        self.routing, self.counts = routing, self.plan.counts
+        return rows_SH
+
+    def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
+        """Start all chunks; return the handles with which experts are called.
+
+        Args:
+            rows_SH: (S, H), the send buffer.
+            weights_TK: (T, K), of the gate.
+        """
+        self.dispatch, self.combine = (AllToAll(self.counts, rows_SH.shape[0], rows_SH) for _ in range(2))
+        return start_dispatch(rows_SH, self.dispatch)
+
+    def unpack(self, y_SH: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return (T, H), for each token the sum of the rows that came back for it."""
+        y_TH: Tensor = self.ops.combine(y_SH, self.routing, None if self.weights_travel else weights_TK)
+        return y_TH
+
+    @property
+    def loads(self) -> list[list[int]] | Tensor:
+        """(R, E): the number of slots of each rank for which each expert was chosen."""
+        return self.plan.loads
+
+    def rows_of_ranks(self) -> list[int] | None:
+        """Return (R,), the number of rows that each rank computes, if the host knows it."""
+        return self.plan.rows_of_ranks()
+
+    def dropped(self) -> Tensor:
+        """Return, as a scalar int32, the number of this rank's choices that were not computed."""
+        return torch.full((), self.plan.dropped, dtype=torch.int32, device=self.gate.load.device)
+
+    def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
+        """Return (E,) int64, the load of all ranks, and this one's share of a loss over their tokens, times R."""
+        group_tokens = sum(self.plan.tokens)
+        share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
+        load = torch.tensor(self.plan.group_load(), dtype=torch.int64).to(self.gate.load.device)
+        return load, share
+
+    @property
+    def _own_capacity(self) -> int | None:
+        """Most slots that an expert takes of this rank's, if that does not depend on other ranks."""
+        if self.capacity_factor is None or self.group_has_capacity:
+            return None
+        return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)
+
+    def _make_plan(self, exchange: CountExchange) -> RowPlan:
+        kind = RowPlanWithClones if self.sharding.clones else RowPlan
+        return kind(self.sharding, exchange.read(), self.top_k, self.capacity_factor)
+
+
+class IndexedRows(NamedTuple):
+    """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
+
+    The rank that receives them finds out from the indices alone what to compute, as a layer of one process does from a
+    router's choices: its own experts are numbered from 0 on within a chunk, and larger numbers stand for none.
+    """
+
+    rows: Tensor
+    """(N, H), rank by rank."""
+    indices: Tensor
+    """(N, K) int32, the experts of each row, within the chunk."""
+    weights: Tensor | None
+    """(N, K), of these experts' outputs; None where a row has one expert, whose output goes back unchanged."""
+    max_computed: int
+    """Upper bound of the number of valid indices."""
+
+
+class IndexedDispatcher(TokenDispatcher):
+    """Send rows with the indices of their experts, and with weights if these are to be applied there."""
+
+    indices_SK: Tensor
+    """(S, K) int32, for every row of the send buffer the indices of its experts where it goes."""
+    max_computed: list[int]
+    """(chunks,): upper bound of the rows that the experts of each chunk compute here."""
+
+    def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
+        """Start all chunks; return a handle for the rows of each, then one for the weights of each."""
+        rows = rows_SH.shape[0]
+        weights_SK = self.ops.dispatch(weights_TK, self.routing) if self.weights_travel else None
+        self._indices = AllToAll(self.counts, rows, self.indices_SK)
+        self._indices.start_dispatch(self.indices_SK)
+        handles: tuple[Tensor, ...] = ()
+        if weights_SK is not None:
+            self._weights = AllToAll(self.counts, rows, weights_SK)
+            handles = start_dispatch(weights_SK, self._weights)
+        return *super().start(rows_SH, weights_TK), *handles
+
+    def wait(self, handles: tuple[Tensor, ...], chunk: int) -> IndexedRows:
+        """Wait for a chunk."""
+        indices = self._indices.wait(chunk)
+        weights = None
+        if self.weights_travel:
+            weights = wait_dispatch(handles[self._weights.chunks + chunk], self._weights, chunk)
+        return IndexedRows(
+            wait_dispatch(handles[chunk], self.dispatch, chunk), indices, weights, self.max_computed[chunk]
+        )
+
+
+class DeduplicatingDispatcher(IndexedDispatcher):
+    """Send a row for each rank, and chunk, in which a token chose experts; the arguments are the base class's.
+
+    The rank of the experts sums what a token chose there, in the order of its choices; the rank of the token adds up
+    these sums. Grouped so, a sum of K terms is rounded otherwise than in one process, which adds one after the other:
+    outputs and gradients of inputs are equal to rounding. Gradients of weights and experts are sums and products of the
+    same numbers in the same order: equal bits.
+
+    The counts end with the number of rows that go to each rank, chunk by chunk. Where a group shares a capacity, they
+    are counted before any choice is dropped, as that depends on the counts of all ranks: some rows may travel for
+    nothing.
+    """
+
+    weights_travel = True
+
+    def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
+        super().__init__(sharding, gate, capacity_factor, ops)
+        tables = sharding.tables(gate.experts.device)
+        chosen_TK = gate.experts.long()
+        self._to_TK, self._index_TK = tables.destination[chosen_TK], tables.index_in_chunk[chosen_TK]
+        if (limit := self._own_capacity) is not None:
+            kept_TK = ops.build_routing(gate.experts, sharding.num_experts, capacity=limit).slot >= 0
+            self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)
+        # The first of a token's choices for a destination has the row; the others find it by that one.
+        same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]
+        first_TK = same_TKK.to(torch.uint8).argmax(2)
+        has_row_TK = first_TK == torch.arange(self.top_k, device=first_TK.device)
+        routing = ops.build_routing(
+            torch.where(has_row_TK, self._to_TK, sharding.num_destinations),
+            sharding.num_destinations,
+            foreign_experts=True,
+        )
+        rows = chosen_TK.shape[0] * min(self.top_k, sharding.num_destinations)
+        self.routing = routing._replace(token=routing.token[:rows])
+
+    @property
+    def own_counts(self) -> Tensor:
+        return torch.cat([self.gate.load, self.routing.offsets.diff()])
+
+    def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
+        rows_SH: Tensor = self.ops.dispatch(rows_TH, self.routing)
+        if self.group_has_capacity:
+            self.plan = self._make_plan(exchange)
+            self._drop(self.plan.kept[self.sharding.rank])
+            self.indices_SK = self._make_indices()
+        else:
+            self.indices_SK = self._make_indices()
+            self.plan = self._make_plan(exchange)
+        self.counts = self._make_counts(self.plan.exchanged_rows)
+        self.max_computed = [sum(received) for received in self.plan.counts.received]
+        return rows_SH
+
+    def _drop(self, kept: list[int]) -> None:
+        """Leave out all choices of each expert except for the first ones, ``kept`` of them."""
+        limit_E = torch.tensor(kept, dtype=torch.int32).to(self.gate.experts.device)
+        kept_TK = _first_choices(self.gate.experts, limit_E, self.ops)
+        self._to_TK = torch.where(kept_TK, self._to_TK, self.sharding.num_destinations)
+
+    def _make_indices(self) -> Tensor:
+        """Return (S, K) int32: for every row the indices of the experts that its token chose where it goes."""
+        none = self.sharding.num_experts
+        starts = self.routing.offsets
+        rows = torch.arange(self.routing.token.shape[0], dtype=torch.int32, device=starts.device)
+        to_S = torch.searchsorted(starts[1:], rows, right=True, out_int32=True)
+        if self._to_TK.shape[0] == 0:
+            return self._to_TK
+        token_S = self.routing.token.clamp(min=0).long()
+        there_SK = (self._to_TK[token_S] == to_S[:, None]) & (self.routing.token >= 0)[:, None]
+        return torch.where(there_SK, self._index_TK[token_S], none)
+
+    def _make_counts(self, rows_of_ranks: list[list[int]]) -> RowCounts:
+        ranks, rank = self.sharding.ranks, self.sharding.rank
+        starts = range(0, self.sharding.num_destinations, ranks)
+        sent = [rows_of_ranks[rank][start : start + ranks] for start in starts]
+        return RowCounts(self.sharding, sent, [[rows[start + rank] for rows in rows_of_ranks] for start in starts])
+
+
+class PaddedDispatcher(IndexedDispatcher):
+    """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to know the counts.
+
+    Rows that do not fit are dropped as those past an expert's capacity are, in the order of tokens; empty rows have no
+    index. Shapes follow from shapes alone. The counts of all ranks stay on the device. Differences between the calls
+    of ranks are noted there, and read by :func:`check_calls`.
+
+    The arguments are those of the base class, and:
+
+    Args:
+        notes: of the layer; see :func:`device_notes`.
+    """
+
+    def __init__(
+        self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType, notes: Record
+    ) -> None:
+        super().__init__(sharding, gate, capacity_factor, ops)
+        self._notes = notes
+        notes.follow(gate.load.device)
+        sent = [[sharding.padded_rows if experts else 0 for experts in by_rank] for by_rank in sharding.chunk_experts]
+        received = [[by_rank[sharding.rank]] * sharding.ranks for by_rank in sent]
+        self.counts = RowCounts(sharding, sent, received)
+        self.max_computed = [sum(rows) for rows in received]
+        self._messages: Tensor  # (R, n) int32, of the count exchange
+
+    def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
+        kept_TK = None
+        if self.group_has_capacity:
+            self._messages = exchange.wait()
+            kept_TK = _first_choices(self.gate.experts, self._left_by_group(), self.ops)
+        elif (limit := self._own_capacity) is not None:
+            kept_TK = self.ops.build_routing(self.gate.experts, self.sharding.num_experts, capacity=limit).slot >= 0
+        self._assign_rows(kept_TK)
+        rows_SH: Tensor = self.ops.dispatch(rows_TH, self.routing)
+        if not self.group_has_capacity:
+            self._messages = exchange.wait()
+        self._note_difference()
+        return rows_SH
+
+    @property
+    def loads(self) -> Tensor:
+        return self._messages[:, HEADER : HEADER + self.sharding.num_experts]
+
+    def rows_of_ranks(self) -> None:
+        return None
+
+    def dropped(self) -> Tensor:
+        return (self.routing.slot < 0).sum(dtype=torch.int32)
+
+    def group_load_and_share(self) -> tuple[Tensor, Tensor]:
+        own, group_tokens = self.gate.experts.shape[0], self._group_tokens()
+        share = torch.where(group_tokens > 0, self.sharding.ranks * own / group_tokens.double(), 1.0)
+        return self.loads.sum(0, dtype=torch.int64), share
+
+    def _group_tokens(self) -> Tensor:
+        return self._messages[:, HEADER - 1].sum(dtype=torch.int64)
+
+    def _left_by_group(self) -> Tensor:
+        """Return (E,) int32: how many of this rank's choices of each expert a capacity of the group leaves."""
+        sharding = self.sharding
+        assert self.capacity_factor is not None
+        experts = sharding.num_experts
+        # In float64, the numbers that pymoe.ep.all_to_all.capacity rounds up.
+        slots = min(self.capacity_factor, experts) * (self._group_tokens() * self.top_k).double() / experts
+        limit = slots.ceil().clamp(min=1).int()
+        before_E = self.loads[: sharding.rank].sum(0, dtype=torch.int32)
+        return (limit - before_E).clamp(min=0)
+
+    def _assign_rows(self, kept_TK: Tensor | None) -> None:
+        """Give rows to the first choices for each destination, and to these rows the indices of their experts."""
+        sharding = self.sharding
+        tables = sharding.tables(self.gate.experts.device)
+        chosen_TK = self.gate.experts.long()
+        to_TK = tables.destination[chosen_TK]
+        if kept_TK is not None:
+            to_TK = torch.where(kept_TK, to_TK, sharding.num_destinations)
+        rows = sum(map(sum, self.counts.sent))
+        filled = self.ops.build_routing(
+            to_TK, sharding.num_destinations, capacity=sharding.padded_rows, foreign_experts=True
+        )
+        to = to_TK.long()
+        slot_TK = torch.where(filled.slot >= 0, tables.first_row[to] + filled.slot - filled.offsets[to], -1)
+        # Choices that are left out write to one more row.
+        at = torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()
+        indices = slot_TK.new_full((rows + 1,), sharding.num_experts)
+        indices[at] = tables.index_in_chunk[chosen_TK].reshape(-1)
+        token = slot_TK.new_full((rows + 1,), -1)
+        token[at] = torch.arange(len(slot_TK), dtype=torch.int32, device=at.device).repeat_interleave(self.top_k)
+        self.indices_SK = indices[:rows, None]
+        self.routing = Routing(slot_TK, token[:rows], tables.all_rows)
+        kept = to_TK.numel() if kept_TK is None else kept_TK.sum()
+        self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
+
+    def _note_difference(self) -> None:
+        """Note on the device the headers of the first call that was not the same on all ranks."""
+        headers = self._messages[:, :HEADER]
+        differ = (headers[:, : HEADER - 1] != headers[:1, : HEADER - 1]).any()
+        noted = self._notes["headers"]
+        noted.copy_(torch.where(noted.any() | ~differ, noted, headers))
+
+
+def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tensor:
+    """Return (T, K) bool: True for the first choices of each expert, in the order of tokens.
+
+    Args:
+        experts_TK: (T, K) int32.
+        limit_E: (E,) int32, the number of choices of each expert.
+        ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+    """
+    slot, _, offsets = ops.build_routing(experts_TK, limit_E.shape[0])
+    chosen = experts_TK.long()
+    kept: Tensor = slot - offsets[chosen] < limit_E[chosen]
+    return kept
+
+
+def device_notes(sharding: ExpertSharding, device: torch.device) -> Record:
+    """Return the notes of a layer on its device: the rows that overflowed, and the headers of ranks that disagreed."""
+    return Record(
+        overflowed=torch.zeros((), dtype=torch.int64, device=device),
+        headers=torch.zeros(sharding.ranks, HEADER, dtype=torch.int32, device=device),
+    )
+
+
+def check_calls(model: nn.Module) -> None:
+    """Raise if ranks did not make the same calls of layers with ``transport="padded"`` since the last check.
+
+    Such layers compare nothing before rows travel, as the host would have to read it. Each notes on its device the
+    first call in which ranks disagreed about the layer, its options, dtypes, or the need for gradients. This function
+    reads the notes, once for the whole model, and clears them; so call it now and then, where the host waits for the
+    device in any case. It is not a collective call. Ranks that disagree about sizes may wait for each other, or end in
+    an error of the process group, before they come here.
+
+    Args:
+        model: any module; layers with ``transport="exact"`` have nothing to check.
+
+    Raises:
+        GroupError: ranks disagreed, or one failed before it sent rows; the error describes one layer.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(getattr(layer, "notes", None), Record)]
+    if not layers:
+        return
+    differ = torch.stack([layer.notes["headers"].flatten().any() for layer in layers]).tolist()
+    found = []
+    for layer in [layer for layer, it_differs in zip(layers, differ, strict=True) if it_differs]:
+        found.append((layer.sharding, layer.notes["headers"].tolist()))
+        layer.notes["headers"].zero_()
+    for sharding, headers in found:
+        raise_for_difference(sharding, headers)

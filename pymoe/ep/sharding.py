@@ -1,0 +1,327 @@
+"""The sharding of a layer's experts over a group of ranks: which rank has which experts, and how they change ranks.
+
+Experts are numbered as in one process. Parameters are stacked along positions, of which each rank has a range; the
+placement in force says which expert is at which position. All ranks hold equal descriptions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+Scope = Literal["rank", "group"]
+"""The tokens over which capacity and auxiliary losses are taken: each rank's own, or those of the group."""
+Transport = Literal["exact", "padded"]
+"""``"exact"`` sends as many rows as were chosen, ``"padded"`` the same number in every call."""
+
+
+class RoutingTables(NamedTuple):
+    """Lookup tables of an :class:`ExpertSharding`: int32 tensors on one device."""
+
+    destination: Tensor
+    """(E,): the destination of each expert's rows, its chunk times R plus its rank."""
+    index_in_chunk: Tensor
+    """(E,): the index of each expert among those of its chunk on its rank."""
+    first_row: Tensor
+    """(chunks * R + 1,): the first row for each destination, with :attr:`ExpertSharding.padded_rows` for each."""
+    all_rows: Tensor
+    """(2,): 0, and the number of these rows."""
+
+
+def shard_ranges(num_experts: int, ranks: int) -> list[range]:
+    """Return the positions of every rank, as ``torch.chunk`` and ``Shard(0)`` of a DTensor divide them.
+
+    Six experts on four ranks are 2, 2, 2 and 0.
+
+    Args:
+        num_experts: E.
+        ranks: R, at least 1.
+    """
+    each = -(-num_experts // ranks)
+    return [range(min(r * each, num_experts), min((r + 1) * each, num_experts)) for r in range(ranks)]
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """Describe how the experts of one layer are spread over a group of ranks, and how rows travel to them."""
+
+    layer: str
+    """Name of the layer in its model."""
+    mesh: DeviceMesh
+    """One-dimensional mesh of the ranks of the group."""
+    num_experts: int
+    """E."""
+    chunks: int
+    """Number of exchanges in which the rows of a call travel."""
+    scope: Scope
+    max_recv_rows: int | None
+    """Most rows that a rank may receive in a call, the option ``room``; None for no limit."""
+    model: int = 1
+    """Number of the model, from 1 on, among those that are sharded over the same group."""
+    clones: int = 0
+    """Most clones of experts that a rank may take for a call."""
+    min_rows_to_clone: int = 1
+    """Fewest rows for which an expert is cloned."""
+    order: tuple[int, ...] | None = None
+    """(E,): the expert at each position, ascending within a rank; None while expert e is at position e."""
+    data_parallel_mesh: DeviceMesh | None = None
+    """One-dimensional mesh of all ranks that have these experts or copies of them; None for the group alone."""
+    deduplicate: bool = False
+    """True if a token travels once to a rank of which it chose several experts."""
+    transport: Transport = "exact"
+
+    @cached_property
+    def title(self) -> str:
+        """Name of the layer in errors, from which its number in messages is computed."""
+        return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of the ranks."""
+        return self.mesh.get_group()
+
+    @cached_property
+    def ranks(self) -> int:
+        """R, the number of ranks."""
+        return self.mesh.size()
+
+    @cached_property
+    def rank(self) -> int:
+        """Number of this rank in the group."""
+        return self.mesh.get_local_rank()
+
+    @cached_property
+    def ranges(self) -> list[range]:
+        """(R,): the positions of each rank."""
+        return shard_ranges(self.num_experts, self.ranks)
+
+    @cached_property
+    def experts_of_ranks(self) -> list[Sequence[int]]:
+        """(R,): the experts of each rank."""
+        order = self.order
+        return [own if order is None else order[own.start : own.stop] for own in self.ranges]
+
+    @cached_property
+    def own_experts(self) -> Sequence[int]:
+        """Experts of this rank."""
+        return self.experts_of_ranks[self.rank]
+
+    @cached_property
+    def owner(self) -> list[int]:
+        """(E,): the rank of each expert."""
+        owner = [0] * self.num_experts
+        for rank, experts in enumerate(self.experts_of_ranks):
+            for expert in experts:
+                owner[expert] = rank
+        return owner
+
+    @cached_property
+    def chunk_experts(self) -> list[list[Sequence[int]]]:
+        """(chunks, R): the experts of each rank in each chunk, the same share of every rank's."""
+        return [
+            [own[c * len(own) // self.chunks : (c + 1) * len(own) // self.chunks] for own in self.experts_of_ranks]
+            for c in range(self.chunks)
+        ]
+
+    @cached_property
+    def send_order(self) -> list[int]:
+        """Experts in the order in which their rows are sent: by chunk, then by rank."""
+        return [expert for by_rank in self.chunk_experts for experts in by_rank for expert in experts]
+
+    @cached_property
+    def send_positions(self) -> Tensor | None:
+        """(E,) int32: the place of every expert in :attr:`send_order`; None if each is in its own."""
+        if self.send_order == list(range(self.num_experts)):
+            return None
+        places = torch.empty(self.num_experts, dtype=torch.int32)
+        places[torch.tensor(self.send_order)] = torch.arange(self.num_experts, dtype=torch.int32)
+        return places
+
+    @property
+    def num_destinations(self) -> int:
+        """Number of destinations of rows; each is one rank in one chunk."""
+        return self.chunks * self.ranks
+
+    @property
+    def num_counts(self) -> int:
+        """Length of a rank's counts: a load for each expert, and rows for each destination if they differ."""
+        return self.num_experts + (self.num_destinations if self.deduplicate else 0)
+
+    @property
+    def padded_rows(self) -> int:
+        """Number of rows that a padded exchange carries from a rank to a rank in a chunk."""
+        return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
+
+    def tables(self, device: torch.device) -> RoutingTables:
+        """Return the tables on a device; the first call copies them there."""
+        if device not in self._tables:
+            with torch.inference_mode(False):  # they outlive the call
+                self._tables[device] = self._make_tables(device)
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, RoutingTables]:
+        return {}
+
+    def _make_tables(self, device: torch.device) -> RoutingTables:
+        places = [
+            (expert, chunk * self.ranks + rank, index)
+            for chunk, by_rank in enumerate(self.chunk_experts)
+            for rank, experts in enumerate(by_rank)
+            for index, expert in enumerate(experts)
+        ]
+        sizes = [self.padded_rows if experts else 0 for by_rank in self.chunk_experts for experts in by_rank]
+        first_row = [0, *itertools.accumulate(sizes)]
+        _, destination, index = zip(*sorted(places), strict=True)
+        columns = (destination, index, first_row, [0, first_row[-1]])
+        return RoutingTables(*(torch.tensor(column, dtype=torch.int32).to(device) for column in columns))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSharding:
+        """Return itself: a copy of the layer is on the same ranks."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: the cached group cannot be pickled."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+# Positions of stacked tensors: parameters, their gradients and optimizer state alike are DTensors, cut along the
+# experts. FSDP cuts the experts of a rank once more, among the ranks that have the same ones.
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's part, in the graph."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_data(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, or of its gradient, outside of the graph; the memory is the same."""
+    return local_tensor(parameter.detach())
+
+
+@dataclass(frozen=True)
+class PositionLayout:
+    """Say which positions of a stacked tensor each rank of a group has."""
+
+    own: range
+    """Positions of this rank."""
+    group: dist.ProcessGroup | None
+    """All ranks that have some; None if they are not known."""
+    ranges: list[range]
+    """Positions of each rank of the group."""
+
+
+def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayout:
+    """Return the layout of a parameter of a layer, or of a tensor that is stacked in the same way.
+
+    Args:
+        parameter: with as many positions as the layer has experts.
+        sharding: of the layer.
+
+    Raises:
+        ValueError: the parameter is not cut along its experts alone.
+    """
+    # FSDP's placement on the ranks with the same experts is not a Shard, and has a dimension as well.
+    if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
+        seen = parameter.placements if isinstance(parameter, DTensor) else type(parameter).__name__
+        raise ValueError(f"MoE {sharding.title}: experts must be a DTensor cut along the experts, got {seen}")
+    mesh = parameter.device_mesh
+    if mesh.ndim == 1:
+        return PositionLayout(sharding.ranges[sharding.rank], sharding.group, sharding.ranges)
+    replicas = mesh.size(0)
+    parts = [
+        [own[part.start : part.stop] for own in sharding.ranges for part in [shard_ranges(len(own), replicas)[replica]]]
+        for replica in range(replicas)
+    ]
+    own = parts[mesh.get_local_rank(0)][sharding.rank]
+    if sharding.data_parallel_mesh is None:
+        return PositionLayout(own, None, [])
+    group = sharding.data_parallel_mesh.get_group()
+    ranges = [own] * sharding.data_parallel_mesh.size()
+    for ranks, of_replica in zip(mesh.mesh.tolist(), parts, strict=True):
+        for rank, part in zip(ranks, of_replica, strict=True):
+            ranges[dist.get_group_rank(group, rank)] = part
+    return PositionLayout(own, group, ranges)
+
+
+class ExpertMove:
+    """Exchange experts between positions. Every rank of the group makes it, and calls it for the same tensors.
+
+    Args:
+        layout: of the tensors.
+        before: (E,), the expert at each position.
+        after: (E,), the expert that is to be there.
+
+    Raises:
+        ValueError: the ranks that have the positions are not known.
+    """
+
+    def __init__(self, layout: PositionLayout, before: Sequence[int], after: Sequence[int]) -> None:
+        if layout.group is None:
+            raise ValueError(
+                "MoE: experts that fully_shard has cut must have been given to pymoe.ep.data_parallel before they move"
+            )
+        self._group = layout.group
+        rank, ranks = dist.get_rank(layout.group), len(layout.ranges)
+        start = layout.own.start
+        was = {expert: position for position, expert in enumerate(before)}
+        owner = {position: number for number, positions in enumerate(layout.ranges) for position in positions}
+
+        def arrivals(positions: range) -> list[tuple[int, int, int]]:
+            """Return (source rank, new position, old position) for the positions of a rank, sorted."""
+            return sorted((owner[was[after[position]]], position, was[after[position]]) for position in positions)
+
+        own = arrivals(layout.own)
+        self._kept = [(position - start, old - start) for source, position, old in own if source == rank]
+        self._received_at = [position - start for source, position, _ in own if source != rank]
+        self._received = [sum(source == number != rank for source, _, _ in own) for number in range(ranks)]
+        sent = [
+            [old - start for source, _, old in arrivals(positions) if source == rank != number]
+            for number, positions in enumerate(layout.ranges)
+        ]
+        self._sent = [len(positions) for positions in sent]
+        self._sent_from = [position for positions in sent for position in positions]
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """Return this rank's part in the new order, (n, ...), in memory of its own."""
+
+        def index(positions: Sequence[int]) -> Tensor:
+            return torch.tensor(positions, dtype=torch.int64, device=local.device)
+
+        result = torch.empty_like(local, memory_format=torch.contiguous_format)
+        received = local.new_empty(len(self._received_at), *local.shape[1:])
+        sent = local.index_select(0, index(self._sent_from))
+        dist.all_to_all_single(received, sent, self._received, self._sent, group=self._group)
+        result[index(self._received_at)] = received
+        result[index([new for new, _ in self._kept])] = local.index_select(0, index([old for _, old in self._kept]))
+        return result
+
+
+def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
+    """Return a parameter, or a tensor stacked alike, with expert e at position e; all ranks of its mesh call this."""
+    return _reordered(tensor, sharding, sharding.order, None)
+
+
+def in_placed_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
+    """Undo :func:`in_expert_order`."""
+    return _reordered(tensor, sharding, None, sharding.order)
+
+
+def _reordered(
+    tensor: DTensor, sharding: ExpertSharding, before: Sequence[int] | None, after: Sequence[int] | None
+) -> DTensor:
+    plain = range(sharding.num_experts)
+    moved: DTensor = torch.empty_like(tensor)  # type: ignore[assignment]
+    if not tensor.is_meta:
+        move = ExpertMove(position_layout(tensor, sharding), before or plain, after or plain)
+        local_data(moved).copy_(move(local_data(tensor)))
+    return moved
