@@ -54,7 +54,18 @@ PYTHON_MAY_USE = {
     # Names of parallel and mixture are found in runtime, too, where other programs look for them.
     "runtime/__init__": {"parallel", "mixture", "runtime", "autograd", "_errors", "_native", "_runtime"},
     "runtime": {"autograd", "runtime", "_checks", "_errors", "_native", "_runtime", "_torch_private"},
-    "mixture": {"autograd", "reference", "ops", "nn", "runtime", "mixture", "_checks", "_errors", "_native", "_runtime"},
+    "mixture": {
+        "autograd",
+        "reference",
+        "ops",
+        "nn",
+        "runtime",
+        "mixture",
+        "_checks",
+        "_errors",
+        "_native",
+        "_runtime",
+    },
     "pipe": {
         "autograd",
         "pipe",

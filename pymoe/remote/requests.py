@@ -399,6 +399,12 @@ class DirectPool(_RemotePool):
         """Send a request and wait for the answer."""
         return self.submit_task(*tensors, timeout=timeout).result()
 
+    def _wait_for_room(self, timeout: float) -> bool:
+        found = self._permits.acquire(timeout=timeout)
+        if found:
+            self._permits.release()
+        return found
+
     def _idle_is_known(self) -> None:
         """Do nothing: the requests have deadlines, so they end."""
 
