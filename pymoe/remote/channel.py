@@ -25,7 +25,7 @@ from pymoe.remote import wire
 from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import KIND_KEY, ProtocolError, ServerLost, WireError, from_status
 from pymoe.remote.security import TLS, authorization, check_address, check_client, is_local
-from pymoe.runtime.timers import Timer, call_later
+from pymoe.runtime.timers import TimerHandle, call_later
 
 MAX_DEADLINE_S = 1e8
 """Longest time to a deadline that gRPC can represent."""
@@ -262,7 +262,7 @@ class RequestStream:
     def __init__(self, method: Any, metadata: Any) -> None:
         self.metadata = metadata
         self.used = self.overdue = False
-        self.timer = Timer(self._time_is_over)
+        self.timer = TimerHandle(self._time_is_over)
         self._messages: SimpleQueue[tuple[bytes, Sequence[memoryview]] | None] = SimpleQueue()
         self._call = method(self._pieces(), metadata=metadata)
         self._call.add_done_callback(lambda _: self._messages.put(None))  # or gRPC's thread would wait for ever

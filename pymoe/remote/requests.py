@@ -30,6 +30,7 @@ from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.interrupts import interrupt_soon, uninterrupted
 from pymoe.runtime.nested import nested_flatten
 from pymoe.runtime.schema import RequestSchema
+from pymoe.runtime.task_pool import submit_when_there_is_room
 from pymoe.runtime.timers import call_later
 
 Method = Literal["Forward", "Backward"]
@@ -387,7 +388,7 @@ class DirectPool(_RemotePool):
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> RemoteFuture:
         try:
-            return await TaskPool._queue(self, tensors, self._seconds(timeout), priority)  # type: ignore[arg-type, return-value]
+            return await submit_when_there_is_room(self, tensors, self._seconds(timeout), priority)
         except QueueFull as error:
             raise TimeoutError(f"{error}: there was no room for the request in time") from None
 

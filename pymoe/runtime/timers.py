@@ -19,12 +19,12 @@ IDLE_S = 60.0
 NEVER = float("inf")
 
 _changed = threading.Condition()
-_due: dict[Timer, float] = {}  # on the monotonic clock
+_due: dict[TimerHandle, float] = {}  # on the monotonic clock
 _wakes = -NEVER  # when the thread looks next
 _thread: threading.Thread | None = None
 
 
-class Timer:
+class TimerHandle:
     """Calls a function once when its time has come, on the thread of all timers. Thread-safe.
 
     The function must not block. An exception that it raises goes to ``threading.excepthook``.
@@ -59,9 +59,9 @@ class Timer:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
-def call_later(seconds: float, function: Callable[..., Any], *arguments: Any) -> Timer:
+def call_later(seconds: float, function: Callable[..., Any], *arguments: Any) -> TimerHandle:
     """Return a timer that calls ``function(*arguments)`` ``seconds`` from now."""
-    timer = Timer(function, *arguments)
+    timer = TimerHandle(function, *arguments)
     timer.reset(seconds)
     return timer
 

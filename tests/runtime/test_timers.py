@@ -11,7 +11,7 @@ import pytest
 from limits import LONG
 
 from pymoe.runtime import timers
-from pymoe.runtime.timers import Timer, call_later
+from pymoe.runtime.timers import TimerHandle, call_later
 
 
 def test_timers_are_called_by_their_own_times_alone() -> None:
@@ -50,7 +50,7 @@ def test_no_timer_is_called_before_its_time() -> None:
 
 def test_a_timer_is_called_once_and_may_be_set_again() -> None:
     calls = threading.Semaphore(0)
-    timer = Timer(calls.release)
+    timer = TimerHandle(calls.release)
     for _ in range(3):
         timer.reset(0.0)
         assert calls.acquire(timeout=LONG)
