@@ -64,7 +64,7 @@ def walk(call: Callable[[], object]) -> Walk:
 
 
 def calls_of(layer: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Calls:
-    """Return the ways to call a layer that has parameters: its first argument requires a gradient where one is asked."""
+    """Return the ways to call a layer of parameters; with gradients, that of ``x`` is asked for as well."""
     leaf = x.clone().requires_grad_()
     return {
         "no gradients": torch.no_grad()(lambda: layer(x, *others)),

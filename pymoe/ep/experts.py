@@ -17,7 +17,7 @@ from pymoe.ep.labels import LabelledCrossing, apply_labelled
 from pymoe.ep.layouts import as_in_one_process, as_placed, layout_of, local_of, local_part
 from pymoe.ep.lending import Lent
 from pymoe.nn.experts import Experts
-from pymoe.nn.options import operators
+from pymoe.nn.options import raw_operators
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")
 everywhere: WeakSet[ShardedExperts] = WeakSet()
@@ -94,7 +94,7 @@ class ShardedExperts(Experts):
         own = [self._own(name) for name in NAMES]
         by_chunk: list[Sequence[Any]] = list(zip(*map(self._by_chunk, own), strict=True))
         if isinstance(crossing, LabelledCrossing):
-            how: dict[str, Any] = {"activation": self.activation, "ops": operators(self.backend)}
+            how: dict[str, Any] = {"activation": self.activation, "ops": raw_operators(self.backend)}
             return tuple(
                 send_back(apply_labelled(crossing.arrive(tokens, chunk), *parts, **how), home, chunk)
                 for chunk, parts in enumerate(by_chunk)
@@ -164,7 +164,7 @@ class ShardedExperts(Experts):
             # takes part in the exchange.
             nothing = sum(part.sum() for part in (w_in, w_out, b_in, b_out) if part is not None)
             return rows + torch.as_tensor(nothing).to(rows.dtype)
-        ops = operators(self.backend)
+        ops = raw_operators(self.backend)
         # Products take rows in the order of experts, and those of an expert in the order of ranks: then every sum over
         # rows is that of one process with the tokens of all ranks. On the CPU they find them where they are; on CUDA,
         # where torch's grouped product may be the faster one and takes sorted rows alone, rows move.

@@ -92,7 +92,7 @@ def apply_labelled(
         b_in: of the same.
         b_out: of the same.
         activation: of the same.
-        ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+        ops: :mod:`pymoe.ops.raw` or :mod:`pymoe.reference`.
     """
     rows, numbers, weights, computed = came
     if w_in.shape[0] == 0:

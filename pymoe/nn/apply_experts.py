@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe import ops
 from pymoe.nn.apply_experts_checks import (
     NAME,
     check_biases,
@@ -19,6 +20,7 @@ from pymoe.nn.apply_experts_checks import (
 )
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.networks import apply_networks, grouped_networks
+from pymoe.ops import raw
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
 from pymoe.reference import checks
@@ -103,7 +105,16 @@ def apply_experts(
     whole = capacity is None and not foreign_experts
     networks = grouped_networks(w_in, w_out, b_in, b_out, activation, whole=whole)
     number = w_in.shape[0]
-    return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
+    return apply_networks(
+        x,
+        experts,
+        weights,
+        number,
+        networks,
+        capacity=capacity,
+        foreign_experts=foreign_experts,
+        operators=ops if callable(activation) else raw,
+    )
 
 
 def apply_experts_fused(

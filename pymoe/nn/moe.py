@@ -20,7 +20,7 @@ from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.networks import Networks, apply_networks, as_rows, grouped_networks
-from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
+from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, raw_operators, warn_once
 from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
@@ -361,6 +361,7 @@ class MoE(nn.Module):
             )
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
         networks: Networks = experts
+        whose = operators(self.backend)
         if self._stands_in_for(experts, Experts):
             check_networks("experts", experts, (self.num_experts,), x_TH)
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
@@ -369,7 +370,8 @@ class MoE(nn.Module):
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-        whose = operators(self.backend)
+            if is_called_plainly(self.router, Router) and is_called_plainly(self.losses, AuxiliaryLosses):
+                whose = raw_operators(self.backend)  # the layer has made all that they are handed
         return apply_networks(
             x_TH,
             experts_TK,

@@ -75,16 +75,21 @@ class _CombineBackward(torch.autograd.Function):
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     check(y, routing, weights)
     index_checks.slots_in_range("combine", routing)
+    return raw(y, routing, weights)
+
+
+combine.__doc__ = reference.__doc__
+
+
+def raw(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Return :func:`combine` of arguments that are known to fit."""
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing
     wide = accumulate_dtype(y.dtype)
     if weights.dtype != wide:  # usually equal, and asking is cheaper than a cast that changes nothing
         weights = weights.to(wide)
-    return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
-
-
-combine.__doc__ = reference.__doc__
+    return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::combine")

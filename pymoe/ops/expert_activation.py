@@ -83,10 +83,15 @@ class _ExpertActivation(torch.autograd.Function):
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     check(h, kind)
-    return call(_ExpertActivation, h.contiguous(), *kernel_options(kind))
+    return raw(h, kind)
 
 
 expert_activation.__doc__ = reference.__doc__
+
+
+def raw(h: Tensor, kind: ActivationKind) -> Tensor:
+    """Return :func:`expert_activation` of arguments that are known to fit."""
+    return call(_ExpertActivation, h.contiguous(), *kernel_options(kind))  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::expert_activation")

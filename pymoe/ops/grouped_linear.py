@@ -130,26 +130,31 @@ def grouped_linear(
 grouped_linear.__doc__ = reference.__doc__
 
 
-def linear_of_routing(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *, whole: bool) -> Tensor:
-    """Return ``grouped_linear(x, weight, offsets, bias)`` for the offsets of a routing, as a layer calls it.
-
-    On the GPU, offsets of unknown origin are made safe before torch's product reads them, and the rows that they leave
-    out are cleared afterwards. These two launches per product are not needed for offsets that come straight from
-    :func:`pymoe.ops.build_routing`.
+def raw(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    order: Tensor | None = None,
+    whole: bool = False,
+) -> Tensor:
+    """Return :func:`grouped_linear` of arguments that are known to fit, once ``torch.autocast`` has cast them.
 
     Args:
         x: (S, H).
         weight: (E, N, H).
-        offsets: (E + 1,), of a routing that ``build_routing`` made of S choices.
+        offsets: (E + 1,), contiguous.
         bias: (E, N), or None.
-        whole: whether every choice has a row: no capacity, and no experts elsewhere. With ``False`` this is
-            ``grouped_linear``. The promise cannot be checked on the GPU; rows that it leaves out may hold anything.
+        order: (S,), contiguous, or None.
+        whole: whether ``offsets`` come straight from :func:`pymoe.ops.build_routing` and every choice has a row: there
+            is no capacity, and there are no experts elsewhere. On the GPU, offsets of unknown origin are made safe
+            before torch's product reads them, and the rows that they leave out are cleared afterwards; the promise
+            saves these two launches for each product. It cannot be checked there: rows that it leaves out may hold
+            anything.
     """
-    if not whole:
-        return grouped_linear(x, weight, offsets, bias)
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias)
-    return call(_GroupedLinear, x, weight, offsets, bias, None, True)  # type: ignore[no-any-return]
+    return call(_GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::grouped_linear")

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from pymoe import ops, reference
 from pymoe.nn import Experts
+from pymoe.ops import raw
 
 
 def assert_same(found, expected):
@@ -21,13 +22,13 @@ def assert_same(found, expected):
 def dispatches(monkeypatch):
     """Counts the calls of dispatch, which the one call for all does not make."""
     count = [0]
-    dispatch = ops.dispatch
+    for module in (ops, raw):
 
-    def counted(*args):
-        count[0] += 1
-        return dispatch(*args)
+        def counted(*args, dispatch=module.dispatch):
+            count[0] += 1
+            return dispatch(*args)
 
-    monkeypatch.setattr(ops, "dispatch", counted)
+        monkeypatch.setattr(module, "dispatch", counted)
     return count
 
 

@@ -13,7 +13,7 @@ import pymoe.integrations.transformers
 from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import fused_activation
-from pymoe.nn import networks
+from pymoe.ops import raw
 
 MIXTRAL = ExpertsClass("mixtral", "MixtralExperts")
 GPT_OSS = ExpertsClass("gpt_oss", "GptOssExperts")
@@ -42,7 +42,7 @@ def eager(experts, *arguments):
 def test_weights_are_read_where_they_lie(one, monkeypatch):
     experts = build(one)
     read = []
-    for module, name in ((ops, "grouped_linear"), (networks, "linear_of_routing")):
+    for module, name in ((ops, "grouped_linear"), (raw, "grouped_linear")):
         product = getattr(module, name)
 
         def noted(x, w, *rest, product=product, **options):

@@ -7,6 +7,7 @@ from experts_classes import experts_classes
 
 import pymoe.integrations.transformers  # noqa: F401
 from pymoe import ops
+from pymoe.ops import raw
 
 EVERY_MODEL = sorted({one.model for one in experts_classes()})
 USUAL = (
@@ -33,8 +34,10 @@ def models(names):
 def calls(monkeypatch):
     """The layers that asked pymoe for a routing."""
     seen = []
-    build = ops.build_routing
-    monkeypatch.setattr(ops, "build_routing", lambda *these, **options: seen.append(1) or build(*these, **options))
+    for module in (ops, raw):
+        build = module.build_routing
+        counted = lambda *these, build=build, **options: seen.append(1) or build(*these, **options)  # noqa: E731
+        monkeypatch.setattr(module, "build_routing", counted)
     return seen
 
 
