@@ -1,4 +1,4 @@
-"""A forward of MoE by its native calls alone, where nothing is differentiated and nothing stands between its parts.
+"""A forward of MoE by its native calls alone, where nothing stands between its parts; with gradients, as one node.
 
 For a few tokens the parts of a layer cost more in calls of modules, look-ups of their attributes and checks than in
 kernels. What holds for the whole call is therefore asked once, here; whatever is out of the ordinary takes the usual
@@ -19,10 +19,13 @@ from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.networks import as_rows
 from pymoe.nn.parameters import networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.record import count_later
+from pymoe.nn.recorded import apply_chosen_experts_recorded
+from pymoe.nn.route import is_one_node
 from pymoe.nn.router import Router
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
-from pymoe.ops.function_calls import is_recorded
+from pymoe.ops.function_calls import is_differentiated, is_transformed
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.scores import accumulate_dtype
@@ -38,7 +41,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         layer: a :class:`pymoe.nn.MoE`, not of a class derived from it. (That module imports this one.)
         x: whatever ``forward`` was given.
     """
-    if is_compiling() or type(x) not in _PLAIN:
+    if is_compiling() or type(x) not in _PLAIN or is_transformed():
         return None
     parts = layer._modules
     try:  # past Module.__getattr__, which costs half a microsecond a name
@@ -49,8 +52,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     except KeyError:  # something else has taken its place
         return None
     if (
-        is_recorded(x, weight, bias, w_in, w_out, b_in, b_out)
-        or not (
+        not (
             is_called_plainly(router, Router)
             and "logits" not in router.__dict__
             and is_called_plainly(experts, Experts)
@@ -58,20 +60,35 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
             and layer.backend == router.backend == experts.backend == "native"
         )
         or not _fit(layer, x, weight, bias, w_in, w_out)
+        or is_one_node(x, weight)  # on a GPU, the router's product and its gate
     ):
         return None
 
     x_TH = as_rows(x, layer.hidden_size)
     logits_TE = router.logits(x_TH)
     capacity = layer._capacity(x_TH.shape[0], router.top_k)
-    kind, *numbers = kernel_options(experts.activation)
-    networks = (w_in, b_in, w_out, b_out, kind, capacity, *numbers)
+    networks, activation = (w_in, b_in, w_out, b_out), kernel_options(experts.activation)
+    router.counted.follow(logits_TE.device)
+    of_losses = None
     y_TH: Tensor
-    y_TH, load = APPLY_CHOSEN_EXPERTS(x_TH, logits_TE, bias, *router.gate_options(), *networks)
+    if is_differentiated(logits_TE, x_TH, *networks):
+        chosen_by, loads = logits_TE, []
+        if bias is not None and router.training and logits_TE.requires_grad:
+            chosen_by = count_later(logits_TE, loads, router.counted["load"])
+        gate = (chosen_by, bias, router.gate_options())
+        y_TH, load = apply_chosen_experts_recorded(x_TH, *gate, networks, activation, capacity)
+        loads.append(load)
+        if losses.injects():
+            y_TH, of_losses = losses.carried_by(y_TH, logits_TE, load)
+    else:
+        kind, *numbers = activation
+        chosen = APPLY_CHOSEN_EXPERTS(
+            x_TH, logits_TE, bias, *router.gate_options(), *networks, kind, capacity, *numbers
+        )
+        y_TH, load = chosen
     if layer.shared is not None:
         y_TH = layer._with_shared(y_TH, x_TH)
-    router.counted.follow(load.device)
-    layer._keep_stats(load, logits_TE, capacity, None)
+    layer._keep_stats(load, logits_TE, capacity, of_losses)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe._torch_private import FakeTensor
 from pymoe.nn.apply_experts import apply_experts_fused
+from pymoe.nn.apply_experts_checks import check_choice
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.direct import forward_directly
 from pymoe.nn.expert_bias import update_expert_biases
@@ -25,8 +26,8 @@ from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
+from pymoe.nn.recorded import is_one_call
 from pymoe.nn.router import Router
-from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.transforms import in_torch_func, is_exporting
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
@@ -365,7 +366,9 @@ class MoE(nn.Module):
         if self._stands_in_for(experts, Experts):
             check_networks("experts", experts, (self.num_experts,), x_TH)
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
-            if not is_recorded(x_TH, weights_TK, *parameters):
+            if routing is None and is_one_call(x_TH, weights_TK, *parameters):
+                if not is_called_plainly(self.router, Router):
+                    check_choice(x_TH, experts_TK, weights_TK)
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters

@@ -24,7 +24,7 @@ _COMBINE = torch.ops.pymoe.combine.default
 _COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     @staticmethod
     def forward(y: Tensor, weights: Tensor, slot: Tensor, offsets: Tensor) -> Tensor:
         return _COMBINE(y, slot, weights)
@@ -61,9 +61,9 @@ class _CombineBackward(torch.autograd.Function):
         if need_grad:
             terms = []
             if a is not None:
-                terms.append(call(_Combine, a.contiguous(), weights, slot, offsets))
+                terms.append(call(Combine, a.contiguous(), weights, slot, offsets))
             if b is not None:
-                terms.append(call(_Combine, y, b.contiguous(), slot, offsets))
+                terms.append(call(Combine, y, b.contiguous(), slot, offsets))
             dgrad = sum(terms[1:], terms[0]) if terms else None
         if need_weights and a is not None:
             dweights = call(_CombineBackward, grad, a.contiguous(), weights, slot, offsets, False, True)[1]
@@ -89,7 +89,7 @@ def raw(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     wide = accumulate_dtype(y.dtype)
     if weights.dtype != wide:  # usually equal, and asking is cheaper than a cast that changes nothing
         weights = weights.to(wide)
-    return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())  # type: ignore[no-any-return]
+    return call(Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::combine")

@@ -59,7 +59,9 @@ def _none(*_: Any) -> int:
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "apply_chosen_experts": _apply_chosen_experts,
+    "apply_chosen_experts_recorded": _apply_chosen_experts,
     "apply_experts": _apply_experts,
+    "apply_experts_recorded": _apply_experts,
     "apply_quantized_experts": _apply_quantized_experts,
     "grouped_linear": _grouped_linear,
     "grouped_linear_weight_grad": _weight_grad,

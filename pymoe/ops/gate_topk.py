@@ -36,7 +36,7 @@ def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:
     return score, renormalize, bias is None and num_groups == 0, scale
 
 
-class _GateTopk(torch.autograd.Function):
+class GateTopk(torch.autograd.Function):
     @staticmethod
     def forward(
         logits: Tensor,
@@ -165,7 +165,7 @@ def raw(
     if bias is not None:
         bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
     groups = (num_groups or 0, topk_groups or 0)
-    return Gate(*call(_GateTopk, logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
+    return Gate(*call(GateTopk, logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
 
 
 @torch.library.register_fake("pymoe::gate_topk")

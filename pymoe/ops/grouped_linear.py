@@ -24,7 +24,7 @@ _GROUPED_LINEAR_WEIGHT_GRAD = torch.ops.pymoe.grouped_linear_weight_grad.default
 _GROUPED_LINEAR_BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted by expert or listed in an order."""
 
     # A pipeline may ask for dx first and for the others later: pymoe.pipe.split_backward.
@@ -46,7 +46,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, offsets, order = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
         return (
-            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
+            call(GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
             _weight_grad(grad, x, offsets, order, ctx.whole, weight) if needs_weight else None,
             None,
             call(_BiasGrad, grad, offsets, order) if needs_bias else None,
@@ -73,8 +73,8 @@ class _WeightGrad(torch.autograd.Function):
         needs_grad, needs_x, *_ = ctx.needs_input_grad
         rest = (offsets, None, order, ctx.whole)
         return (
-            call(_GroupedLinear, x, cotangent, *rest) if needs_grad else None,
-            call(_GroupedLinear, grad, cotangent.transpose(1, 2), *rest) if needs_x else None,
+            call(GroupedLinear, x, cotangent, *rest) if needs_grad else None,
+            call(GroupedLinear, grad, cotangent.transpose(1, 2), *rest) if needs_x else None,
             None,
             None,
             None,
@@ -112,7 +112,7 @@ class _BiasGrad(torch.autograd.Function):
         # bias.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
-        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
+        return call(GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
 
 
 def grouped_linear(
@@ -124,7 +124,7 @@ def grouped_linear(
     if order is not None:
         index_checks.order_in_range("grouped_linear", order, offsets)
         order = order.contiguous()
-    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias, order, False)
+    return call(GroupedLinear, x, weight, offsets.contiguous(), bias, order, False)
 
 
 grouped_linear.__doc__ = reference.__doc__
@@ -154,7 +154,7 @@ def raw(
             anything.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    return call(_GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
+    return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::grouped_linear")

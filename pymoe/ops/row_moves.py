@@ -24,7 +24,7 @@ class _MovesRows(torch.autograd.Function):
         ctx.save_for_backward(slot, token, offsets)
 
 
-class _SpreadRows(_MovesRows):
+class SpreadRows(_MovesRows):
     @staticmethod
     def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
         return _DISPATCH(x, slot, offsets, token.shape[0])
@@ -47,7 +47,7 @@ class _SumChoices(_MovesRows):
 def spread_rows(x: Tensor, routing: Routing) -> Tensor:
     """Return (S, H) from (T, H): :func:`dispatch` of checked arguments."""
     slot, token, offsets = routing
-    return call(_SpreadRows, x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+    return call(SpreadRows, x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
 
 
 def sum_choices(rows: Tensor, routing: Routing) -> Tensor:

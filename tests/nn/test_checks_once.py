@@ -61,18 +61,31 @@ def test_rows_of_other_experts_are_checked(change, error, words):
     ("change", "error", "words"),
     [
         (lambda gate: gate._replace(experts=gate.experts + 7), IndexError, "experts must lie in"),
-        (lambda gate: gate._replace(experts=gate.experts.float()), TypeError, "build_routing: experts must have dtype"),
-        (lambda gate: gate._replace(weights=gate.weights[:, :1]), ValueError, "combine: weights must have size 2"),
-        (lambda gate: gate._replace(weights=gate.weights[:4]), ValueError, "combine: weights must have size 5"),
-        (lambda gate: Gate(gate.weights[:4], gate.experts[:4], gate.load), ValueError, "dispatch: routing.slot"),
+        (lambda gate: gate._replace(experts=gate.experts.float()), TypeError, "experts must have dtype"),
+        (
+            lambda gate: gate._replace(weights=gate.weights[:, :1]),
+            ValueError,
+            "weights must have the shape of experts ((5, 2)), got (5, 1)",
+        ),
+        (
+            lambda gate: gate._replace(weights=gate.weights[:4]),
+            ValueError,
+            "weights must have the shape of experts ((5, 2)), got (4, 2)",
+        ),
+        (
+            lambda gate: Gate(gate.weights[:4], gate.experts[:4], gate.load),
+            ValueError,
+            "experts must have size 5 (T of x)",
+        ),
     ],
 )
 def test_choices_of_another_router_are_checked(change, error, words):
     layer = make_layer()
     layer.router = Replaced(layer.router, lambda result: (change(result[0]), result[1]))
-    with pytest.raises(error) as raised:
-        layer(make_input(5))
-    assert words in str(raised.value)
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded), pytest.raises(error) as raised:
+            layer(make_input(5))
+        assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(

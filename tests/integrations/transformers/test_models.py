@@ -1,5 +1,7 @@
 """Whole models: logits, gradients and generated tokens are those of eager, and the state dict stays as it is."""
 
+import sys
+
 import pytest
 import tiny_models
 import torch
@@ -34,10 +36,11 @@ def models(names):
 def calls(monkeypatch):
     """The layers that asked pymoe for a routing."""
     seen = []
-    for module in (ops, raw):
-        build = module.build_routing
-        counted = lambda *these, build=build, **options: seen.append(1) or build(*these, **options)  # noqa: E731
-        monkeypatch.setattr(module, "build_routing", counted)
+    fused = sys.modules["pymoe.nn.apply_experts"]
+    for module, name in ((ops, "build_routing"), (raw, "build_routing"), (fused, "apply_experts_fused")):
+        call = getattr(module, name)
+        counted = lambda *these, call=call, **options: seen.append(1) or call(*these, **options)  # noqa: E731
+        monkeypatch.setattr(module, name, counted)
     return seen
 
 
