@@ -1,4 +1,4 @@
-"""apply_experts: chosen expert networks over tokens, in one native call where nothing is differentiated."""
+"""apply_experts: chosen expert networks over tokens, in one native call and at most one node of autograd."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def apply_experts(
     ``y[t] = sum over k of weights[t, k] * network_e(x[t])`` for e = ``experts[t, k]``, where ``network_e(row)`` is
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
     :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
-    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. Where nothing is differentiated one native
-    call does all of it and returns the same bits: generating text token by token, the cost of calls from Python counts.
+    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. One native call does all of it and, with
+    gradients, one node of autograd; outputs and gradients have the same bits. With few tokens, as in generating text,
+    the cost of calls from Python counts. Inside transforms of :mod:`torch.func`, in compiled code with gradients and
+    with a function as the activation it is one operator after the other.
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own.
 
     Args:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pymoe.nn import options
 from pymoe.nn.options import Backend, check_dtype, check_size, operators, raw_operators
 from pymoe.nn.parameters import check_networks
-from pymoe.nn.row_invariant import linear
+from pymoe.nn.rows import linear
 from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind
 

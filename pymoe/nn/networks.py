@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from pymoe import ops
@@ -19,20 +18,6 @@ Activation = ActivationKind | Callable[[Tensor], Tensor]
 
 Networks = Callable[[Tensor, Tensor], Tensor]
 """Takes rows (S, H), sorted by expert, and their offsets (E + 1,); returns rows (S, O), each from its own row."""
-
-
-def as_rows(x: Tensor, hidden_size: int) -> Tensor:
-    """Return the tokens of (..., H) as (T, H), one after the other in memory.
-
-    Every way through a layer begins with this. Matrix products of torch round as the layout of their operands says,
-    also that of a single row, which counts as contiguous whatever its strides are.
-
-    Args:
-        x: (..., H).
-        hidden_size: H.
-    """
-    rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
-    return rows if rows.stride() == (hidden_size, 1) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def apply_networks(

@@ -1,8 +1,8 @@
 """The experts of a mixture, with or without the gate that chooses them, as one node of autograd.
 
 One operator after the other is one node after the other, and for a few tokens the way to each of them takes longer than
-its kernel. This node makes one native call, which runs the same kernels. Its backward pass calls those of the
-operators' own Functions one after the other: gradients have the same bits, and may be differentiated again. For that,
+its kernel. This node makes one native call, which runs the same kernels, and its backward pass runs those of the
+operators' backward passes: gradients have the same bits. They may be differentiated again. For that,
 what one operator makes and the next one saves is an output of the node, too, whose gradient a second backward pass
 brings.
 
@@ -11,19 +11,29 @@ The node is for eager code outside of transforms: see :func:`is_one_call`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pymoe.ops.combine import Combine
-from pymoe.ops.expert_activation import ExpertActivation, KernelOptions
-from pymoe.ops.function_calls import apply, is_recorded, is_transformed
-from pymoe.ops.gate_topk import GateTopk, Options, backward_options
-from pymoe.ops.grouped_linear import GroupedLinear
-from pymoe.ops.row_moves import SpreadRows
+from pymoe.ops.combine import COMBINE_BACKWARD, CombineBackward
+from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, ExpertActivation, KernelOptions
+from pymoe.ops.function_calls import apply, call, is_recorded, is_transformed
+from pymoe.ops.gate_topk import GATE_TOPK_BACKWARD, GateTopkBackward, Options, backward_options
+from pymoe.ops.grouped_linear import (
+    BIAS_GRAD,
+    GROUPED_LINEAR,
+    WEIGHT_GRAD,
+    BiasGrad,
+    GroupedLinear,
+    WeightGrad,
+    weight_grad,
+)
+from pymoe.ops.row_moves import COMBINE, SumChoices
 from pymoe.reference.scores import accumulate_dtype
 
 APPLY_EXPERTS_RECORDED = torch.ops.pymoe.apply_experts_recorded.default
@@ -70,6 +80,46 @@ def apply_chosen_experts_recorded(
     return y, load
 
 
+class _Operators(NamedTuple):
+    """The operators that a backward pass runs."""
+
+    combine_backward: Callable[..., tuple[Tensor, Tensor]]
+    product: Callable[..., Tensor]
+    weight_product: Callable[..., Tensor]
+    bias_grad: Callable[..., Tensor]
+    activation_backward: Callable[..., Tensor]
+    sum_choices: Callable[..., Tensor]
+    gate_backward: Callable[..., Tensor]
+
+
+def _activation_backward(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
+    context = SimpleNamespace(saved_tensors=(h,), options=options)
+    return ExpertActivation.backward(context, grad)[0]  # type: ignore[return-value]
+
+
+_FUNCTIONS = _Operators(
+    partial(call, CombineBackward),
+    partial(call, GroupedLinear),
+    partial(call, WeightGrad),
+    partial(call, BiasGrad),
+    _activation_backward,
+    partial(call, SumChoices),
+    partial(call, GateTopkBackward),
+)
+"""The Functions of the operators, for a backward pass that is recorded, compiled or transformed in turn."""
+
+_KERNELS = _Operators(
+    COMBINE_BACKWARD,
+    GROUPED_LINEAR,
+    WEIGHT_GRAD,
+    BIAS_GRAD,
+    EXPERT_ACTIVATION_BACKWARD,
+    lambda rows, slot, *_: COMBINE(rows, slot, None),
+    GATE_TOPK_BACKWARD,
+)
+"""What the same Functions run in the end."""
+
+
 class _Node(torch.autograd.Function):
     """What both nodes share. Their first arguments: x, what the weights come from, w_in, b_in, w_out and b_out."""
 
@@ -83,6 +133,14 @@ class _Node(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.activation, ctx.whole = activation, whole
         ctx.asked, ctx.left = ctx.needs_input_grad, None
+
+    @staticmethod
+    def saved(ctx: Any) -> list[Tensor]:
+        """Return what :meth:`keep` saved, which the graph lets go of unless it is kept; and choose the operators."""
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        ctx.run = _KERNELS if not torch.is_grad_enabled() and is_one_call() else _FUNCTIONS
+        return saved
 
     @staticmethod
     def go_back(
@@ -109,38 +167,41 @@ class _Node(torch.autograd.Function):
         """
         rows, inner, active, outer, weights, slot, token, offsets, w_in, w_out = saved
         saved.clear()
+        run, whole = ctx.run, ctx.whole
         need_x, need_weights, need_w_in, need_b_in, need_w_out, need_b_out = needs = ctx.needs_input_grad[:6]
         need_inner = need_x or need_w_in or need_b_in
-        dx = dweights = dw_in = db_in = dw_out = db_out = through = None
+        need_outer = need_inner or need_w_out or need_b_out
+        dx = dweights = dw_in = db_in = dw_out = db_out = None
         if ctx.left is not None:  # the parameters' part of a backward pass in two parts
             (dinner, douter), dy, need_inner = ctx.left, None, False
-        if dy is not None and (need_inner or need_weights or need_w_out or need_b_out):
-            step = _step(outer, weights, slot, offsets, needs=(need_inner or need_w_out or need_b_out, need_weights))
-            through, dweights, *_ = Combine.backward(step, dy)
-            douter = _added(douter, through)
-        step = outer = None  # type: ignore[assignment]
-        if douter is not None and (need_inner or need_w_out or need_b_out):
-            needed = (need_inner, need_w_out, False, need_b_out, False, False)
-            step = _step(active, w_out, offsets, None, needs=needed, whole=ctx.whole)
-            through, dw_out, _, db_out, *_ = GroupedLinear.backward(step, douter)
-            dactive = _added(dactive, through)
-        step = active = None  # type: ignore[assignment]
+        if dy is not None and (need_outer or need_weights):
+            grads = run.combine_backward(dy.contiguous(), outer, weights, slot, offsets, need_outer, need_weights)
+            douter = _added(douter, grads[0] if need_outer else None)
+            dweights = grads[1] if need_weights else None
+        del outer
+        if douter is not None:
+            if need_inner:
+                dactive = _added(dactive, run.product(douter, w_out.transpose(1, 2), offsets, None, None, whole))
+            if need_w_out:
+                dw_out = weight_grad(douter, active, offsets, None, whole, w_out, run.weight_product)
+            if need_b_out:
+                db_out = run.bias_grad(douter, offsets, None)
+        del active
         if dactive is not None and need_inner:
-            through = ExpertActivation.backward(_step(inner, options=ctx.activation), dactive)[0]
-            dinner = _added(dinner, through)
-        dactive = inner = None
+            dinner = _added(dinner, run.activation_backward(dactive.contiguous(), inner, *ctx.activation))
+        del inner, dactive
         if need_x and needs != ctx.asked[:6]:  # the first part of two: the second starts from these
             ctx.left = (dinner, douter)
-        douter = None
-        if dinner is not None and (need_x or need_w_in or need_b_in):
-            step = _step(
-                rows, w_in, offsets, None, needs=(need_x, need_w_in, False, need_b_in, False, False), whole=ctx.whole
-            )
-            through, dw_in, _, db_in, *_ = GroupedLinear.backward(step, dinner)
-            drows = _added(drows, through)
-        step = dinner = rows = None
+        del douter
+        if dinner is not None:
+            if need_x:
+                drows = _added(drows, run.product(dinner, w_in.transpose(1, 2), offsets, None, None, whole))
+            if need_w_in:
+                dw_in = weight_grad(dinner, rows, offsets, None, whole, w_in, run.weight_product)
+            if need_b_in:
+                db_in = run.bias_grad(dinner, offsets, None)
         if drows is not None and need_x:
-            dx = SpreadRows.backward(_step(slot, token, offsets), drows)[0]
+            dx = run.sum_choices(drows.contiguous(), slot, token, offsets)
         return dx, dweights, dw_in, db_in, dw_out, db_out
 
 
@@ -169,9 +230,7 @@ class _Experts(_Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()
-        return *_Node.go_back(ctx, saved, *grads), None, None, None, None
+        return *_Node.go_back(ctx, _Node.saved(ctx), *grads), None, None, None, None
 
 
 class _ChosenExperts(_Node):
@@ -202,20 +261,13 @@ class _ChosenExperts(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dy, _, drows, dinner, dactive, douter, dweights = grads
-        *saved, logits, experts = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()
+        *saved, logits, experts = _Node.saved(ctx)
         dx, through, *of_parameters = _Node.go_back(ctx, saved, dy, drows, dinner, dactive, douter)
-        dlogits = None
-        if ctx.needs_input_grad[1]:
-            dlogits = GateTopk.backward(
-                _step(logits, experts, options=backward_options(*ctx.chosen_by)), _added(dweights, through)
-            )[0]
+        dlogits, dweights = None, _added(dweights, through)
+        if dweights is not None and ctx.needs_input_grad[1]:
+            options = backward_options(*ctx.chosen_by)
+            dlogits = ctx.run.gate_backward(dweights.contiguous(), logits, experts, *options)
         return dx, dlogits, *of_parameters, None, None, None, None
-
-
-def _step(*saved: Tensor | None, needs: tuple[bool, ...] = (), **others: Any) -> Any:
-    """Return what the backward pass of one operator reads of its context."""
-    return SimpleNamespace(saved_tensors=saved, needs_input_grad=needs, **others)
 
 
 def _added(given: Tensor | None, through: Tensor | None) -> Tensor | None:

@@ -21,7 +21,7 @@ from pymoe.reference.scores import accumulate_dtype
 from pymoe.reference.types import Routing
 
 _COMBINE = torch.ops.pymoe.combine.default
-_COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
+COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
 
 
 class Combine(torch.autograd.Function):
@@ -37,16 +37,16 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, weights, slot, offsets = ctx.saved_tensors
         need_dy, need_dweights = ctx.needs_input_grad[:2]
-        dy, dweights = call(_CombineBackward, grad.contiguous(), y, weights, slot, offsets, need_dy, need_dweights)
+        dy, dweights = call(CombineBackward, grad.contiguous(), y, weights, slot, offsets, need_dy, need_dweights)
         return dy if need_dy else None, dweights if need_dweights else None, None, None
 
 
-class _CombineBackward(torch.autograd.Function):
+class CombineBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor, offsets: Tensor, need_dy: bool, need_dweights: bool
     ) -> tuple[Tensor, Tensor]:
-        return _COMBINE_BACKWARD(grad, y, weights, slot, offsets, need_dy, need_dweights)
+        return COMBINE_BACKWARD(grad, y, weights, slot, offsets, need_dy, need_dweights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -66,9 +66,9 @@ class _CombineBackward(torch.autograd.Function):
                 terms.append(call(Combine, y, b.contiguous(), slot, offsets))
             dgrad = sum(terms[1:], terms[0]) if terms else None
         if need_weights and a is not None:
-            dweights = call(_CombineBackward, grad, a.contiguous(), weights, slot, offsets, False, True)[1]
+            dweights = call(CombineBackward, grad, a.contiguous(), weights, slot, offsets, False, True)[1]
         if need_y and b is not None:
-            dy = call(_CombineBackward, grad, y, b.contiguous(), slot, offsets, True, False)[0]
+            dy = call(CombineBackward, grad, y, b.contiguous(), slot, offsets, True, False)[0]
         return dgrad, dy, dweights, None, None, None, None
 
 

@@ -19,7 +19,7 @@ from pymoe.reference.expert_activation import expert_activation as reference
 from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
-_EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
+EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
 
 KernelOptions = tuple[int, float, float, float, bool]
 """Arguments of the kernel: the kind's number; for a ``ClampedSwiglu`` limit, alpha, up_offset and interleaved."""
@@ -77,7 +77,7 @@ class ExpertActivation(torch.autograd.Function):
             kind = _kind_of(*ctx.options)
             grad_h = gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
         else:
-            grad_h = _EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
+            grad_h = EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
         return grad_h, *(None,) * len(ctx.options)
 
 

@@ -21,7 +21,7 @@ from pymoe.reference.types import Gate, Score
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
 GATE_ROUTING = torch.ops.pymoe.gate_routing.default
 """The gate together with :func:`pymoe.ops.build_routing`, which on a GPU reuses the gate's counts to sort."""
-_GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
+GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
 Options = tuple[int, Score, bool, int, int, float]
 """Options of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
@@ -67,7 +67,7 @@ class GateTopk(torch.autograd.Function):
         return gate_backward(grad.contiguous(), logits, experts, ctx.options), *(None,) * 7
 
 
-class _GateTopkBackward(torch.autograd.Function):
+class GateTopkBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         grad: Tensor,
@@ -78,7 +78,7 @@ class _GateTopkBackward(torch.autograd.Function):
         chosen_on_logits: bool,
         scale: float,
     ) -> Tensor:
-        return _GATE_TOPK_BACKWARD(grad, logits, experts, score, renormalize, chosen_on_logits, scale)
+        return GATE_TOPK_BACKWARD(grad, logits, experts, score, renormalize, chosen_on_logits, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -109,8 +109,8 @@ def gate_backward(
         narrow: round the gradient of float32 logits to bfloat16; the result is then not differentiable.
     """
     if narrow:
-        return _GATE_TOPK_BACKWARD(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
-    return call(_GateTopkBackward, grad, logits, experts, *options)  # type: ignore[no-any-return]
+        return GATE_TOPK_BACKWARD(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
+    return call(GateTopkBackward, grad, logits, experts, *options)  # type: ignore[no-any-return]
 
 
 def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:

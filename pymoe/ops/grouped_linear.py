@@ -8,6 +8,8 @@ below, so a backward of any order runs on the native kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,9 @@ from pymoe.reference.autocast import cast_operands
 from pymoe.reference.grouped_linear import check
 from pymoe.reference.grouped_linear import grouped_linear as reference
 
-_GROUPED_LINEAR = torch.ops.pymoe.grouped_linear.default
-_GROUPED_LINEAR_WEIGHT_GRAD = torch.ops.pymoe.grouped_linear_weight_grad.default
-_GROUPED_LINEAR_BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
+GROUPED_LINEAR = torch.ops.pymoe.grouped_linear.default
+WEIGHT_GRAD = torch.ops.pymoe.grouped_linear_weight_grad.default
+BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -34,7 +36,7 @@ class GroupedLinear(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None, whole: bool
     ) -> Tensor:
-        return _GROUPED_LINEAR(x, weight, offsets, bias, order, whole)
+        return GROUPED_LINEAR(x, weight, offsets, bias, order, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -47,20 +49,22 @@ class GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
         return (
             call(GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
-            _weight_grad(grad, x, offsets, order, ctx.whole, weight) if needs_weight else None,
+            weight_grad(grad, x, offsets, order, ctx.whole, weight, partial(call, WeightGrad))
+            if needs_weight
+            else None,
             None,
-            call(_BiasGrad, grad, offsets, order) if needs_bias else None,
+            call(BiasGrad, grad, offsets, order) if needs_bias else None,
             None,
             None,
         )
 
 
-class _WeightGrad(torch.autograd.Function):
+class WeightGrad(torch.autograd.Function):
     """dweight[e] = sum of the outer products grad[r] x[r] over the rows r of expert e."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool) -> Tensor:
-        return _GROUPED_LINEAR_WEIGHT_GRAD(grad, x, offsets, order, whole)
+        return WEIGHT_GRAD(grad, x, offsets, order, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -81,23 +85,34 @@ class _WeightGrad(torch.autograd.Function):
         )
 
 
-def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool, weight: Tensor) -> Tensor:
+def weight_grad(
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    whole: bool,
+    weight: Tensor,
+    product: Callable[..., Tensor],
+) -> Tensor:
     """Return the gradient of ``weight`` with the same memory layout as ``weight``; autograd would copy any other.
 
     A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same,
-    because only the factors of each product change places.
+    because only the factors of each product change places. ``product`` is ``WeightGrad``, or its kernel alone.
     """
     if weight.stride(1) < weight.stride(2):
-        return call(_WeightGrad, x, grad, offsets, order, whole).transpose(1, 2)  # type: ignore[no-any-return]
-    return call(_WeightGrad, grad, x, offsets, order, whole)  # type: ignore[no-any-return]
+        return product(x, grad, offsets, order, whole).transpose(1, 2)
+    return product(grad, x, offsets, order, whole)
 
 
-class _BiasGrad(torch.autograd.Function):
+_recorded_product = partial(call, WeightGrad)
+
+
+class BiasGrad(torch.autograd.Function):
     """dbias[e] = sum of grad[r] over the rows r of expert e."""
 
     @staticmethod
     def forward(grad: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
-        return _GROUPED_LINEAR_BIAS_GRAD(grad, offsets, order)
+        return BIAS_GRAD(grad, offsets, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -14,7 +14,7 @@ from pymoe.ops.function_calls import call
 from pymoe.reference.types import Routing
 
 _DISPATCH = torch.ops.pymoe.dispatch.default
-_COMBINE = torch.ops.pymoe.combine.default
+COMBINE = torch.ops.pymoe.combine.default
 
 
 class _MovesRows(torch.autograd.Function):
@@ -34,10 +34,10 @@ class SpreadRows(_MovesRows):
         return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None
 
 
-class _SumChoices(_MovesRows):
+class SumChoices(_MovesRows):
     @staticmethod
     def forward(rows: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return _COMBINE(rows, slot, None)
+        return COMBINE(rows, slot, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -53,4 +53,4 @@ def spread_rows(x: Tensor, routing: Routing) -> Tensor:
 def sum_choices(rows: Tensor, routing: Routing) -> Tensor:
     """Return (T, H) from (S, H): :func:`combine` of checked arguments, without weights."""
     slot, token, offsets = routing
-    return call(_SumChoices, rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+    return call(SumChoices, rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
