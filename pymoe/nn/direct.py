@@ -21,7 +21,7 @@ from pymoe.nn.parameters import networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import count_later
-from pymoe.nn.recorded import apply_chosen_experts_recorded
+from pymoe.nn.recorded import apply_chosen_experts_recorded, saved_tensors_are_hooked
 from pymoe.nn.router import Router
 from pymoe.nn.router_product import is_one_node
 from pymoe.nn.rows import as_rows
@@ -65,7 +65,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     if networks is None:
         return None
     recorded = is_differentiated(x, weight, *networks)
-    if recorded and (quantized or (x.dtype == torch.bfloat16 and is_one_node(x, weight))):
+    if recorded and (quantized or (x.dtype == torch.bfloat16 and is_one_node(x, weight)) or saved_tensors_are_hooked()):
         return None
 
     x_TH = as_rows(x, layer.hidden_size)

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from pymoe import _torch_canaries as canaries
+from pymoe import _torch_private as private
 from pymoe.ops.combine import COMBINE_BACKWARD, CombineBackward
 from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, ExpertActivation, KernelOptions
-from pymoe.ops.function_calls import apply, call, is_recorded, is_transformed
+from pymoe.ops.function_calls import apply, call, is_differentiated, is_recorded, is_transformed
 from pymoe.ops.gate_topk import GATE_TOPK_BACKWARD, GateTopkBackward, Options, backward_options
 from pymoe.ops.grouped_linear import (
     BIAS_GRAD,
@@ -46,10 +48,22 @@ Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 def is_one_call(*values: Any) -> bool:
     """Return whether experts may be one native call, and one node if one of ``values`` requires a gradient.
 
-    They may not where autograd has to see the operators in between: inside a transform, and in a graph that is being
-    compiled with gradients.
+    They may not where autograd has to see the operators in between: inside a transform, in a graph that is being
+    compiled with gradients, and where :func:`saved_tensors_are_hooked`.
     """
-    return not is_recorded(*values) if is_compiling() else not is_transformed()
+    if is_compiling():
+        return not is_recorded(*values)
+    return not is_transformed() and not (is_differentiated(*values) and saved_tensors_are_hooked())
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether somebody takes the tensors that nodes save, such as ``torch.utils.checkpoint``.
+
+    A checkpoint compares what a recomputation saves with what the forward saved. So the nodes must be the same in both
+    where something stood between the parts of a layer in one of them alone, such as a hook that was removed in between.
+    """
+    canaries.thread_states()
+    return private.top_saved_tensors_default_hooks(True) is not None
 
 
 def apply_experts_recorded(
