@@ -1,7 +1,6 @@
-"""What ``import pymoe`` costs: next to nothing over ``import torch``, no thread, and no further package."""
+"""What ``import pymoe`` loads: operators and layers, no thread, and no further package."""
 
 import json
-import statistics
 import subprocess
 import sys
 import warnings
@@ -12,45 +11,39 @@ import pytest
 import pymoe
 from pymoe._torch_versions import warn_of_newer_torch
 
-# CPU seconds, not elapsed ones: what else runs on the machine does not count.
-LIMIT_SECONDS = 0.15
-
 MEASURE = """
-import json, os, sys, time
+import json, os, sys
 import torch, numpy
-before, threads, start = set(sys.modules), len(os.listdir("/proc/self/task")), time.process_time()
+before, threads = set(sys.modules), len(os.listdir("/proc/self/task"))
 import pymoe
-seconds = time.process_time() - start
 print(json.dumps({
-    "seconds": seconds,
     "threads": len(os.listdir("/proc/self/task")) - threads,
     "packages": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+    "own": sorted({name.split(".")[1] for name in set(sys.modules) - before if name.startswith("pymoe.")}),
 }))
 """
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """What five imports said."""
+    """What an import said."""
     command = [sys.executable, "-c", MEASURE]
-    root = Path(pymoe.__file__).parents[1]
-    runs = (subprocess.run(command, cwd=root, capture_output=True, text=True, check=True) for _ in range(5))
-    return [json.loads(run.stdout) for run in runs]
+    run = subprocess.run(command, cwd=Path(pymoe.__file__).parents[1], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
 
 
-def test_import_is_cheap(measured):
-    seconds = [one["seconds"] for one in measured]
-    print(f"import pymoe after torch: {statistics.median(seconds) * 1000:.0f} ms of CPU time (median of {seconds})")
-    assert statistics.median(seconds) <= LIMIT_SECONDS
+def test_import_loads_operators_and_layers_alone(measured):
+    """Everything else that pymoe has is loaded when it is used."""
+    assert {name for name in measured["own"] if not name.startswith("_")} == {"nn", "ops", "reference"}
 
 
 def test_import_starts_no_thread(measured):
-    assert {one["threads"] for one in measured} == {0}
+    assert measured["threads"] == 0
 
 
 def test_import_loads_torch_and_numpy_alone(measured):
     """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
-    packages = set(measured[0]["packages"])
+    packages = set(measured["packages"])
     # The counter of FLOPs is a part of torch that nobody had asked for; it looks for triton, which CUDA builds bring.
     assert packages - set(sys.stdlib_module_names) <= {"pymoe", "torch", "triton"}
 

@@ -10,7 +10,7 @@ The rows of a model's output are its dimension 0. A row may have become several 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
+Edge = tuple[Node | None, int]
+"""A node and the number of its result."""
 LEAF = "torch::autograd::AccumulateGrad"
 NONE, MEAN, SUM = 0, 1, 2
 """Values of ``reduction`` that torch's losses save."""
@@ -89,6 +91,10 @@ class Rows:
     """Steps that are no mean over rows wherever the rows are, in words that follow "the loss"."""
     of_rows: list[str] = field(default_factory=list)
     """Such steps if dimension 0 of the shapes has the rows."""
+    taken: dict[Edge, tuple[int, set[int]]] = field(default_factory=dict)
+    """For each value of which rows were taken by their places: how many it has, and the places."""
+    used: set[Edge] = field(default_factory=set)
+    """Values that other steps use."""
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
@@ -115,9 +121,13 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
                 rows.labels[node] = _label(node, rows)
             except RuntimeError:  # nested tensors have no shape
                 rows.labels[node] = UNKNOWN
+                rows.used.update(_sources(node))
             todo.pop()
         if len(rows.labels) + len(todo) > most:
             return None
+    for value, (count, places) in rows.taken.items():
+        if len(places) < count and value not in rows.used:
+            rows.of_rows.append(f"uses only {len(places)} of {count} rows of a micro-batch, by their places")
     return rows
 
 
@@ -167,12 +177,52 @@ def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
     return _Operand(label, shape_of(node, number))
 
 
+def _sources(node: Node) -> Iterator[Edge]:
+    """Yield the values that a step uses, and those whose rows they are where rows were taken one by one."""
+    for source, number in node.next_functions:
+        if source is not None:
+            yield source, number
+            if kind_of(source) == "Unbind":
+                yield source.next_functions[0]
+
+
+def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: Rows) -> None:
+    """Note which rows of its operands a step uses: those at some places, or all."""
+    for edge, given in zip(node.next_functions, inputs, strict=True):
+        source, number = edge
+        if source is None or given.label.kind is not ValueKind.ROWS:
+            continue
+        if source not in rows.ends and kind_of(source) == "Unbind" and source.next_functions[0] in rows.taken:
+            rows.taken[source.next_functions[0]][1].add(number)
+        if given.label.dim is None:
+            continue
+        places = _places(node, kind, given)
+        if places is None:
+            rows.used.add((source, number))
+        else:
+            rows.taken.setdefault((source, number), (given.shape[given.front], set()))[1].update(places)
+
+
+def _places(node: Node, kind: str | None, given: _Operand) -> Collection[int] | None:
+    """Return the places of the rows that a step takes; None: it uses all rows, or places are not known."""
+    if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
+        return None
+    count = given.shape[given.front]
+    if kind == "Unbind":  # its consumers tell
+        return ()
+    if kind == "Select":
+        return (_saved(node, "index") % count,)
+    start, end, step = (_saved(node, name) for name in ("start", "end", "step"))
+    return range(count)[start:end:step]
+
+
 def _label(node: Node, rows: Rows) -> Label:
     operands = [_operand(edge, rows) for edge in node.next_functions]
     inputs = [one for one in operands if one is not _CONSTANT]
     if not inputs:
         return CONSTANT
     kind, shape = kind_of(node), shape_of(node)
+    _note_uses(node, kind, operands, rows)
     if kind is None:
         return UNKNOWN if shape else TOTAL
     reduction = getattr(node, "_saved_reduction", None)
@@ -350,6 +400,9 @@ def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows:
         return label._replace(dim=None if row in gone else row - sum(dim < row for dim in gone) - count)
     if kind == "Expand":
         return label
+    if kind == "Gather" and _saved(node, "dim") % len(before) == row:  # such as a quantile
+        rows.of_rows.append(_mixes(kind))
+        return UNKNOWN
     if kind in ("Select", "Unbind", "Slice", "Split", "UnsafeSplit", "SplitWithSizes", "Gather", "IndexSelect"):
         return _taken(node, kind, given, shape)
     if kind == "Index":
@@ -409,7 +462,7 @@ def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> La
         start, end, step = (_saved(node, name) for name in ("start", "end", "step"))
         chosen = range(given.shape[row])[start:end:step]
         return label._replace(dim=None if len(chosen) == 1 else label.dim, part=("slice", chosen, label.part))
-    return label._replace(part=("index",) if kind in ("Gather", "IndexSelect") else _EACH_ITS_OWN)
+    return label._replace(part=("index",) if kind == "IndexSelect" else _EACH_ITS_OWN)
 
 
 def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:

@@ -80,6 +80,10 @@ def column_means(z: Tensor, y: Tensor) -> Tensor:
     return ((z * mask).sum(0) / (mask.sum(0) + 1)).mean()
 
 
+def hard_examples_by_gather(losses: Tensor) -> Tensor:
+    return losses.gather(0, losses.detach().topk(len(losses) // 2).indices).mean()
+
+
 REFUSED = {
     "norm": lambda z, y: z.norm(),
     "distance": lambda z, y: torch.dist(z, y),
@@ -87,6 +91,12 @@ REFUSED = {
     "amax": lambda z, y: (z - y).amax(),
     "median": lambda z, y: (z - y).square().median(),
     "quantile": lambda z, y: torch.quantile((z - y).square(), 0.5),
+    "quantiles of columns": lambda z, y: torch.quantile((z - y).square(), 0.3, dim=0).mean(),
+    "first row": lambda z, y: (z - y).square().sum(1)[0],
+    "first of the rows": lambda z, y: (z - y).square().unbind(0)[0].mean(),
+    "all rows but the last": lambda z, y: (z - y)[:-1].square().mean(),
+    "worst row": lambda z, y: (z - y).square().sum(1)[(z - y).detach().square().sum(1).argmax()],
+    "worst rows by gather": lambda z, y: hard_examples_by_gather((z - y).square().sum(1)),
     "std": lambda z, y: z.std(),
     "var": lambda z, y: z.var(),
     "logsumexp": lambda z, y: torch.logsumexp(z.flatten(), 0),
@@ -130,6 +140,10 @@ REFUSED = {
     "means of columns with masks": column_means,
 }
 EQUAL = {
+    "rows one by one": lambda z, y: sum((a - b).square().mean() for a, b in zip(z.unbind(0), y, strict=True)) / len(z),
+    "rows by their places": lambda z, y: sum((z[i] - y[i]).square().mean() for i in range(len(z))) / len(z),
+    "rows in two slices": lambda z, y: (torch.cat([z[:1], z[1:]]) - y).square().mean(),
+    "a row that is also among all": lambda z, y: (z - y).square().mean() + 0.0 * z[0].sum(),
     "mean": lambda z, y: (z - y).square().mean(),
     "mean of a flat view": lambda z, y: (z - y).view(-1).square().mean(),
     "sum over rows divided": lambda z, y: (z - y).square().sum() / len(z),
@@ -290,6 +304,7 @@ def outcome(loss_fn, chunks: int, **options) -> str:
 
 
 OF_SEVERAL_ROWS = {"views", "neighbours", "pairs by hand", "pairs by einsum"}
+OF_SEVERAL_ROWS |= {"first row", "first of the rows", "worst row"}
 """They need an even number of rows, or compute something else of one row."""
 
 
