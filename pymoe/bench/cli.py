@@ -100,7 +100,7 @@ def positive_int(text: str) -> int:
     """Return the value of an option that must be an integer of at least 1."""
     value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return value
 
 

@@ -345,7 +345,7 @@ def test_an_option_that_makes_no_sense_is_named(option, value, capsys):
     with pytest.raises(SystemExit) as status:
         cli.main(["run", option, value])
     assert status.value.code == 2
-    assert f"argument {option}: must be" in capsys.readouterr().err
+    assert f"argument {option}: expected" in capsys.readouterr().err
 
 
 def test_flags_of_the_processor_are_read_as_linux_names_them(monkeypatch):
