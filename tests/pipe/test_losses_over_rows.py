@@ -304,7 +304,7 @@ def outcome(loss_fn, chunks: int, **options) -> str:
 
 
 OF_SEVERAL_ROWS = {"views", "neighbours", "pairs by hand", "pairs by einsum"}
-OF_SEVERAL_ROWS |= {"first row", "first of the rows", "worst row"}
+OF_SEVERAL_ROWS |= {"first row", "first of the rows", "worst row", "quantiles of columns"}
 """They need an even number of rows, or compute something else of one row."""
 
 
