@@ -1,7 +1,4 @@
-"""A forward goes straight to the native calls, with the same bits; or it has to call the parts of the layer.
-
-What is differentiated has more tests in test_one_node.py.
-"""
+"""A forward without gradients goes straight to the native calls, with the same bits; or it has to call the parts."""
 
 import copy
 import sys
@@ -107,8 +104,7 @@ def frozen(layer):
 def test_where_nothing_is_differentiated_it_is_taken(mode, training, ways):
     layer = make_layer(bias_update_rate=0.01, aux_loss_coef=0.1).train(training)
     x = make_input(5)
-    with ways.block():
-        expected = layer(x).detach()
+    expected = layer(x).detach()
     counted = layer.router.counted["load"].clone()
     with mode(layer):
         y = layer(x.detach())
@@ -125,12 +121,8 @@ def test_one_operand_that_requires_a_gradient_gets_it(name, ways):
     x = make_input(5).requires_grad_(name == "x")
     operand = x if name == "x" else layer.get_parameter(name).requires_grad_()
     layer(x).sum().backward()
-    found, operand.grad = operand.grad, None
-    with ways.block():
-        layer(x).sum().backward()
-    assert ways == [True, False]
-    assert found.abs().sum() > 0
-    assert torch.equal(found, operand.grad)
+    assert ways == [False]
+    assert operand.grad.abs().sum() > 0
 
 
 class Doubled(nn.Module):
