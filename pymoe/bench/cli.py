@@ -111,7 +111,7 @@ def positive_seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, got {text!r}")
     return value
 
 
