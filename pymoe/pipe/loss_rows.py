@@ -203,7 +203,7 @@ def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: R
             rows.taken.setdefault((source, number), (given.shape[given.front], set()))[1].update(places)
 
 
-def _places(node: Node, kind: str | None, given: _Operand) -> Collection[int] | None:
+def _places(node: Node, kind: str | None, given: _Operand) -> Sequence[int] | None:
     """Return the places of the rows that a step takes; None: it uses all rows, or places are not known."""
     if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
         return None
@@ -449,19 +449,15 @@ def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int])
 def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> Label:
     """Return the label of some of the elements along a dimension."""
     label, row = given.label, given.front
-    along = _saved(node, "dim") % len(given.shape)
+    along, places = _saved(node, "dim") % len(given.shape), _places(node, kind, given)
     if kind in ("Select", "Unbind"):
         if along == row:
-            index = _saved(node, "index") if kind == "Select" else None
-            one = _EACH_ITS_OWN if index is None else ("row", index % given.shape[row], label.part)
-            return label._replace(dim=None, part=one)
+            return label._replace(dim=None, part=("row", places[0], label.part) if places else _EACH_ITS_OWN)
         return label._replace(dim=row - (along < row) - len(shape))
     if along != row or (shape == given.shape and kind == "Slice"):
         return label
-    if kind == "Slice":
-        start, end, step = (_saved(node, name) for name in ("start", "end", "step"))
-        chosen = range(given.shape[row])[start:end:step]
-        return label._replace(dim=None if len(chosen) == 1 else label.dim, part=("slice", chosen, label.part))
+    if places is not None:  # of a slice
+        return label._replace(dim=None if len(places) == 1 else label.dim, part=("slice", places, label.part))
     return label._replace(part=("index",) if kind == "IndexSelect" else _EACH_ITS_OWN)
 
 
