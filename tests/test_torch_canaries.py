@@ -200,6 +200,10 @@ USES = {
         isolated_graph.canaries,
         lambda: pymoe.map_with_parallel_backward(lambda x: x * with_gradient(0), [torch.ones(2)]),
     ),
+    "graphs of calls that write in place": (
+        isolated_graph.canaries,
+        lambda: pymoe.map_with_parallel_backward(lambda x: x.mul_(3), [with_gradient(0).clone()]),
+    ),
     "graphs of stages": (gradients.canaries, gradients.LeafSums),
     "transforms around maps": (isolated_graph.canaries, isolated_graph.functorch_is_active),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),

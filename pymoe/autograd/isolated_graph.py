@@ -334,7 +334,7 @@ def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]
-    if outputs:
+    if outputs or any([call.roots for call in calls]):
         canaries.graphs()
     nodes: list[Any] = [output.grad_fn for output in outputs]
     guard = keep_nodes(outputs, nodes)
