@@ -23,6 +23,11 @@ from pymoe.reference import checks
 from pymoe.reference.types import Routing
 
 
+def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
+    """Return the fewest rows that take as long to travel as an expert's parameters and their gradients: P / (2 H)."""
+    return max(1, -(-parameters // (2 * hidden_size)))
+
+
 def plan_clones(
     counts: Tensor, clones: int, *, min_rows_to_clone: int = 1, owner: Sequence[int] | None = None
 ) -> Shares:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pymoe.ep.agreement import assert_same_on_all_ranks, next_model_number, register_layer
+from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE
@@ -192,9 +193,8 @@ def _check_padded(
 
 
 def _default_min_rows_to_clone(experts: Experts) -> int:
-    """Return the fewest rows that take as long to travel as the weights of an expert and their gradients."""
-    numbers = sum(one.numel() for one in experts.parameters()) // experts.num_experts
-    return max(1, -(-numbers // (2 * experts.hidden_size)))
+    parameters = sum(one.numel() for one in experts.parameters()) // experts.num_experts
+    return fewest_rows_that_pay(parameters, experts.hidden_size)
 
 
 def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:

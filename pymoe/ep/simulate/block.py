@@ -74,6 +74,11 @@ class Block:
         return DTYPES[self.dtype].itemsize
 
     @property
+    def weight_itemsize(self) -> int:
+        """The number of bytes of a weight of a choice: the router computes in float32, or in float64."""
+        return max(4, self.itemsize)
+
+    @property
     def row_bytes(self) -> int:
         """H b, the number of bytes of a row on the wire."""
         return self.hidden * self.itemsize

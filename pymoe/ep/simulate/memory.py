@@ -95,7 +95,7 @@ def _activations(block: Block, computed: float, returned: float, tokens: float, 
     share the router's rows; and 16 T K for choices, weights and the order of rows. Rows that are copied on arrival are
     also summed there, which saves the experts' outputs: b H more for each.
     """
-    wide = max(4, block.itemsize)
+    wide = block.weight_itemsize
     saved = wide * tokens * (block.hidden + block.experts) + 16.0 * tokens * block.choices
     inner = computed * ((2 if copied else 1) * block.hidden + 3 * block.ffn)
     saved += block.itemsize * (inner + returned * block.hidden)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pymoe.ep.agreement import message_length
+from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.simulate.block import Block, at_least
 from pymoe.ep.simulate.loads import Load
 from pymoe.ep.simulate.memory import Memory, data_parallel, expert_parallel, fully_sharded, optimizer_bytes_of
@@ -27,8 +28,8 @@ FORMAT = 2
 """Version of the dictionary that :meth:`Simulation.as_dict` returns."""
 EXCHANGES = 4
 """Number of exchanges of rows per layer and step: dispatch and combine, forward and backward."""
-LABEL_BYTES = 12
-"""Bytes per choice that travel with a row of several choices: 4 each for expert, weight, and gradient of the weight."""
+INDEX_BYTES = 4
+"""Bytes of the number of an expert, which travels with a row of several choices."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,9 @@ def simulate(
         )
     if load.tokens < ranks:
         raise ValueError(f"simulate: load must have a token for each of {ranks} ranks, got {load.tokens}")
-    least = default_min_rows_to_clone(block) if min_rows_to_clone is None else min_rows_to_clone
+    least = min_rows_to_clone
+    if least is None:
+        least = fewest_rows_that_pay(block.expert_parameters, block.hidden)
     at_least("simulate", "min_rows_to_clone", least, 1)
     counted = max(1, round(least * load.tokens / (tokens * ranks)))  # for the tokens of the load
     every = {name: list(spreads(name, load, ranks, tokens, counted)) for name in SPREADS}
@@ -192,11 +195,6 @@ def simulate(
     )
 
 
-def default_min_rows_to_clone(block: Block) -> int:
-    """Return the least number of rows for which :func:`pymoe.ep.shard` clones an expert: P / (2 H), here 1.5 F."""
-    return max(1, -(-block.expert_parameters // (2 * block.hidden)))
-
-
 def data_parallel_bytes(block: Block, ranks: int) -> float:
     """Return 2 (R - 1) / R E 3 H F b: a ring all-reduce of the gradients of all experts."""
     return 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
@@ -214,7 +212,8 @@ def _traffic(
 
     def size(deduplicate: bool) -> tuple[float, float]:
         rows = sum(travelling(pairs) for one in found for pairs in one.pairs(deduplicate, chunks)) / len(found) / ranks
-        return rows, rows * (EXCHANGES * block.row_bytes + deduplicate * LABEL_BYTES * block.choices)
+        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: the expert, its weight, that one's gradient
+        return rows, rows * (EXCHANGES * block.row_bytes + deduplicate * indexed * block.choices)
 
     rows, moved = size(deduplicate)
     plain = size(False)[1]

@@ -17,10 +17,8 @@ from pymoe.nn import MoE
 
 RECORDED = Path(__file__).parent / "language_model.npz"
 SMALL = Block("small", 64, 64, 16, 4)
-ROW, LABELS = (
-    4 * 64 * 2,
-    12 * 4,
-)  # bytes of a row of SMALL in four exchanges, and of what travels with a row of several choices
+# Bytes of a row of SMALL in four exchanges, and of the indices and weights of a row of several choices.
+ROW, INDEXED = 4 * 64 * 2, 12 * 4
 
 
 def simulated(block=SMALL, ranks=4, tokens=64, load=None, **options):
@@ -30,7 +28,13 @@ def simulated(block=SMALL, ranks=4, tokens=64, load=None, **options):
 
 
 def size_of(traffic):
-    return ROW + LABELS * traffic.deduplicated
+    return ROW + INDEXED * traffic.deduplicated
+
+
+def test_weights_of_choices_travel_in_float64_where_the_router_computes_in_it():
+    found = simulated(Block("wide", 64, 64, 16, 4, dtype="float64"))
+    (moved,) = [one for one in found.traffic if one.deduplicated]
+    assert moved.bytes == pytest.approx(moved.rows * 64 * (4 * 64 * 8 + (4 + 2 * 8) * 4))
 
 
 def counted(choices, ranks, experts, deduplicate):
