@@ -394,9 +394,8 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     sums, _ = _exact_sums(costs)
     limit, layers = _least_maximum(sums, partitions), len(costs)
     Way = tuple[int, int, tuple[int, ...]]
-    best: dict[int, Way] = {
-        0: (0, 0, ())
-    }  # by number of layers: least squares of costs and of sizes, and the sizes of blocks
+    # By number of layers: the least squares of costs and of sizes, and the sizes of blocks.
+    best: dict[int, Way] = {0: (0, 0, ())}
     for blocks_left in reversed(range(partitions)):
         further: dict[int, Way] = {}
         for start, (squares, size_squares, sizes) in best.items():

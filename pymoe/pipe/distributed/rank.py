@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -132,8 +131,7 @@ class RankStep:
         description = MicroBatch(micro_batch, self.count, 1.0, False, False, stage, begun == self.count, self)
         activation = Activation(about, description, self._source, position, self._state)
         recompute = self.recompute[stage]
-        turns = nullcontext() if recompute.turns is None else recompute.turns.forward()
-        with in_pipeline(RandomStream(self._source, -1)), turns:
+        with in_pipeline(RandomStream(self._source, -1)), recompute.turn():
             made = activation.forward(received, self.graphs, recompute if micro_batch in self.recomputed else None)
         if self.graphs:
             self._activations[stage, micro_batch] = activation

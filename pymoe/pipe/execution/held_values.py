@@ -334,7 +334,7 @@ class HeldLayout:
 
     def holds(self, sizes: list[int], values: list[Any]) -> bool:
         """Return whether places have these sizes and the very same values; raises KeyError if an attribute is gone."""
-        return [*map(len, self._places)] == sizes and all(map(is_, values, self.values()))
+        return self.sizes() == sizes and all(map(is_, values, self.values()))
 
     def stamps(self) -> list[int]:
         """Return numbers that differ from those of another time where a tensor was written to, as torch counts it."""

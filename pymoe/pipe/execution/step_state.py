@@ -200,7 +200,7 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
     return range({"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint])
 
 
-_NO_LOCK = nullcontext()
+_NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
 """The tensors that a forward takes, copies of those that earlier forwards have changed, and the state that it sees."""
 
@@ -229,7 +229,11 @@ class StageRecompute:
     @property
     def lock(self) -> AbstractContextManager[Any]:
         """Return the lock under which first runs and recomputations run; one that does nothing if nothing is shared."""
-        return _NO_LOCK if self.turns is None else self.turns.lock
+        return _NOTHING if self.turns is None else self.turns.lock
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Return the turn of a forward among those that share state; one that does nothing if nothing is shared."""
+        return _NOTHING if self.turns is None else self.turns.forward()
 
     def before(self, received: Sequence[StageValue]) -> BeforeRun:
         """Return what :meth:`after` needs, before the first run of a forward that takes these values."""
@@ -290,11 +294,9 @@ def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -
     return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
 
 
-_OUT_OF_TURN = nullcontext()
-FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # read faster than attributes
-
-
 # The mini-batch.
+
+FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # read faster than attributes
 
 
 class StepInputs(GradAccumulator):
@@ -369,9 +371,8 @@ class StepState:
         self._begun = [0] * len(pipeline.stages)  # numbers of forwards, by stage
         self._keep = False
         self._loss_weights = loss_weights
-        self._last = len(pipeline.stages) - (
-            1 if loss_weights is None else 2
-        )  # the last of the stages that schedules have
+        # The last of the stages that schedules have.
+        self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)
         self.readings: list[LossReading | None] = [None] * count
         """The readings of the losses' graphs; see :func:`pymoe.pipe.loss.with_loss`."""
         self._losses: list[torch.Tensor | None] = [None] * count
@@ -416,7 +417,7 @@ class StepState:
         activation = Activation(stage, about, self._random, position, self._thread_state)
         of_stage = self.recompute[number]
         is_recomputed = index in self._recomputed and not is_loss
-        with _OUT_OF_TURN if of_stage.turns is None else of_stage.turns.forward():
+        with of_stage.turn():
             sent = activation.forward(received, self._graphs, of_stage if is_recomputed else None)
         if self._graphs:
             self._activations[number][index] = activation
