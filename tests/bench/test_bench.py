@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import json
 import subprocess
@@ -266,6 +267,60 @@ def test_compare_names_lines_of_one_run_alone(result):
     assert [name.split()[1] for name in alone] == ["N1000", "N2000"]
 
 
+def test_compare_prints_a_table_and_succeeds(result, tmp_path, capsys):
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    files[0].write_text(json.dumps(result))
+    files[1].write_text(json.dumps(doctored(result, 50.0)))
+    assert cli.main(["compare", *map(str, files)]) == 0
+    out = capsys.readouterr().out
+    assert "50.00x" in out
+    assert "slower" in out
+    assert "1 outside the spread" in out
+
+
+def test_plot_draws_two_pictures(result, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    assert cli.main(["plot", str(file), "--output", str(tmp_path / "pictures")]) == 0
+    pictures = sorted((tmp_path / "pictures").iterdir())
+    assert [one.name for one in pictures] == ["floor.png", "speedup.png"]
+    assert all(one.read_bytes().startswith(b"\x89PNG") for one in pictures)
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    """Makes imports of a package fail."""
+    original = builtins.__import__
+
+    def without(package):
+        def importing(name, *rest, **options):
+            if name.split(".")[0] == package:
+                raise ImportError(f"No module named {name!r}")
+            return original(name, *rest, **options)
+
+        monkeypatch.setattr(builtins, "__import__", importing)
+
+    return without
+
+
+def test_without_matplotlib_plot_says_what_to_install(result, tmp_path, capsys, missing):
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    missing("matplotlib")
+    assert cli.main(["plot", str(file), "--output", str(tmp_path)]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_without_rich_the_table_is_plain_text(run, missing):
+    missing("rich")
+    status, _, out = run(operator_of(scale))
+    assert status == 0
+    heading = next(line for line in out.splitlines() if line.startswith("operator"))
+    row = next(line for line in out.splitlines() if line.startswith("scale"))
+    assert heading.index("correct") == row.index("exact")
+
+
 def test_wrong_calls_are_told_apart_from_wrong_results(tmp_path, capsys):
     file = tmp_path / "other.json"
     file.write_text("{}")
@@ -346,6 +401,15 @@ def test_an_option_that_makes_no_sense_is_named(option, value, capsys):
         cli.main(["run", option, value])
     assert status.value.code == 2
     assert f"argument {option}: expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]"])
+def test_a_file_that_is_no_result_is_named(text, tmp_path, capsys):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    for command in (["compare", str(file), str(file)], ["plot", str(file)]):
+        assert cli.main(command) == 2
+        assert str(file) in capsys.readouterr().err
 
 
 def test_flags_of_the_processor_are_read_as_linux_names_them(monkeypatch):

@@ -21,6 +21,7 @@ from pymoe.bench import cli
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+from benchmarks.gpu import markdown as gpu_markdown  # noqa: E402
 from benchmarks.gpu import report, sanitize  # noqa: E402
 from benchmarks.gpu.markdown import markdown  # noqa: E402
 from benchmarks.gpu.stages import Stage, run_stages, scrubbed  # noqa: E402
@@ -102,12 +103,36 @@ def test_a_slow_stage_leaves_later_ones_their_time(tmp_path):
     assert outcomes[0].allowed <= 12.0 - 8.0
 
 
+def test_without_time_a_stage_is_dropped_and_says_so(tmp_path):
+    outcomes = run_stages(
+        [stage("one", "import time; time.sleep(600)", 4.0, 4.0), stage("two", "", 5.0)], tmp_path, limit=5
+    )
+    assert outcomes[1].status == "did not run"
+    assert outcomes[1].reason == "no time was left"
+
+
 def test_the_report_holds_every_outcome_and_the_last_words(planted):
     outcomes, folder, _ = planted
     text = markdown(folder, MACHINE, [vars(one) for one in outcomes.values()], "")
     assert "| failing | planted: failing | **failed**: exit status 7 |" in text
     assert "| hanging | planted: hanging | **timed out**: after 3 s |" in text
     assert "failing:\n\n```\nat file.py on host" in text
+
+
+@pytest.mark.slow
+def test_the_router_and_the_launches_have_their_part(tmp_path):
+    file = tmp_path / "parts.json"
+    command = [sys.executable, "-m", "benchmarks.gpu.parts", "--device", "cpu", "--budget", "0.05", "--output", file]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    found = json.loads(file.read_text())
+    assert found["launches"]["forward"]["pymoe::combine"] == 1
+    assert found["launches"]["backward"]["pymoe::combine_backward"] == 1
+    ways = found["router"]["ways"]
+    assert len(ways) == 4
+    assert all(one["largest_error"] < 1e-4 for one in ways.values() if one["largest_error"] is not None)
+    text = "\n".join(gpu_markdown.parts(tmp_path))
+    assert "| as the layer does it |" in text
+    assert "operators called (" in text
 
 
 def run_script(*arguments, **environment):
@@ -149,6 +174,20 @@ def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
     assert "a rehearsal on the CPU" in text
     assert "| build_routing T16384 K2 E64 int32 |" in text
     assert "compute-sanitizer needs a GPU" in text
+
+
+def test_a_script_without_torch_says_what_to_name(tmp_path):
+    """The Python that is found must have torch: one that fails is passed over."""
+    for name in ("python3", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "benchmarks").mkdir()
+    script = tmp_path / "benchmarks" / "gpu_report.sh"
+    script.write_text((ROOT / "benchmarks" / "gpu_report.sh").read_text())
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no Python with torch was found" in done.stderr
 
 
 def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):

@@ -54,6 +54,14 @@ def test_ratios_are_this_tree_over_the_other(tmp_path, monkeypatch, capsys):
     assert "sleep 2 workers" in (tmp_path / "out" / "in_turns_fake.md").read_text()
 
 
+def test_figures_can_be_chosen(tmp_path, monkeypatch):
+    other, here = tree(tmp_path / "other"), tree(tmp_path / "this")
+    arguments = ["--turns", 1, "--output", tmp_path, "--figures", "4 workers"]
+    assert call(monkeypatch, here, other, *arguments, "fake") == 0
+    assert len(json.loads((tmp_path / "in_turns_fake.json").read_text())["records"]) == 1
+    assert call(monkeypatch, here, other, *arguments[:-1], "nothing like it", "fake") == 1
+
+
 def test_a_run_that_fails_is_named(tmp_path, monkeypatch, capsys):
     other, here = tree(tmp_path / "other", status=3), tree(tmp_path / "this")
     assert call(monkeypatch, here, other, "--turns", 1, "--output", tmp_path, "fake") == 1

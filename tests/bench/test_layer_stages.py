@@ -30,6 +30,16 @@ def test_stages_compute_what_one_call_does(name):
     assert found["activation"].shape == (index.numel(), one.block.ffn)
 
 
+def test_tables_show_shares_and_rates():
+    seconds = dict.fromkeys([*layer_stages.STAGES, "one call", "read once", "dense mm"], 0.1)
+    seconds |= {"first product": 0.4, "second product": 0.2, "one call": 0.8}
+    case = {"block": "a block", "dtype": "bf16", "tokens": 2048, "rows": 12.5, "flops": 6e9, "dense_flops": 1e9}
+    case["seconds"] = {name: {"low": one, "median": one, "high": one} for name, one in seconds.items()}
+    (row,) = layer_stages.table([case]).rows
+    assert row[:7] == ("a block", "bf16", "2,048", "12.5", "800 ms", "10", "10")
+    assert row[7:] == ("60%", "20%", "10%", "10%", "12%", "12%")
+
+
 def test_a_run_writes_its_table(tmp_path, monkeypatch):
     options = ["--blocks", "tiny-olmoe", "--tokens", "8", "--budget", "0", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["layer_stages", *options, "--output", str(tmp_path)])

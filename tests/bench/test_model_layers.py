@@ -115,8 +115,34 @@ def test_quantised_experts_are_made_once_a_block(name, monkeypatch):
     assert [made[f"pymoe int{bits}"].layer.experts.quantised for bits in (8, 4)] == [8, 4]
 
 
+def test_ktransformers_is_left_out_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    one = built(TINY["tiny-qwen3"], torch.bfloat16)
+    absent = {found.name: found.reason for found in contenders.contenders(Plan(one, 1, False)) if not_there(found)}
+    assert "not installed" in absent["kt-kernel"]
+    plan = Plan(one, 1, False, processor_time=True)
+    absent = {found.name: found.reason for found in contenders.contenders(plan) if not_there(found)}
+    assert "processor time" in absent["kt-kernel"]
+
+
+def test_a_reason_to_leave_somebody_out_is_said_without_the_type_of_an_error():
+    one = built(TINY["tiny-gptoss"], torch.float32)
+    absent = {found.name: found.reason for found in contenders.contenders(Plan(one, 1, False)) if not_there(found)}
+    assert absent["kt-kernel"] == "computes bf16 blocks with a plain swiglu"
+    assert absent["pymoe.nn.MoE"].startswith("no option of pymoe.nn.MoE computes")
+
+
 def not_there(found):
     return isinstance(found, contenders.Absent)
+
+
+def test_copies_that_memory_does_not_hold_are_left_out(monkeypatch):
+    monkeypatch.setattr(contenders, "free_gib", lambda device: 1e-6)
+    monkeypatch.setattr(contenders, "MOST_WRITTEN", 0)
+    plan = Plan(built(TINY["tiny-qwen3"], torch.float32), 4, True)
+    absent = {found.name: found.reason for found in contenders.contenders(plan) if not_there(found)}
+    assert "copies the weights of every slot" in absent["transformers batched_mm"]
+    assert "once for each of them" in absent["transformers eager"]
 
 
 def test_a_block_is_scaled_where_memory_does_not_hold_it():
@@ -291,3 +317,11 @@ def test_a_process_that_dies_fails_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["model_layers", "--clock", "cpu", "--output", str(tmp_path)])
     assert model_layers.main() == 1
     assert "olmoe by the cpu clock: the process failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--blocks", "llama"], ["--tokens", "0"], ["--modes", "decode,sleep"]])
+def test_unknown_names_are_refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["model_layers", *arguments])
+    with pytest.raises(SystemExit):
+        model_layers.parse()
+    assert "expected" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import pipeline_schedules
-from benchmarks.pipeline import measure, report, torch_orders, work
+from benchmarks.pipeline import measure, profile, report, torch_orders, work
 from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.systems import SEQUENTIAL, TORCHGPIPE, System, in_process, open_sequential
 from benchmarks.pipeline.torch_peer import on_one_rank
@@ -175,3 +175,12 @@ def test_a_quick_run_writes_its_files(tmp_path, monkeypatch, capsys):
     assert [record["case"] for record in result["bookkeeping"]] == [vars(replace(TINY, micro_batches=8))]
     assert "tiny, 2 workers, 8 micro-batches" in capsys.readouterr().out
     assert "processor, us" in (tmp_path / "pipeline_schedules.md").read_text()
+
+
+def test_a_profile_says_what_a_step_consists_of():
+    case = replace(TINY, micro_batches=3)
+    lines = profile.pieces(case)
+    whole, *parts = [float(line.rsplit(" ms", 1)[0].split()[-1]) for line in lines]
+    assert whole > 0
+    assert len(parts) == 4
+    assert "1f1b, tiny, 2 workers, 3 micro-batches" in lines[0]

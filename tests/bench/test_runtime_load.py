@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import runtime_load  # noqa: E402
 from benchmarks.common.targets import targets_table  # noqa: E402
-from benchmarks.runtime import clients, report, systems  # noqa: E402
+from benchmarks.runtime import clients, profile, report, systems  # noqa: E402
 from benchmarks.runtime.batcher import BatcherServer  # noqa: E402
 from benchmarks.runtime.clients import Effort, Log, Window  # noqa: E402
 from benchmarks.runtime.ours import BackendServer, PoolServer  # noqa: E402
@@ -193,6 +193,19 @@ def test_a_target_is_met_missed_or_not_measured():
 
 
 # --- hivemind's process ---
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_a_profile_says_where_the_time_goes(kind):
+    cell = Cell("small", "backward", 2, 4, kind)
+    rows = {row["what"]: row["value"] for row in profile.profile(cell, seconds=0.1)["rows"]}
+    assert 2 <= rows["mean batch, rows"] <= 8
+    assert rows["wall time"] > 0
+    parts = [value for what, value in rows.items() if what.startswith("part: ")]
+    assert len(parts) == 4
+    assert all(value > 0 for value in parts)
+    assert rows["sum of the parts"] > rows["part: the expert's function"]
+    assert rows["clients: on a core"] > 0
 
 
 def test_hivemind_that_is_not_installed_is_named_with_the_way_to_get_it(monkeypatch, tmp_path):

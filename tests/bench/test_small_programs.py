@@ -36,6 +36,17 @@ def test_every_call_is_measured(module, keys, lines, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_layer_has_the_same_candidates_in_training_without_its_parts(tmp_path):
+    found = run("layer_overhead", tmp_path, "--budget", "0.01")["microseconds"]
+    for tokens in (1, 16):
+        of_inference, of_training = (
+            {one["name"] for one in found if (one["mode"], one["tokens"]) == (mode, tokens)}
+            for mode in ("inference", "training")
+        )
+        assert of_inference == of_training | {"native calls", "experts", "router", "losses"}
+
+
+@pytest.mark.slow
 def test_every_product_is_measured(tmp_path):
     arguments = ["--rows", "2", "40", "--isas", "baseline", "--rounds", "1", "--weights", "int8|in, out"]
     records = run("products", tmp_path, *arguments)["records"]

@@ -95,8 +95,11 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
                 server = processes.start(tmp_path / str(number + 1), *options, "--listen", address)
                 assert server.address == address
             answered, others = job.result()
-        counts = counted(counter, keys)
+            more, none = train(remote, range(keys, keys + 8), 8)  # after the last kill
+        counts = counted(counter, keys + 8)
         there.close()
+    assert (sorted(more), dict(none)) == ([*range(keys, keys + 8)], {})
+    assert counts[keys:].tolist() == [1] * 8
     assert int(counts.max()) == 1, "a gradient was applied twice"
     assert len(answered) + sum(others.values()) == keys
     assert set(others) <= {"AppliedError"}
