@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from imports import circles, import_graph
+from imports import circles, import_graph, module_of
 
 ROOT = Path(__file__).parents[1]
 TREE = "."
@@ -59,11 +59,6 @@ def part_of(path):
     if first == "pymoe":
         return f"pymoe/{rest[0]}" if len(rest) > 1 else "pymoe, files at its top"
     return first if first in FOLDERS else "everything else"
-
-
-def module_of(path):
-    parts = Path(path).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def repeated_names(sources):

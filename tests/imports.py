@@ -5,6 +5,12 @@ import re
 from pathlib import Path
 
 
+def module_of(file):
+    """The name of the module in a file, whose path begins at the root."""
+    parts = Path(file).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def imports(file, text):
     """(module, at import time?) for every import in the Python file ``file``, relative names resolved."""
     package = Path(file).with_suffix("").parts

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from imports import circles, import_graph, imports
+from imports import circles, import_graph, imports, module_of
 from specs import all_specs
 
 import pymoe
@@ -144,8 +144,7 @@ def modules():
     """Every Python module of the package: its name, and its file."""
     for path in files("pymoe"):
         if path.suffix == ".py":
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+            yield module_of(path.relative_to(ROOT)), path
 
 
 def test_no_modules_import_each_other():

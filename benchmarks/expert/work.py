@@ -74,7 +74,7 @@ class Bytes:
 
 
 class Waits:
-    """Seconds that this process waits for others: what the layer's exchanges and announcements take it."""
+    """Seconds that this process waits for others: what the layer's exchanges and count exchanges take it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

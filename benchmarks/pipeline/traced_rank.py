@@ -6,7 +6,6 @@ is asked on standard input and answers on standard output, as :mod:`.torch_rank`
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -30,12 +29,10 @@ class Captured:
         x, y = self.case.batch()
         example = x[: len(x) // self.case.micro_batches]
         whose: Any = pymoe if request["system"] == "pymoe" else pipelining
-        start = time.perf_counter()
         spec = dict.fromkeys(self.case.beginnings(count), whose.SplitPoint.BEGINNING)
         options = {"checkpoint": "never"} if whose is pymoe else {}  # as torch's stages, which repeat no forward
         pipe = whose.pipeline(self.case.model(), (example,), split_spec=spec, **options)
         self.stages = [pipe.build_stage(i, torch.device("cpu")) for i in self.own]
-        self.seconds = time.perf_counter() - start
         schedule = getattr(torch_schedules, name)
         single = issubclass(schedule, torch_schedules.PipelineScheduleSingle)
         self.schedule = schedule(self.stages[0] if single else self.stages, self.case.micro_batches, loss_fn=loss)
@@ -56,10 +53,7 @@ class Captured:
         self.clear()
         self.run()
         expected = reference(self.case)
-        return {
-            "error": max(largest_error(gradients(stage.submod), expected) for stage in self.stages),
-            "capture": self.seconds,
-        }
+        return {"error": max(largest_error(gradients(stage.submod), expected) for stage in self.stages)}
 
     def step(self) -> dict[str, Any]:
         """Return what :func:`spans_of` does."""
