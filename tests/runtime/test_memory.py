@@ -44,8 +44,9 @@ def test_memory_does_not_grow_over_200000_requests() -> None:
     pool = TaskPool(lambda x: (x + 1, {"doubled": x * 2}), name="pool")
     with Runtime([pool]):
         serve(pool, 40_000)
-        # A leak grows in every round; the allocator of a process that has run other tests may take a page in one.
-        assert min(growth(pool, 200_000) for _ in range(2)) <= 2 << 20
+        # A leak of 16 bytes a request grows by 3 MiB in every round. An allocator that other tests have left in pieces,
+        # or an arena for a thread that met contention, grows in some.
+        assert any(growth(pool, 200_000) <= 2 << 20 for _ in range(5))
 
 
 def test_blocks_come_back_when_tensors_go() -> None:
