@@ -2,11 +2,12 @@
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
-Python  reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} -> mixture;  all of
-        these but ep -> integrations;  nn -> bench;  runtime -> remote. The reference imports torch alone, and the
-        package at import time torch and numpy alone; what remote is made of comes with it. Of pipe, the file
-        auxiliary.py alone knows layers of nn, whose injected losses it weights; of ep, the folder simulate/ prints
-        tables of bench. No two files import each other, nor do longer circles exist.
+Python  _common -> reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} ->
+        mixture;  all of these but ep -> integrations;  nn -> bench;  runtime -> remote. _common may be used by all; it
+        and the reference import nothing else than torch. The package imports at import time torch and numpy alone;
+        what remote is made of comes with it. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected
+        losses it weights; of ep, the folder simulate/ prints tables of bench. No two files import each other, nor do
+        longer circles exist.
 """
 
 import inspect
@@ -38,22 +39,34 @@ STABLE_TORCH_HEADERS = re.compile(r"torch/(csrc/stable|headeronly)/|torch/csrc/i
 PYTHON_HEADERS = re.compile(r"Python\.h$|pybind11/")
 
 PYTHON_MAY_USE = {
-    "reference": {"reference"},
+    "_common": {"_common"},
+    "reference": {"_common", "reference"},
     "_native": {"_native", "_ops", "_runtime"},
     "_errors": set(),
     "_torch_private": set(),
     "_torch_canaries": {"_torch_private"},
     "_torch_versions": set(),
     "_gloo_at_exit": set(),
-    "ops": {"reference", "ops", "_native", "_ops", "_torch_canaries", "_torch_private"},
-    "nn": {"reference", "ops", "nn", "_torch_canaries", "_torch_private"},
-    "ep": {"reference", "ops", "nn", "ep", "_errors", "_gloo_at_exit", "_torch_private"},
+    "ops": {"_common", "reference", "ops", "_native", "_ops", "_torch_canaries", "_torch_private"},
+    "nn": {"_common", "reference", "ops", "nn", "_torch_canaries", "_torch_private"},
+    "ep": {"_common", "reference", "ops", "nn", "ep", "_errors", "_gloo_at_exit", "_torch_private"},
     "autograd": {"autograd", "_errors", "_native", "_runtime", "_torch_canaries", "_torch_private"},
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private"},
     # Names of parallel and mixture are found in runtime, too, where other programs look for them.
     "runtime/__init__": {"parallel", "mixture", "runtime", "autograd", "_errors", "_native", "_runtime"},
     "runtime": {"autograd", "runtime", "_errors", "_native", "_runtime", "_torch_private"},
-    "mixture": {"autograd", "reference", "ops", "nn", "runtime", "mixture", "_errors", "_native", "_runtime"},
+    "mixture": {
+        "_common",
+        "autograd",
+        "reference",
+        "ops",
+        "nn",
+        "runtime",
+        "mixture",
+        "_errors",
+        "_native",
+        "_runtime",
+    },
     "pipe": {
         "autograd",
         "pipe",
@@ -67,9 +80,20 @@ PYTHON_MAY_USE = {
     "pipe/auxiliary": {"nn", "pipe"},
     "remote": {"runtime", "remote", "_errors"},
     "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
-    "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "remote", "integrations"},
-    "ep/simulate": {"reference", "ops", "nn", "ep", "bench"},
-    "bench": {"reference", "ops", "nn", "bench"},
+    "integrations": {
+        "_common",
+        "reference",
+        "ops",
+        "nn",
+        "parallel",
+        "runtime",
+        "mixture",
+        "pipe",
+        "remote",
+        "integrations",
+    },
+    "ep/simulate": {"_common", "reference", "ops", "nn", "ep", "bench"},
+    "bench": {"_common", "reference", "ops", "nn", "bench"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
 INSTALLED_WITH = {"remote": {"grpc", "msgspec"}}
@@ -109,7 +133,7 @@ def python_faults(file, text):
             if used in PYTHON_MAY_USE and used not in PYTHON_MAY_USE[layer]:
                 yield f"{file} imports {module}: {layer} may use {sorted(PYTHON_MAY_USE[layer])}"
         elif root not in sys.stdlib_module_names:
-            if layer == "reference" and root != "torch":
+            if layer in ("_common", "reference") and root != "torch":
                 yield f"{file} imports {module}: the reference imports torch alone"
             elif root in INSTALLED_WITH.get(parts[1], ()):
                 continue

@@ -1,5 +1,5 @@
 // Guards of the operator layer. Python has already checked the caller's arguments against the contract
-// (pymoe/reference/checks.py), with its own errors. These guards keep memory safe if someone calls a raw operator.
+// (pymoe/_common/checks.py), with its own errors. These guards keep memory safe if someone calls a raw operator.
 //
 // In Python, std::invalid_argument becomes ValueError (ops/twins.h) and std::out_of_range becomes IndexError.
 #pragma once

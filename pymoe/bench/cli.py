@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pymoe._common.dtypes import FLOATING
 from pymoe.bench.compare import change_table, compare
 from pymoe.bench.environment import environment, hint
 from pymoe.bench.floor import Rates, measure_rates
@@ -34,7 +35,6 @@ from pymoe.bench.report import (
     write_json,
 )
 from pymoe.bench.timing import WallTimer, timer_for
-from pymoe.reference.checks import FLOATING
 
 SCHEMA = 1
 """Version of the JSON that ``run`` writes."""

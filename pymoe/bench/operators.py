@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pymoe import ops, reference
+from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import is_gated
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
-from pymoe.reference.checks import FLOATING
-from pymoe.reference.expert_activation import is_gated
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SOFTMAX = {"score": "softmax"}

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pymoe._common.dtypes import FLOATING
 from pymoe._errors import describe_error
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe.ep.sharding import ExpertSharding
-from pymoe.reference import checks
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
 MAX_CAPACITY_FACTOR = 3e38  # in a message, as a float32
@@ -178,7 +178,7 @@ class CallSignature(NamedTuple):
         if field == "experts_need_gradients":
             return " and ".join(name for place, name in enumerate(_PARAMETERS) if value >> place & 1) or "none"
         if field == "dtype":
-            return str(checks.FLOATING[value]).removeprefix("torch.")
+            return str(FLOATING[value]).removeprefix("torch.")
         if field.endswith("gradients"):
             return "yes" if value else "no"
         if field == "capacity":
@@ -227,7 +227,7 @@ def call_signature(
         layer_number(sharding.title),
         sharding.num_experts,
         rows_TH.shape[1],
-        checks.FLOATING.index(rows_TH.dtype),
+        FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
         sum(1 << _PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
         int(recorded and sharding.deduplicate and weights_TK.requires_grad),

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pymoe._common.types import Routing
 from pymoe.ep.agreement import ExchangedCounts, GroupError, lost_rank
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.ops.function_calls import call
-from pymoe.reference.types import Routing
 
 _HUGE_PAGE = 2 << 20
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common import checks
+from pymoe._common.types import Routing
 from pymoe.ep.agreement import ExchangedCounts
 from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
 from pymoe.ep.placement import Shares, check_counts, contiguous, divide_rows, share_rows
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.ops.function_calls import call
-from pymoe.reference import checks
-from pymoe.reference.types import Routing
 
 
 def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.types import Gate, Routing
 from pymoe.ep.agreement import HEADER, CountExchange, raise_for_difference
 from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, capacity, start_dispatch, wait_dispatch
 from pymoe.ep.clones import RowPlanWithClones
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.nn.record import Record
-from pymoe.reference.types import Gate, Routing
 
 
 class TokenDispatcher:

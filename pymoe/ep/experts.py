@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from pymoe._common.types import Routing
 from pymoe.ep.all_to_all import RowPlan, start_combine, wait_dispatch
 from pymoe.ep.clones import WeightBroadcast
 from pymoe.ep.dispatcher import IndexedDispatcher, IndexedRows, TokenDispatcher
@@ -24,7 +25,6 @@ from pymoe.ep.sharding import (
 )
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import operators
-from pymoe.reference.types import Routing
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")
 all_sharded_experts: WeakSet[ShardedExperts] = WeakSet()

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from pymoe._common import checks
 from pymoe.ep.agreement import assert_same_on_all_ranks
 from pymoe.ep.experts import ShardedExperts, mark_replaced
 from pymoe.ep.layer import update_sharding
 from pymoe.ep.sharding import local_data
-from pymoe.reference import checks
 
 
 def data_parallel(

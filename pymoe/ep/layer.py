@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 
+from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import Gate, RouterLosses
 from pymoe.ep.agreement import CountExchange, call_signature, report_failure, while_others_wait
 from pymoe.ep.all_to_all import wait_combine
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
@@ -29,8 +31,6 @@ from pymoe.nn.parameters import check_parameter
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
 from pymoe.ops.transforms import in_torch_func
-from pymoe.reference.autocast import cast_operands
-from pymoe.reference.types import Gate, RouterLosses
 
 
 class ShardedMoE(MoE):

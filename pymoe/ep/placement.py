@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pymoe._common import checks
 from pymoe.ep.sharding import shard_ranges
-from pymoe.reference import checks
 
 
 class Placement(NamedTuple):

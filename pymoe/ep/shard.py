@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from pymoe._common import checks
 from pymoe.ep.agreement import assert_same_on_all_ranks, next_model_number, register_layer
 from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
@@ -21,7 +22,6 @@ from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
 from pymoe.nn.quantize import lost_with
-from pymoe.reference import checks
 
 
 def shard(

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import Gate, RouterLosses
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.graph_nodes import ANCHOR
 from pymoe.mixture.autograd_node import ForwardRecord, UsedAnswer, use_answers
@@ -18,8 +20,6 @@ from pymoe.mixture.options import NAME, Fallback, Rules, check_fallback, check_o
 from pymoe.mixture.routing import Choice, SlotGate, choose, gather_rows, mix, weigh
 from pymoe.mixture.stats import BackendStats
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.reference.checks import FLOATING
-from pymoe.reference.types import Gate, RouterLosses
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.client import ServedCall
 from pymoe.runtime.gradients import all_finite

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common import checks
+from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import ActivationKind, QuantizedWeight
 from pymoe.nn.apply_experts_checks import (
     NAME,
     check_biases,
@@ -21,9 +24,6 @@ from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.networks import apply_networks, grouped_networks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
-from pymoe.reference import checks
-from pymoe.reference.autocast import cast_operands
-from pymoe.reference.types import ActivationKind, QuantizedWeight
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
 APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default

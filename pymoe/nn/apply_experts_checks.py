@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pymoe._common import checks
+from pymoe._common.contracts import QUANTIZED_FLOATING, ROW_LIMIT, check_kind, check_quantized
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import QuantizedWeight, is_gated
 from pymoe.ops import index_checks
-from pymoe.reference import checks
-from pymoe.reference.build_routing import ROW_LIMIT
-from pymoe.reference.expert_activation import check_kind, is_gated
-from pymoe.reference.quantized_linear import FLOATING
-from pymoe.reference.quantized_weight import check_quantized
-from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import QuantizedWeight
 
 NAME = "apply_experts"
 
@@ -86,7 +83,7 @@ def check_quantized_networks(
     activation: object,
 ) -> None:
     """Raise unless quantised weights fit ``x`` and each other."""
-    checks.dtype(NAME, "x", x, *FLOATING)
+    checks.dtype(NAME, "x", x, *QUANTIZED_FLOATING)
     for argument, weight in (("w_in", w_in), ("w_out", w_out)):
         check_quantized(NAME, argument, weight)
         checks.same_device(NAME, f"{argument}.packed", weight[0], "x", x)

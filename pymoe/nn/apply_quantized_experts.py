@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from pymoe import ops
+from pymoe._common.types import QuantizedWeight
 from pymoe.nn.apply_experts_checks import choice_for_kernels
 from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
-from pymoe.reference.types import QuantizedWeight
 
 
 def apply_quantized_experts(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled
 from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -23,9 +24,6 @@ from pymoe.nn.router import Router
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
-from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.checks import FLOATING
-from pymoe.reference.scores import accumulate_dtype
 
 _PLAIN = (nn.Parameter, Tensor)
 """The types of tensors that are what they seem: a subclass may have operators of its own."""

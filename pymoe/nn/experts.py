@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.types import ActivationKind, is_gated
 from pymoe.nn import options
 from pymoe.nn.options import Backend, check_dtype, check_size, operators
 from pymoe.nn.parameters import check_networks
 from pymoe.nn.row_invariant import linear
-from pymoe.reference.expert_activation import is_gated
-from pymoe.reference.types import ActivationKind
 
 
 class _FeedForward(nn.Module):

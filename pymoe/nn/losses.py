@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe._common import checks
+from pymoe._common.types import Gate, RouterLosses, Score
 from pymoe.nn.options import Backend, check_backend, check_model, check_number, operators
 from pymoe.ops.function_calls import call
-from pymoe.reference import checks
-from pymoe.reference.types import Gate, RouterLosses, Score
 
 
 class _InjectLoss(torch.autograd.Function):

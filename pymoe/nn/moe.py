@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pymoe._common import checks
+from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
+from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score, is_gated
 from pymoe._torch_private import FakeTensor
 from pymoe.nn.apply_experts import apply_experts_fused
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
@@ -28,10 +31,6 @@ from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_recorded
 from pymoe.ops.transforms import in_torch_func, is_exporting
-from pymoe.reference import checks
-from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.expert_activation import is_gated
-from pymoe.reference.types import ActivationKind, RouterLosses, Routing, Score
 
 MOST_HELD_LOGITS = 1 << 22
 """Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in
@@ -442,11 +441,11 @@ class MoE(nn.Module):
             )
 
     def _fits(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe.reference.checks`."""
+        """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe._common.checks`."""
         return (
             weight is not None
             and x.dtype == weight.dtype
-            and x.dtype in checks.FLOATING
+            and x.dtype in FLOATING
             and x.dim() > 0
             and x.shape[-1] == self.hidden_size
             and x.device == weight.device

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pymoe import ops
+from pymoe._common.types import ActivationKind, Routing
 from pymoe.ops.grouped_linear import linear_of_routing
-from pymoe.reference.types import ActivationKind, Routing
 
 Activation = ActivationKind | Callable[[Tensor], Tensor]
 """A kind of :func:`pymoe.ops.expert_activation`, or a function of rows (S, N) that returns rows (S, F)."""

@@ -1,6 +1,6 @@
 """What the layers' constructors share: checks of arguments, the choice of the operators, and one-time warnings.
 
-Error messages name layer, argument, rule and what was seen, as those of :mod:`pymoe.reference.checks`.
+Error messages name layer, argument, rule and what was seen, as those of :mod:`pymoe._common.checks`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Literal
 from torch import nn
 
 from pymoe import ops, reference
-from pymoe.reference import checks
-from pymoe.reference.expert_activation import check_kind
+from pymoe._common import checks
+from pymoe._common.contracts import check_kind
+from pymoe._common.dtypes import FLOATING
 
 Backend = Literal["native", "reference"]
 """Whose operators a layer calls."""
@@ -81,7 +82,7 @@ def check_networks(
 
 def check_dtype(layer: str, value: object) -> None:
     """Raise unless ``value`` is one of the four floating dtypes, or ``None`` for torch's default."""
-    if value is not None and value not in checks.FLOATING:
+    if value is not None and value not in FLOATING:
         raise TypeError(f"{layer}: dtype must be float32, float64, bfloat16 or float16, got {value}")
 
 

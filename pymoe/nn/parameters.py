@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.reference import checks
-from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.expert_activation import is_gated
+from pymoe._common import checks
+from pymoe._common.dtypes import autocast_enabled
+from pymoe._common.types import is_gated
 
 
 def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) -> None:
@@ -42,7 +42,7 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
 
 
 def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
-    """Return whether the parameters fit without a cast, in one expression; see :mod:`pymoe.reference.checks`."""
+    """Return whether the parameters fit without a cast, in one expression; see :mod:`pymoe._common.checks`."""
     own = networks._parameters
     try:
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from pymoe._common.contracts import check_bits
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import check_model
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
-from pymoe.reference.quantized_weight import check_bits
 
 
 class Quantized(NamedTuple):

@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.contracts import check_bits
+from pymoe._common.types import ActivationKind, QuantizedWeight, is_gated, packed_shape
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import Backend, check_backend, check_networks, check_size, operators
-from pymoe.reference.expert_activation import is_gated
-from pymoe.reference.quantized_weight import check_bits, packed_shape
-from pymoe.reference.types import ActivationKind, QuantizedWeight
 
 _NO_TENSOR = (
     "QuantizedLinear: its weights are packed and cannot be indexed or transposed; a model of transformers runs them "

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe._common import checks
+from pymoe._common.dtypes import autocast_enabled
+from pymoe._common.types import Gate, Routing, Score
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
     Backend,
@@ -26,9 +29,6 @@ from pymoe.nn.router_product import takes, wide_product, without_autocast
 from pymoe.nn.row_invariant import linear
 from pymoe.ops.gate_topk import Options
 from pymoe.ops.transforms import in_torch_func
-from pymoe.reference import checks
-from pymoe.reference.autocast import autocast_enabled
-from pymoe.reference.types import Gate, Routing, Score
 
 _WIDE = (torch.float32, torch.float64)
 """The dtypes of logits, which operands of the same dtype need no cast to."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.dtypes import autocast_enabled
 from pymoe.ops.function_calls import call
-from pymoe.reference.autocast import autocast_enabled
 
 DEVICES = {"cuda"}
 """Types of devices for which torch has ``torch.mm`` of 16-bit operands with a float32 result."""

@@ -1,6 +1,7 @@
 """The native operators: the names and signatures of :mod:`pymoe.reference`, computed by kernels."""
 
 import pymoe._native  # registers the operators, before the files below describe them to torch.compile  # noqa: F401
+from pymoe._common.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing
 from pymoe.ops import flops, missing_cuda
 from pymoe.ops.build_routing import build_routing
 from pymoe.ops.combine import combine
@@ -13,7 +14,6 @@ from pymoe.ops.index_checks import check_indices
 from pymoe.ops.quantized_linear import quantized_linear
 from pymoe.ops.quantized_weight import dequantize_weight, quantize_weight
 from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
-from pymoe.reference.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing
 
 __all__ = [
     "ClampedSwiglu",

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import ROW_LIMIT, check_build_routing
+from pymoe._common.types import Routing
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import one_by_one
-from pymoe.reference.build_routing import ROW_LIMIT, check
 from pymoe.reference.build_routing import build_routing as reference
-from pymoe.reference.types import Routing
 
 _BUILD_ROUTING = torch.ops.pymoe.build_routing.default
 
@@ -22,7 +22,7 @@ _BUILD_ROUTING = torch.ops.pymoe.build_routing.default
 def build_routing(
     experts: Tensor, num_experts: int, *, capacity: int | None = None, foreign_experts: bool = False
 ) -> Routing:
-    check(experts, num_experts, capacity, foreign_experts)
+    check_build_routing(experts, num_experts, capacity, foreign_experts)
     index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import check_combine
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import Routing
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
 from pymoe.ops.row_moves import sum_choices
-from pymoe.reference.combine import check
 from pymoe.reference.combine import combine as reference
-from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import Routing
 
 _COMBINE = torch.ops.pymoe.combine.default
 _COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
@@ -73,7 +73,7 @@ class _CombineBackward(torch.autograd.Function):
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    check(y, routing, weights)
+    check_combine(y, routing, weights)
     index_checks.slots_in_range("combine", routing)
     if weights is None:
         return sum_choices(y, routing)

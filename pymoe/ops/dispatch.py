@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from pymoe import _torch_canaries as canaries
+from pymoe._common.contracts import check_dispatch, check_dispatch_out
+from pymoe._common.types import Routing
 from pymoe._torch_private import after_ADInplaceOrView_keyset
 from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
 from pymoe.ops.transforms import has_tangent
-from pymoe.reference.dispatch import check, check_out
 from pymoe.reference.dispatch import dispatch as reference
-from pymoe.reference.types import Routing
 
 
 def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
-    check(x, routing)
+    check_dispatch(x, routing)
     index_checks.slots_in_range("dispatch", routing)
     if out is None:
         return spread_rows(x, routing)
-    check_out(x, routing, out)
+    check_dispatch_out(x, routing, out)
     if has_tangent(x, out):
         raise ValueError("dispatch: out= has no tangent, but x or out carries one; call it without out=")
     if not torch.compiler.is_compiling():

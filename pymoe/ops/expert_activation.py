@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pymoe._common.contracts import check_expert_activation
+from pymoe._common.types import KINDS, ActivationKind, ClampedSwiglu, is_gated
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
-from pymoe.reference.expert_activation import KINDS, check, clamped, gate_and_up, is_gated
+from pymoe.reference.expert_activation import clamped, gate_and_up
 from pymoe.reference.expert_activation import expert_activation as reference
-from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
 _EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
@@ -82,7 +83,7 @@ class _ExpertActivation(torch.autograd.Function):
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
-    check(h, kind)
+    check_expert_activation(h, kind)
     return call(_ExpertActivation, h.contiguous(), *kernel_options(kind))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from pymoe.reference.expert_activation import GATED, KINDS
+from pymoe._common.types import GATED, KINDS
 
 Shape = tuple[int, ...]
 

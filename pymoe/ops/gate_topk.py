@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import check_gate_topk
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import Gate, Score
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
-from pymoe.reference.gate_topk import check
 from pymoe.reference.gate_topk import gate_topk as reference
-from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
-from pymoe.reference.types import Gate, Score
+from pymoe.reference.scores import SUM_FLOOR
 
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
 GATE_ROUTING = torch.ops.pymoe.gate_routing.default
@@ -134,7 +135,7 @@ def gate_topk(
     topk_groups: int | None = None,
     scale: float = 1.0,
 ) -> Gate:
-    check(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
+    check_gate_topk(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
     if bias is not None:
         bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
     groups = (num_groups or 0, topk_groups or 0)

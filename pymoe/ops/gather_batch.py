@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import check_gather_batch
 from pymoe.ops.transforms import has_tangent, in_torch_func
-from pymoe.reference.gather_batch import check_tensors, split_batch  # split_batch makes views: no kernel
 from pymoe.reference.gather_batch import gather_batch as reference
+from pymoe.reference.gather_batch import split_batch  # split_batch makes views: no kernel
 
 __all__ = ["gather_batch", "split_batch"]
 
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
-    check_tensors(tensors)
+    check_gather_batch(tensors)
     # The formula registered below covers backward passes only; other derivatives would be silently lost.
     if in_torch_func() or has_tangent(*tensors):
         return reference(tensors)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import check_grouped_linear
+from pymoe._common.dtypes import cast_operands
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
-from pymoe.reference.autocast import cast_operands
-from pymoe.reference.grouped_linear import check
 from pymoe.reference.grouped_linear import grouped_linear as reference
 
 _GROUPED_LINEAR = torch.ops.pymoe.grouped_linear.default
@@ -119,7 +119,7 @@ def grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
 ) -> Tensor:
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias, order=order)
+    check_grouped_linear(x, weight, offsets, bias, order=order)
     index_checks.offsets_in_range("grouped_linear", offsets, x.shape[0])
     if order is not None:
         index_checks.order_in_range("grouped_linear", order, offsets)
@@ -148,7 +148,7 @@ def linear_of_routing(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor |
     if not whole:
         return grouped_linear(x, weight, offsets, bias)
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias)
+    check_grouped_linear(x, weight, offsets, bias)
     return call(_GroupedLinear, x, weight, offsets, bias, None, True)  # type: ignore[no-any-return]
 
 

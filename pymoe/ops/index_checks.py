@@ -12,11 +12,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from pymoe._common import checks
+from pymoe._common.contracts import check_experts, check_offsets, check_order
+from pymoe._common.types import Routing
 from pymoe._torch_private import FakeTensor
-from pymoe.reference import checks
-from pymoe.reference.build_routing import check_experts
-from pymoe.reference.grouped_linear import check_offsets, check_order
-from pymoe.reference.types import Routing
 
 VARIABLE = "PYMOE_CHECK_INDICES"
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import check_quantized_linear
+from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import QuantizedWeight
 from pymoe.ops import index_checks
-from pymoe.reference.autocast import cast_operands
-from pymoe.reference.quantized_linear import check
 from pymoe.reference.quantized_linear import quantized_linear as reference
-from pymoe.reference.types import QuantizedWeight
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias)
+    check_quantized_linear(x, weight, offsets, bias)
     index_checks.offsets_in_range("quantized_linear", offsets, x.shape[0])
     packed, bits, output_features, _ = weight
     bias = None if bias is None else bias.detach().contiguous()

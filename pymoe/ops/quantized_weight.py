@@ -8,15 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe.reference.quantized_weight import check, dequantize_weight, packed_shape  # unpacking has no kernel
+from pymoe._common.contracts import check_quantize_weight
+from pymoe._common.types import (
+    QuantizedWeight,
+    packed_shape,  # unpacking has no kernel
+)
+from pymoe.reference.quantized_weight import dequantize_weight
 from pymoe.reference.quantized_weight import quantize_weight as reference
-from pymoe.reference.types import QuantizedWeight
 
 __all__ = ["dequantize_weight", "quantize_weight"]
 
 
 def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
-    check(weight, bits)
+    check_quantize_weight(weight, bits)
     _, outputs, inputs = weight.shape
     return QuantizedWeight(torch.ops.pymoe.quantize_weight(weight.detach(), bits), bits, outputs, inputs)
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.contracts import check_logits, check_router_losses
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import RouterLosses, Score
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
-from pymoe.reference.router_losses import check, check_logits
 from pymoe.reference.router_losses import load_balancing_loss as reference_load_balancing_loss
 from pymoe.reference.router_losses import router_losses as reference_router_losses
 from pymoe.reference.router_losses import router_z_loss as reference_router_z_loss
-from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype
-from pymoe.reference.types import RouterLosses, Score
+from pymoe.reference.scores import SUM_FLOOR
 
 _ROUTER_LOSSES = torch.ops.pymoe.router_losses.default
 _ROUTER_LOSSES_BACKWARD = torch.ops.pymoe.router_losses_backward.default
@@ -86,12 +87,12 @@ def _weighted_sum(
 
 
 def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> RouterLosses:
-    check("router_losses", logits, load, score)
+    check_router_losses("router_losses", logits, load, score)
     return RouterLosses(*call(_RouterLosses, logits.contiguous(), load.contiguous(), score, True))
 
 
 def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> Tensor:
-    check("load_balancing_loss", logits, load, score)
+    check_router_losses("load_balancing_loss", logits, load, score)
     return call(_RouterLosses, logits.contiguous(), load.contiguous(), score, False)[0]
 
 

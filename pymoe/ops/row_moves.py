@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe._common.types import Routing
 from pymoe.ops.function_calls import call
-from pymoe.reference.types import Routing
 
 _DISPATCH = torch.ops.pymoe.dispatch.default
 _COMBINE = torch.ops.pymoe.combine.default

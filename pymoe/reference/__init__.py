@@ -8,6 +8,7 @@ A reference returns the same bits on every processor, values and gradients (:mod
 the rounding of their sums; NaN and infinities are the same unless a sum of finite terms overflows.
 """
 
+from pymoe._common.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing
 from pymoe.reference.build_routing import build_routing
 from pymoe.reference.combine import combine
 from pymoe.reference.dispatch import dispatch
@@ -18,7 +19,6 @@ from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.quantized_linear import quantized_linear
 from pymoe.reference.quantized_weight import dequantize_weight, quantize_weight
 from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
-from pymoe.reference.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing
 
 __all__ = [
     "ClampedSwiglu",

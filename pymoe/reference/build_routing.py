@@ -5,46 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe.reference import checks
-from pymoe.reference.types import Routing
-
-ROW_LIMIT = 2**31
-"""Limit of S = T * K (exclusive), because rows are numbered in int32."""
-
-
-def check(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> None:
-    """Raise if the arguments of :func:`build_routing` break its contract, except for the range of the indices."""
-    if _fits(experts, num_experts, capacity, foreign_experts):
-        return
-    checks.dtype("build_routing", "experts", experts, torch.int32, torch.int64)
-    checks.rank("build_routing", "experts", experts, "(T, K)")
-    checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
-    if capacity is not None:
-        checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
-    checks.flag("build_routing", "foreign_experts", foreign_experts)
-    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
-    if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
-        raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
-
-
-def _fits(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> bool:
-    return (
-        isinstance(experts, Tensor)
-        and experts.dtype in (torch.int32, torch.int64)
-        and experts.dim() == 2
-        and type(num_experts) is int
-        and 1 <= num_experts < ROW_LIMIT
-        and (capacity is None or (type(capacity) is int and capacity >= 0))
-        and type(foreign_experts) is bool
-        and (torch.compiler.is_compiling() or experts.numel() < ROW_LIMIT)
-    )
-
-
-def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """Raise if a choice does not name an expert."""
-    if foreign_experts:
-        experts = experts.clamp(max=num_experts - 1)
-    checks.in_range(operator, "experts", experts, 0, num_experts, "E")
+from pymoe._common.contracts import ROW_LIMIT, check_build_routing, check_experts
+from pymoe._common.types import Routing
 
 
 def build_routing(
@@ -73,7 +35,7 @@ def build_routing(
         ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
         IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: is negative).
     """
-    check(experts, num_experts, capacity, foreign_experts)
+    check_build_routing(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)  # drops nothing either, and fits an int64

@@ -5,40 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe.reference import checks
+from pymoe._common import checks
+from pymoe._common.contracts import check_combine
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import Routing
 from pymoe.reference.fixed_steps import spread
-from pymoe.reference.scores import accumulate_dtype
-from pymoe.reference.types import Routing
-
-
-def check(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
-    """Raise if the arguments of :func:`combine` break its contract."""
-    if _fits(y, routing, weights):
-        return
-    checks.floating("combine", "y", y)
-    checks.rank("combine", "y", y, "(S, H)")
-    checks.routing("combine", routing, "y", y)
-    slot, token, _ = routing
-    checks.size("combine", "y", y, 0, token.shape[0], "S of routing.token")
-    if weights is not None:
-        checks.floating("combine", "weights", weights)
-        if weights.dtype == torch.float64 and y.dtype != torch.float64:
-            raise TypeError(f"combine: weights must not have dtype float64 for y of {y.dtype}, whose sums are float32")
-        checks.rank("combine", "weights", weights, "(T, K)")
-        checks.size("combine", "weights", weights, 0, slot.shape[0], "T of routing.slot")
-        checks.size("combine", "weights", weights, 1, slot.shape[1], "K of routing.slot")
-        checks.same_device("combine", "weights", weights, "y", y)
-
-
-def _fits(y: Tensor, routing: Routing, weights: Tensor | None) -> bool:
-    if not (checks.is_matrix(y) and checks.is_routing(routing, y.device) and routing[1].shape[0] == y.shape[0]):
-        return False
-    return weights is None or (
-        checks.is_matrix(weights)
-        and weights.shape == routing[0].shape
-        and weights.device == y.device
-        and (weights.dtype != torch.float64 or y.dtype == torch.float64)
-    )
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
@@ -65,7 +36,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         ValueError: a rank, size or device does not fit.
         IndexError: a slot lies outside [-1, S).
     """
-    check(y, routing, weights)
+    check_combine(y, routing, weights)
     slot = routing[0]
     checks.slots_in_range("combine", routing)
     dtype = accumulate_dtype(y.dtype)

@@ -7,56 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from pymoe.reference import checks
+from pymoe._common.contracts import check_expert_activation
+from pymoe._common.types import ActivationKind, ClampedSwiglu, is_gated
 from pymoe.reference.fixed_steps import gelu, sigmoid, silu
-from pymoe.reference.types import ActivationKind, ClampedSwiglu
-
-KINDS = ("swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared")
-GATED = ("swiglu", "geglu", "geglu_tanh")
-"""Kinds that take two rows of F."""
 
 GELU_TANH = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 40.0)
 """Factors of x and x^3 inside the sigmoid, and the magnitude of x from which the sigmoid is 0 or 1."""
-
-
-def is_gated(kind: object) -> bool:
-    """Return whether the kind turns two rows of F, gate and up, into one."""
-    return isinstance(kind, ClampedSwiglu) or kind in GATED
-
-
-def check_kind(name: str, argument: str, kind: object) -> None:
-    """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` with valid numbers."""
-    if not isinstance(kind, ClampedSwiglu):
-        if not isinstance(kind, str):
-            raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
-        checks.choice(name, argument, kind, KINDS)
-        return
-    for field, value in zip(("limit", "alpha", "up_offset"), kind, strict=False):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name}: {argument}.{field} must be a float, got {type(value).__name__}")
-        if not math.isfinite(value) and (field != "limit" or math.isnan(value)):
-            raise ValueError(f"{name}: {argument}.{field} must be finite, got {value}")
-    if kind.limit <= 0:
-        raise ValueError(f"{name}: {argument}.limit must be greater than 0, got {kind.limit}")
-    checks.flag(name, f"{argument}.interleaved", kind.interleaved)
-
-
-def check(h: Tensor, kind: ActivationKind) -> None:
-    """Raise if the arguments of :func:`expert_activation` break its contract."""
-    if _fits(h, kind):
-        return
-    name = "expert_activation"
-    checks.floating(name, "h", h)
-    check_kind(name, "kind", kind)
-    gated = is_gated(kind)
-    checks.rank(name, "h", h, "(S, 2F)" if gated else "(S, F)")
-    if gated and h.shape[1] % 2:
-        raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
-
-
-def _fits(h: Tensor, kind: ActivationKind) -> bool:
-    """Return whether the arguments keep the contract, for a kind with a name."""
-    return type(kind) is str and kind in KINDS and checks.is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
 
 
 def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
@@ -106,7 +62,7 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
             the latter is of the wrong kind.
         ValueError: ``kind`` is unknown, one of its numbers is out of range, or the shape of ``h`` does not fit it.
     """
-    check(h, kind)
+    check_expert_activation(h, kind)
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if not is_gated(kind):
         return _activated(wide, kind).to(h.dtype)

@@ -2,88 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
-from pymoe.reference import checks
+from pymoe._common.contracts import check_gate_topk
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import Gate, Score
 from pymoe.reference.fixed_steps import divided_rows, sigmoid, softmax
-from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype, order_key, scores_in_fixed_steps, sum_in_lanes
-from pymoe.reference.types import Gate, Score
-
-
-def check(
-    logits: Tensor,
-    k: int,
-    score: Score,
-    renormalize: bool,
-    bias: Tensor | None,
-    num_groups: int | None,
-    topk_groups: int | None,
-    scale: float,
-) -> None:
-    """Raise if the arguments of :func:`gate_topk` break its contract."""
-    if num_groups is topk_groups is None and _fits(logits, k, score, renormalize, bias, scale):
-        return
-    name = "gate_topk"
-    checks.floating(name, "logits", logits)
-    checks.rank(name, "logits", logits, "(T, E)")
-    num_experts = logits.shape[1]
-    checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
-    if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
-        raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
-    checks.choice(name, "score", score, ("softmax", "sigmoid"))
-    if not isinstance(renormalize, bool):
-        raise TypeError(f"{name}: renormalize must be a bool, got {type(renormalize).__name__}")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name}: scale must be a float, got {type(scale).__name__}")
-    if not -sys.float_info.max <= scale <= sys.float_info.max:  # an int may be too large for a float
-        raise ValueError(f"{name}: scale must be finite, got {scale}")
-    if bias is not None:
-        checks.floating(name, "bias", bias)
-        checks.rank(name, "bias", bias, "(E,)")
-        checks.size(name, "bias", bias, 0, num_experts, "E of logits")
-        checks.same_device(name, "bias", bias, "logits", logits)
-    if (num_groups is None) != (topk_groups is None):
-        raise ValueError(
-            f"{name}: num_groups and topk_groups must be given together, got num_groups={num_groups} and "
-            f"topk_groups={topk_groups}"
-        )
-    if num_groups is not None and topk_groups is not None:
-        checks.integer(name, "num_groups", num_groups, 1, num_experts, f"in 1..E (E = {num_experts})")
-        if num_experts % num_groups != 0:
-            raise ValueError(f"{name}: num_groups must divide E (E = {num_experts}), got {num_groups}")
-        checks.integer(name, "topk_groups", topk_groups, 1, num_groups, "in 1..num_groups")
-        available = topk_groups * (num_experts // num_groups)
-        if available < k:
-            raise ValueError(f"{name}: topk_groups must leave at least k = {k} experts to choose from, got {available}")
-
-
-def _fits(logits: Tensor, k: int, score: Score, renormalize: bool, bias: Tensor | None, scale: float) -> bool:
-    """Return whether the arguments, without groups, keep the contract."""
-    return (
-        checks.is_matrix(logits)
-        and type(k) is int
-        and 1 <= k <= logits.shape[1]
-        and (torch.compiler.is_compiling() or logits.shape[0] * k < 2**31)
-        and type(score) is str
-        and score in ("softmax", "sigmoid")
-        and type(renormalize) is bool
-        and type(scale) is float
-        and -sys.float_info.max <= scale <= sys.float_info.max
-        and (
-            bias is None
-            or (
-                isinstance(bias, Tensor)
-                and bias.dtype in checks.FLOATING
-                and bias.dim() == 1
-                and bias.shape[0] == logits.shape[1]
-                and bias.device == logits.device
-            )
-        )
-    )
+from pymoe.reference.scores import SUM_FLOOR, order_key, scores_in_fixed_steps, sum_in_lanes
 
 
 def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
@@ -165,7 +91,7 @@ def gate_topk(
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: a rank, size, device or range does not fit, or only one of the two group arguments is given.
     """
-    check(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
+    check_gate_topk(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
     values = logits.to(accumulate_dtype(logits.dtype))
     experts = _choose(values.detach(), k, score, bias, num_groups, topk_groups)
     weights = weights_of(values, experts, score, renormalize, scale)

@@ -2,102 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
-from pymoe.reference import checks
-from pymoe.reference.autocast import cast_operands
-
-
-def check(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
-) -> None:
-    """Raise if the arguments of :func:`grouped_linear` break its contract, except for the values of indices."""
-    if order is None and _fits(x, weight, offsets, bias):
-        return
-    name = "grouped_linear"
-    checks.floating(name, "x", x)
-    checks.rank(name, "x", x, "(S, H)")
-    checks.dtype(name, "weight", weight, x.dtype)
-    checks.rank(name, "weight", weight, "(E, N, H)")
-    checks.size(name, "weight", weight, 2, x.shape[1], "H of x")
-    checks.same_device(name, "weight", weight, "x", x)
-    checks.dtype(name, "offsets", offsets, torch.int32)
-    checks.rank(name, "offsets", offsets, "(E + 1,)")
-    checks.size(name, "offsets", offsets, 0, weight.shape[0] + 1, "E + 1 of weight")
-    checks.same_device(name, "offsets", offsets, "x", x)
-    if bias is not None:
-        check_bias(name, x, bias, weight.shape[0], "E of weight", weight.shape[1], "N of weight")
-    if order is not None:
-        checks.dtype(name, "order", order, torch.int32)
-        checks.rank(name, "order", order, "(S,)")
-        checks.size(name, "order", order, 0, x.shape[0], "S of x")
-        checks.same_device(name, "order", order, "x", x)
-
-
-def _fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the arguments, without an order, keep the contract."""
-    if not (checks.is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
-        return False
-    dtype, device = x.dtype, x.device
-    experts, outputs, inputs = weight.shape
-    return (
-        weight.dtype == dtype
-        and weight.device == device
-        and x.shape[1] == inputs
-        and checks.is_index(offsets, 1, device)
-        and offsets.shape[0] == experts + 1
-        and (
-            bias is None
-            or (
-                isinstance(bias, Tensor)
-                and bias.dtype == dtype
-                and bias.shape == (experts, outputs)
-                and bias.device == device
-            )
-        )
-    )
-
-
-def check_bias(
-    operator: str, x: Tensor, bias: Tensor, experts: int, meaning: str, outputs: int, meaning_of_outputs: str
-) -> None:
-    """Raise unless ``bias`` is (E, N) and fits ``x``; the meanings say where these numbers come from."""
-    checks.dtype(operator, "bias", bias, x.dtype)
-    checks.rank(operator, "bias", bias, "(E, N)")
-    checks.size(operator, "bias", bias, 0, experts, meaning)
-    checks.size(operator, "bias", bias, 1, outputs, meaning_of_outputs)
-    checks.same_device(operator, "bias", bias, "x", x)
-
-
-def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise if ``offsets`` do not cut ``rows`` rows; the native kernels check the same, on CUDA in debug mode."""
-    if bounds[0] != 0:
-        raise ValueError(f"{operator}: offsets must start at 0, got {bounds[0]}")
-    for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        if end < begin:
-            raise ValueError(f"{operator}: offsets must not decrease, got {end} after {begin} at index {expert + 1}")
-    if bounds[-1] > rows:
-        raise IndexError(f"{operator}: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
-
-
-def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise unless ``places`` name distinct rows; the native kernels check the same, on CUDA in debug mode.
-
-    Args:
-        places: the values of ``order`` that are used.
-        rows: S.
-        operator: the name that the error mentions.
-    """
-    seen = set()
-    for at, row in enumerate(places):
-        if not 0 <= row < rows:
-            raise IndexError(f"{operator}: order must lie in [0, S) (S = {rows}), got {row} at [{at}]")
-        if row in seen:
-            raise ValueError(f"{operator}: order must not name a row twice, got {row} at [{at}] again")
-        seen.add(row)
+from pymoe._common.contracts import check_grouped_linear, check_offsets, check_order
+from pymoe._common.dtypes import cast_operands
 
 
 def grouped_linear(
@@ -138,7 +47,7 @@ def grouped_linear(
         IndexError: ``offsets`` ends past S, or ``order`` names a row that does not exist.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias, order=order)
+    check_grouped_linear(x, weight, offsets, bias, order=order)
     bounds = offsets.tolist()
     check_offsets(bounds, x.shape[0])
     if order is not None:

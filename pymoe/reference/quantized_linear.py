@@ -6,39 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pymoe.reference import checks
-from pymoe.reference.autocast import cast_operands
-from pymoe.reference.grouped_linear import check_bias, check_offsets
-from pymoe.reference.quantized_weight import GROUP, check_quantized, unpack, up
-from pymoe.reference.types import QuantizedWeight
+from pymoe._common.contracts import check_offsets, check_quantized_linear
+from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import GROUP, QuantizedWeight, up
+from pymoe.reference.quantized_weight import unpack
 
 BLOCK = 128
 """Number of inputs that share one step, to which a row's activations are rounded."""
 LARGEST_CODE = 127 * 256 + 127
 """Largest code of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None) -> None:
-    """Raise if the arguments of :func:`quantized_linear` break its contract, except for the values of ``offsets``."""
-    name = "quantized_linear"
-    checks.dtype(name, "x", x, *FLOATING)
-    checks.rank(name, "x", x, "(S, H)")
-    check_quantized(name, "weight", weight)
-    packed, _, outputs, inputs = weight
-    checks.size(name, "x", x, 1, inputs, "weight.input_features")
-    checks.same_device(name, "weight.packed", packed, "x", x)
-    checks.dtype(name, "offsets", offsets, torch.int32)
-    checks.rank(name, "offsets", offsets, "(E + 1,)")
-    checks.size(name, "offsets", offsets, 0, packed.shape[0] + 1, "E + 1 of weight.packed")
-    checks.same_device(name, "offsets", offsets, "x", x)
-    if bias is not None:
-        check_bias(name, x, bias, packed.shape[0], "E of weight.packed", outputs, "weight.output_features")
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        raise ValueError(
-            f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "
-            f"gradient; call it under torch.no_grad()"
-        )
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -75,7 +51,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
         IndexError: ``offsets`` ends past S.
     """
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
-    check(x, weight, offsets, bias)
+    check_quantized_linear(x, weight, offsets, bias)
     bounds = offsets.tolist()
     check_offsets(bounds, x.shape[0], "quantized_linear")
     _, bits, outputs, inputs = weight

@@ -21,13 +21,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-from pymoe.reference import checks
-from pymoe.reference.types import QuantizedWeight
+from pymoe._common.contracts import check_quantize_weight, check_quantized
+from pymoe._common.types import GROUP, TILE, QuantizedWeight, up
 
-TILE = 64
-"""Number of outputs of a tile."""
-GROUP = 32
-"""Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
 ZERO = 128
 """Code of zero at 8 bits."""
 LARGEST = 2.0**100
@@ -36,51 +32,6 @@ SMALLEST_STEP = 2.0**-100
 """Least step of a grid: a row or group with a smaller step is constant, namely zero or its minimum."""
 CANDIDATES = 8
 """Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
-
-
-def up(value: int, multiple: int) -> int:
-    """Return ``value`` rounded up to a multiple."""
-    return (value + multiple - 1) // multiple * multiple
-
-
-def bytes_of_tile(bits: int, input_features: int) -> int:
-    """Return the bytes of :data:`TILE` outputs."""
-    inputs = up(input_features, GROUP)
-    return TILE * (4 + inputs) if bits == 8 else TILE * (inputs // GROUP * 4 + inputs // 2)
-
-
-def packed_shape(bits: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
-    """Return the shape of a packed weight."""
-    return experts, up(output_features, TILE) // TILE, bytes_of_tile(bits, input_features)
-
-
-def check(weight: Tensor, bits: int) -> None:
-    """Raise if the arguments of :func:`quantize_weight` break its contract, except for the values of ``weight``."""
-    checks.floating("quantize_weight", "weight", weight)
-    checks.rank("quantize_weight", "weight", weight, "(E, N, H)")
-    check_bits("quantize_weight", "bits", bits)
-
-
-def check_bits(operator: str, argument: str, bits: object) -> None:
-    """Raise unless ``bits`` is 8 or 4."""
-    checks.integer(operator, argument, bits, 4, 8, "8 or 4")
-    if bits not in (4, 8):
-        raise ValueError(f"{operator}: {argument} must be 8 or 4, got {bits}")
-
-
-def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
-    """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
-    if not (isinstance(weight, tuple) and len(weight) == 4):
-        raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
-    packed, bits, output_features, input_features = weight
-    check_bits(operator, f"{argument}.bits", bits)
-    checks.integer(operator, f"{argument}.output_features", output_features, 0, None, "at least 0")
-    checks.integer(operator, f"{argument}.input_features", input_features, 0, None, "at least 0")
-    checks.dtype(operator, f"{argument}.packed", packed, torch.uint8)
-    checks.rank(operator, f"{argument}.packed", packed, "(E, tiles, bytes)")
-    _, tiles, size = packed_shape(bits, output_features, input_features, 0)
-    checks.size(operator, f"{argument}.packed", packed, 1, tiles, f"tiles of {argument}.output_features")
-    checks.size(operator, f"{argument}.packed", packed, 2, size, f"bytes of {argument}.input_features")
 
 
 def check_values(weight: Tensor) -> None:
@@ -120,7 +71,7 @@ def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
         TypeError: ``weight`` is not a floating tensor, or ``bits`` not an int.
         ValueError: the rank does not fit, ``bits`` is neither 8 nor 4, or a weight is NaN, infinite or too large.
     """
-    check(weight, bits)
+    check_quantize_weight(weight, bits)
     weight = weight.detach()
     check_values(weight)
     packed = (_pack_rows if bits == 8 else _pack_groups)(weight.float())

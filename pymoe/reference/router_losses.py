@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from pymoe.reference import checks
+from pymoe._common.contracts import check_logits, check_router_losses
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import RouterLosses, Score
 from pymoe.reference.fixed_steps import divided_rows, logsumexp, sigmoid, softmax, sum_in_tree
-from pymoe.reference.scores import SUM_FLOOR, accumulate_dtype, sum_in_lanes
-from pymoe.reference.types import RouterLosses, Score
-
-
-def check_logits(name: str, logits: Tensor) -> None:
-    """Raise if ``logits`` is not (T, E) floating with E >= 1."""
-    checks.floating(name, "logits", logits)
-    checks.rank(name, "logits", logits, "(T, E)")
-    if logits.shape[1] < 1:
-        raise ValueError(f"{name}: logits must have shape (T, E) with E >= 1, got {tuple(logits.shape)}")
-
-
-def check(name: str, logits: Tensor, load: Tensor, score: Score) -> None:
-    """Raise if the arguments of the operator ``name`` break its contract."""
-    if _fits(logits, load, score):
-        return
-    check_logits(name, logits)
-    checks.dtype(name, "load", load, torch.int32, torch.int64)
-    checks.rank(name, "load", load, "(E,)")
-    checks.size(name, "load", load, 0, logits.shape[1], "E of logits")
-    checks.same_device(name, "load", load, "logits", logits)
-    checks.choice(name, "score", score, ("softmax", "sigmoid"))
-
-
-def _fits(logits: Tensor, load: Tensor, score: Score) -> bool:
-    return (
-        checks.is_matrix(logits)
-        and isinstance(load, Tensor)
-        and load.dtype in (torch.int32, torch.int64)
-        and load.dim() == 1
-        and load.shape[0] == logits.shape[1] > 0
-        and load.device == logits.device
-        and type(score) is str
-        and score in ("softmax", "sigmoid")
-    )
+from pymoe.reference.scores import SUM_FLOOR, sum_in_lanes
 
 
 def _load_balancing(values: Tensor, load: Tensor, score: Score) -> Tensor:
@@ -80,7 +47,7 @@ def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax
         TypeError: a dtype is not as above.
         ValueError: a rank, size, device or name does not fit.
     """
-    check("load_balancing_loss", logits, load, score)
+    check_router_losses("load_balancing_loss", logits, load, score)
     return _load_balancing(logits.to(accumulate_dtype(logits.dtype)), load, score)
 
 
@@ -118,6 +85,6 @@ def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> 
         TypeError: a dtype is not as above.
         ValueError: a rank, size, device or name does not fit.
     """
-    check("router_losses", logits, load, score)
+    check_router_losses("router_losses", logits, load, score)
     values = logits.to(accumulate_dtype(logits.dtype))
     return RouterLosses(_load_balancing(values, load, score), _z(values))

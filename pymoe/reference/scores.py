@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe.reference.types import Score
+from pymoe._common.types import Score
 
 SUM_LANES = 16
 """Number of interleaved lanes in which sums over experts run; a balanced tree then adds up the lanes."""
@@ -18,11 +18,6 @@ SUM_LANES = 16
 
 SUM_FLOOR = 1e-20
 """Least divisor: smaller sums of scores are replaced by it (as in TransformerEngine and DeepSeek-V3)."""
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which scores and sums of ``dtype`` are computed: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def exp_in_fixed_steps(x: Tensor) -> Tensor:

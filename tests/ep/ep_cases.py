@@ -8,10 +8,10 @@ import torch.distributed as dist
 from rank_setup import full
 
 from pymoe import ep, ops
+from pymoe._common.types import Gate
 from pymoe.ep.placement import Placement
 from pymoe.ep.sharding import shard_ranges
 from pymoe.nn import MoE, apply_experts
-from pymoe.reference.types import Gate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 H = 12

@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "the quick check of combine takes weights of float64",
-        "pymoe/reference/combine.py",
+        "pymoe/_common/contracts.py",
         "and (weights.dtype != torch.float64 or y.dtype == torch.float64)",
         "",
         ("tests/ops/test_quick_checks.py", "-k", "named_checks_do and combine"),

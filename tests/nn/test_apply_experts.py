@@ -9,9 +9,9 @@ from specs.expert_activation import ACTIVATIONS
 from torch.autograd import forward_ad
 
 from pymoe import ops
+from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import is_gated
 from pymoe.nn import apply_experts
-from pymoe.reference.checks import FLOATING
-from pymoe.reference.expert_activation import is_gated
 
 HIDDEN, FFN, EXPERTS = 10, 6, 5
 

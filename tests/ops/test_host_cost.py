@@ -30,27 +30,45 @@ def calls():
     }
 
 
-CHECKED = ["check", "_fits", "is_matrix"]
 LOOKED_FOR_BAD_INDICES = "_to_check"
+
+
+def checked(operator):
+    return [f"check_{operator}", f"_{operator}_fits", "is_matrix"]
+
+
 FUNCTIONS = {
-    "build_routing": ["build_routing", "check", "_fits", "experts_in_range", LOOKED_FOR_BAD_INDICES],
+    "build_routing": [
+        "build_routing",
+        "check_build_routing",
+        "_build_routing_fits",
+        "experts_in_range",
+        LOOKED_FOR_BAD_INDICES,
+    ],
     "combine": [
-        *("combine", *CHECKED, "is_routing", "is_matrix", "slots_in_range", LOOKED_FOR_BAD_INDICES),
+        *("combine", *checked("combine"), "is_routing", "is_matrix", "slots_in_range", LOOKED_FOR_BAD_INDICES),
         *("accumulate_dtype", "call", "_any_requires_grad", "forward"),
     ],
     "dispatch": [
-        *("dispatch", *CHECKED, "is_routing", "slots_in_range", LOOKED_FOR_BAD_INDICES, "spread_rows"),
+        *("dispatch", *checked("dispatch"), "is_routing", "slots_in_range", LOOKED_FOR_BAD_INDICES, "spread_rows"),
         *("call", "_any_requires_grad", "forward"),
     ],
     "expert_activation": [
-        *("expert_activation", *CHECKED, "kernel_options", "call", "_any_requires_grad", "forward"),
+        *(
+            "expert_activation",
+            *checked("expert_activation"),
+            "kernel_options",
+            "call",
+            "_any_requires_grad",
+            "forward",
+        ),
     ],
-    "gate_topk": ["gate_topk", *CHECKED, "call", "_any_requires_grad", "forward"],
+    "gate_topk": ["gate_topk", *checked("gate_topk"), "call", "_any_requires_grad", "forward"],
     "grouped_linear": [
-        *("grouped_linear", "cast_operands", "autocast_enabled", *CHECKED, "is_index"),
+        *("grouped_linear", "cast_operands", "autocast_enabled", *checked("grouped_linear"), "is_index"),
         *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "_any_requires_grad", "forward"),
     ],
-    "router_losses": ["router_losses", *CHECKED, "call", "_any_requires_grad", "forward"],
+    "router_losses": ["router_losses", *checked("router_losses"), "call", "_any_requires_grad", "forward"],
 }
 
 

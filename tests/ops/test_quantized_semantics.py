@@ -6,9 +6,10 @@ from specs.comparison import assert_same_bits
 from specs.samples import tied
 
 import pymoe
+from pymoe._common.types import GROUP, up
 from pymoe.bench.operators import offsets_of, random_counts
 from pymoe.reference.quantized_linear import BLOCK, LARGEST_CODE, round_rows
-from pymoe.reference.quantized_weight import GROUP, unpack, up
+from pymoe.reference.quantized_weight import unpack
 
 pytestmark = pytest.mark.only_on("cpu")
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])

@@ -1,11 +1,11 @@
 """The quick test that comes before an operator's named checks decides as they do, for good arguments and bad ones."""
 
-import sys
-
 import pytest
 import torch
 from specs import all_specs, samples_of
 from torch import Tensor
+
+from pymoe._common import contracts
 
 pytestmark = pytest.mark.only_on("cpu")
 
@@ -33,7 +33,7 @@ SPECS = {spec.name: spec for spec in all_specs()}
 
 
 def check_of(name):
-    check = sys.modules[f"pymoe.reference.{name}"].check
+    check = getattr(contracts, f"check_{name}")
     if name == "grouped_linear":
         return lambda x, weight, offsets, bias, order: check(x, weight, offsets, bias, order=order)
     return check
@@ -78,14 +78,14 @@ def outcome(check, arguments):
 
 @NAMES
 def test_it_decides_as_the_named_checks_do(name, monkeypatch):
-    check, module = check_of(name), sys.modules[f"pymoe.reference.{name}"]
+    check = check_of(name)
     tried = list(calls(name))
     for right in tried[:6]:
         for i, value in enumerate(right):
             if value != "router_losses":
                 tried += [(*right[:i], other, *right[i + 1 :]) for other in instead_of(value)]
     with_it = [outcome(check, arguments) for arguments in tried]
-    monkeypatch.setattr(module, "_fits", lambda *_: False)
+    monkeypatch.setattr(contracts, f"_{name}_fits", lambda *_: False)
     for arguments, seen in zip(tried, with_it, strict=True):
         assert seen == outcome(check, arguments), f"{name}{arguments}"
     assert None in with_it
@@ -95,9 +95,8 @@ def test_it_decides_as_the_named_checks_do(name, monkeypatch):
 @NAMES
 def test_it_knows_most_calls(name, monkeypatch):
     """Else every call would pay for both."""
-    module = sys.modules[f"pymoe.reference.{name}"]
-    known, fits = [], module._fits
-    monkeypatch.setattr(module, "_fits", lambda *arguments: known.append(fits(*arguments)) or known[-1])
+    known, fits = [], getattr(contracts, f"_{name}_fits")
+    monkeypatch.setattr(contracts, f"_{name}_fits", lambda *arguments: known.append(fits(*arguments)) or known[-1])
     right = [ARGUMENTS[name](*one.args, **one.kwargs) for one in samples_of(SPECS[name], SPECS[name].dtypes[0])]
     for arguments in right:
         check_of(name)(*arguments)

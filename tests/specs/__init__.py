@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from pymoe._common.dtypes import FLOATING
 from pymoe.bench.calls import BenchCase, Operator, Sample, generator, mapped, tensors_in
 from pymoe.bench.operators import OPERATORS
-from pymoe.reference.checks import FLOATING
 
 WITHOUT_CUDA = frozenset({"apply_quantized_experts", "quantize_weight", "quantized_linear"})
 """The operators that have no CUDA kernel, and refuse CUDA tensors in every build."""

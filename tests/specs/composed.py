@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from pymoe import reference
+from pymoe._common.types import is_gated
 from pymoe.bench.operators import uniform
 from pymoe.ops.expert_activation import kernel_options
-from pymoe.reference.expert_activation import is_gated
 from specs import RawCall, routings
 from specs.expert_activation import ACTIVATIONS
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from pymoe._common.types import KINDS, is_gated
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.reference import ClampedSwiglu
-from pymoe.reference.expert_activation import KINDS, is_gated
 from specs import ErrorInput, RawCall, specify
 from specs.samples import expanded, layouts, special_values
 

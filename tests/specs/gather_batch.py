@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pymoe._common.dtypes import FLOATING
 from pymoe.bench.calls import Sample
-from pymoe.reference.checks import FLOATING
 from specs import ErrorInput, RawCall, specify
 from specs.samples import expanded, layouts, special_values
 

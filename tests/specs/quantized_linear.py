@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pymoe import reference
+from pymoe._common.dtypes import FLOATING
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import random_counts
-from pymoe.reference.quantized_linear import FLOATING
 from specs import ErrorInput, RawCall, grouped_linear, specify
 from specs.quantized_weight import wrong_weights
 from specs.samples import expanded, layouts, special_values, sprinkled

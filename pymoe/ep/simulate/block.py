@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pymoe.reference import checks
+from pymoe._common import checks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 

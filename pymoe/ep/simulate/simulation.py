@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pymoe._common import checks
 from pymoe.ep.agreement import message_length
 from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.simulate.block import Block, at_least
@@ -22,7 +23,6 @@ from pymoe.ep.simulate.rows import (
     travelling,
 )
 from pymoe.nn.options import check_number
-from pymoe.reference import checks
 
 FORMAT = 2
 """Version of the dictionary that :meth:`Simulation.as_dict` returns."""

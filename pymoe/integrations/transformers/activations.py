@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pymoe._common.types import ActivationKind, ClampedSwiglu
 from pymoe.integrations.transformers import interface
 from pymoe.nn.networks import Activation
 from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
-from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 _ACTIVATIONS = "transformers.activations"
 _SILU = {("torch.nn.modules.activation", "SiLU"), (_ACTIVATIONS, "SiLUActivation")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pymoe.reference.types import Score
+from pymoe._common.types import Score
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pymoe._common import checks
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import fused_activation, gated_activation
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS, Plan
 from pymoe.nn import MoE
 from pymoe.nn.plain_calls import attached_to
-from pymoe.reference import checks
 
 
 def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> MoE:

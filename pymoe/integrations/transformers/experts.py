@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from pymoe._common import checks
+from pymoe._common.dtypes import autocast_enabled, cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
 from pymoe.integrations.transformers.quantized import run_quantized_experts
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.networks import Activation, apply_networks, grouped_networks
-from pymoe.reference import checks
-from pymoe.reference.autocast import autocast_enabled, cast_operands
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.dtypes import cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import followed_by_cast
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantize import handlers
-from pymoe.reference.autocast import cast_operands
 
 
 def register() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from pymoe._common import checks
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import place
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED, may_do_work_of_parts
-from pymoe.reference import checks
 
 _BEFORE = "_experts_implementation_before_pymoe"
 """Of modules behind the interface: a dictionary of what they ran, by this name, or an empty one once that was undone.

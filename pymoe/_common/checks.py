@@ -4,8 +4,7 @@ Every message names the operator, the argument, the rule and the value found. Th
 exception: a wrong kind of thing is a :class:`TypeError` (not a tensor, dtype), a wrong value a :class:`ValueError`
 (rank, size, device, range), an index that points outside an :class:`IndexError`.
 
-The named checks take microseconds even if nothing is wrong. An operator's ``check`` therefore first calls its own
-``_fits``, one expression that is true only if all the named checks accept the arguments.
+The named checks take microseconds even if nothing is wrong: see :mod:`pymoe._common.contracts`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe.reference.types import Gate, Routing
-
-FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import Gate, Routing
 
 
 def tensor(operator: str, argument: str, value: object) -> None:

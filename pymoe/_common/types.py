@@ -1,4 +1,4 @@
-"""The named results that operators pass to each other."""
+"""What operators pass to each other: named results, kinds of activations, and the sizes of packed weights."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ class ClampedSwiglu(NamedTuple):
 
 ActivationKind = Literal["swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared"] | ClampedSwiglu
 """The activation between the two linear layers of an expert."""
+
+
+KINDS = ("swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared")
+GATED = ("swiglu", "geglu", "geglu_tanh")
+"""Kinds that take two rows of F."""
+
+
+def is_gated(kind: object) -> bool:
+    """Return whether the kind turns two rows of F, gate and up, into one."""
+    return isinstance(kind, ClampedSwiglu) or kind in GATED
 
 
 class Gate(NamedTuple):
@@ -67,6 +77,28 @@ class QuantizedWeight(NamedTuple):
     """N, the number of outputs."""
     input_features: int
     """H, the number of inputs."""
+
+
+TILE = 64
+"""Number of outputs of a tile."""
+GROUP = 32
+"""Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
+
+
+def up(value: int, multiple: int) -> int:
+    """Return ``value`` rounded up to a multiple."""
+    return (value + multiple - 1) // multiple * multiple
+
+
+def bytes_of_tile(bits: int, input_features: int) -> int:
+    """Return the bytes of :data:`TILE` outputs."""
+    inputs = up(input_features, GROUP)
+    return TILE * (4 + inputs) if bits == 8 else TILE * (inputs // GROUP * 4 + inputs // 2)
+
+
+def packed_shape(bits: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
+    """Return the shape of a packed weight."""
+    return experts, up(output_features, TILE) // TILE, bytes_of_tile(bits, input_features)
 
 
 class RouterLosses(NamedTuple):

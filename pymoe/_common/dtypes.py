@@ -1,14 +1,21 @@
-"""Support of ``torch.autocast`` for operators that are matrix products."""
+"""Dtypes of operands: which are supported, in which sums run, and what ``torch.autocast`` makes of them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 # Computed once: torch.compile cannot trace is_autocast_available before torch 2.13.
 _DEVICES = frozenset(
     device for device in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia") if torch.amp.is_autocast_available(device)
 )
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which scores and sums of ``dtype`` are computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def autocast_enabled(device_type: str) -> bool:

@@ -1,0 +1,476 @@
+"""Contracts of the operators: what their arguments must be, for :mod:`pymoe.reference` and :mod:`pymoe.ops` alike.
+
+An operator's ``check_X`` raises what its docstring says, in the words of :mod:`pymoe._common.checks`. Where the named
+checks would cost more than the operator, a ``_X_fits`` comes first: one expression that is true only if all the named
+checks accept the arguments. Values of index tensors are checked by the kernels, and here for the reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from pymoe._common import checks
+from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import (
+    GATED,
+    KINDS,
+    ActivationKind,
+    ClampedSwiglu,
+    QuantizedWeight,
+    Routing,
+    Score,
+    is_gated,
+    packed_shape,
+)
+
+ROW_LIMIT = 2**31
+"""Limit of S = T * K (exclusive), because rows are numbered in int32."""
+QUANTIZED_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the rows that quantised weights multiply."""
+
+
+def check_gather_batch(tensors: Sequence[Tensor]) -> None:
+    """Raise if the argument of :func:`gather_batch` breaks its contract."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"gather_batch: tensors must be a list or tuple of tensors, got {type(tensors).__name__}")
+    if len(tensors) == 0:
+        raise ValueError("gather_batch: tensors must hold at least one tensor, got none")
+    first = tensors[0]
+    checks.tensor("gather_batch", "tensors[0]", first)
+    dims, dtype, device, trailing = first.dim(), first.dtype, first.device, first.shape[1:]
+    if dims == 0:
+        _refuse_tensor("tensors[0]", first, first)
+    for position, tensor in enumerate(tensors):
+        # One cheap test for tensors that fit; names and messages are made only for those that do not.
+        if not (
+            isinstance(tensor, Tensor)
+            and tensor.dtype == dtype
+            and tensor.dim() == dims
+            and (dims == 1 or tensor.shape[1:] == trailing)
+            and tensor.device == device
+        ):
+            _refuse_tensor(f"tensors[{position}]", tensor, first)
+
+
+def _refuse_tensor(name: str, tensor: Tensor, first: Tensor) -> None:
+    checks.tensor("gather_batch", name, tensor)
+    if tensor.dim() == 0:
+        raise ValueError(f"gather_batch: {name} must have at least one dimension, got ()")
+    if tensor.dtype != first.dtype:
+        raise TypeError(f"gather_batch: {name} must have the dtype of tensors[0] ({first.dtype}), got {tensor.dtype}")
+    if tensor.shape[1:] != first.shape[1:]:
+        raise ValueError(
+            f"gather_batch: {name} must agree with tensors[0] ({tuple(first.shape)}) past dimension 0, "
+            f"got {tuple(tensor.shape)}"
+        )
+    checks.same_device("gather_batch", name, tensor, "tensors[0]", first)
+
+
+def check_split_batch(batch: Tensor, sizes: Sequence[int]) -> None:
+    """Raise if the arguments of :func:`split_batch` break its contract."""
+    checks.tensor("split_batch", "batch", batch)
+    if batch.dim() == 0:
+        raise ValueError("split_batch: batch must have at least one dimension, got ()")
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise TypeError(f"split_batch: sizes must be a list or tuple of ints, got {type(sizes).__name__}")
+    for position, size in enumerate(sizes):
+        checks.integer("split_batch", f"sizes[{position}]", size, 0, None, "at least 0")
+    if sum(sizes) != batch.shape[0]:
+        raise ValueError(f"split_batch: sizes must sum to {batch.shape[0]} (dimension 0 of batch), got {sum(sizes)}")
+
+
+def check_gate_topk(
+    logits: Tensor,
+    k: int,
+    score: Score,
+    renormalize: bool,
+    bias: Tensor | None,
+    num_groups: int | None,
+    topk_groups: int | None,
+    scale: float,
+) -> None:
+    """Raise if the arguments of :func:`gate_topk` break its contract."""
+    if num_groups is topk_groups is None and _gate_topk_fits(logits, k, score, renormalize, bias, scale):
+        return
+    name = "gate_topk"
+    checks.floating(name, "logits", logits)
+    checks.rank(name, "logits", logits, "(T, E)")
+    num_experts = logits.shape[1]
+    checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
+    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
+    if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
+        raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
+    checks.choice(name, "score", score, ("softmax", "sigmoid"))
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"{name}: renormalize must be a bool, got {type(renormalize).__name__}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}: scale must be a float, got {type(scale).__name__}")
+    if not -sys.float_info.max <= scale <= sys.float_info.max:  # an int may be too large for a float
+        raise ValueError(f"{name}: scale must be finite, got {scale}")
+    if bias is not None:
+        checks.floating(name, "bias", bias)
+        checks.rank(name, "bias", bias, "(E,)")
+        checks.size(name, "bias", bias, 0, num_experts, "E of logits")
+        checks.same_device(name, "bias", bias, "logits", logits)
+    if (num_groups is None) != (topk_groups is None):
+        raise ValueError(
+            f"{name}: num_groups and topk_groups must be given together, got num_groups={num_groups} and "
+            f"topk_groups={topk_groups}"
+        )
+    if num_groups is not None and topk_groups is not None:
+        checks.integer(name, "num_groups", num_groups, 1, num_experts, f"in 1..E (E = {num_experts})")
+        if num_experts % num_groups != 0:
+            raise ValueError(f"{name}: num_groups must divide E (E = {num_experts}), got {num_groups}")
+        checks.integer(name, "topk_groups", topk_groups, 1, num_groups, "in 1..num_groups")
+        available = topk_groups * (num_experts // num_groups)
+        if available < k:
+            raise ValueError(f"{name}: topk_groups must leave at least k = {k} experts to choose from, got {available}")
+
+
+def _gate_topk_fits(logits: Tensor, k: int, score: Score, renormalize: bool, bias: Tensor | None, scale: float) -> bool:
+    """Return whether the arguments, without groups, keep the contract."""
+    return (
+        checks.is_matrix(logits)
+        and type(k) is int
+        and 1 <= k <= logits.shape[1]
+        and (torch.compiler.is_compiling() or logits.shape[0] * k < 2**31)
+        and type(score) is str
+        and score in ("softmax", "sigmoid")
+        and type(renormalize) is bool
+        and type(scale) is float
+        and -sys.float_info.max <= scale <= sys.float_info.max
+        and (
+            bias is None
+            or (
+                isinstance(bias, Tensor)
+                and bias.dtype in FLOATING
+                and bias.dim() == 1
+                and bias.shape[0] == logits.shape[1]
+                and bias.device == logits.device
+            )
+        )
+    )
+
+
+def check_build_routing(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> None:
+    """Raise if the arguments of :func:`build_routing` break its contract, except for the range of the indices."""
+    if _build_routing_fits(experts, num_experts, capacity, foreign_experts):
+        return
+    checks.dtype("build_routing", "experts", experts, torch.int32, torch.int64)
+    checks.rank("build_routing", "experts", experts, "(T, K)")
+    checks.integer("build_routing", "num_experts", num_experts, 1, ROW_LIMIT - 1, "in 1..2^31 - 1")
+    if capacity is not None:
+        checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
+    checks.flag("build_routing", "foreign_experts", foreign_experts)
+    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
+    if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
+        raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
+
+
+def _build_routing_fits(experts: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool) -> bool:
+    return (
+        isinstance(experts, Tensor)
+        and experts.dtype in (torch.int32, torch.int64)
+        and experts.dim() == 2
+        and type(num_experts) is int
+        and 1 <= num_experts < ROW_LIMIT
+        and (capacity is None or (type(capacity) is int and capacity >= 0))
+        and type(foreign_experts) is bool
+        and (torch.compiler.is_compiling() or experts.numel() < ROW_LIMIT)
+    )
+
+
+def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
+    """Raise if a choice does not name an expert."""
+    if foreign_experts:
+        experts = experts.clamp(max=num_experts - 1)
+    checks.in_range(operator, "experts", experts, 0, num_experts, "E")
+
+
+def check_dispatch(x: Tensor, routing: Routing) -> None:
+    """Raise if the arguments of :func:`dispatch` break its contract."""
+    if _dispatch_fits(x, routing):
+        return
+    checks.floating("dispatch", "x", x)
+    checks.rank("dispatch", "x", x, "(T, H)")
+    checks.routing("dispatch", routing, "x", x)
+    checks.size("dispatch", "routing.slot", routing[0], 0, x.shape[0], "T of x")
+
+
+def _dispatch_fits(x: Tensor, routing: Routing) -> bool:
+    return checks.is_matrix(x) and checks.is_routing(routing, x.device) and routing[0].shape[0] == x.shape[0]
+
+
+def check_dispatch_out(x: Tensor, routing: Routing, out: Tensor) -> None:
+    """Raise if ``out`` is not a buffer that :func:`dispatch` may fill."""
+    checks.dtype("dispatch", "out", out, x.dtype)
+    checks.rank("dispatch", "out", out, "(S, H)")
+    checks.size("dispatch", "out", out, 0, routing[1].shape[0], "S of routing.token")
+    checks.size("dispatch", "out", out, 1, x.shape[1], "H of x")
+    checks.same_device("dispatch", "out", out, "x", x)
+    if not out.is_contiguous():
+        raise ValueError(f"dispatch: out must be contiguous, got strides {out.stride()} for {tuple(out.shape)}")
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        name = "x" if x.requires_grad else "out"
+        raise ValueError(
+            f"dispatch: out= has no gradient, but {name} requires one; call it without out=, or under torch.no_grad()"
+        )
+    if not torch.compiler.is_compiling() and _may_overlap(x, out):
+        raise ValueError("dispatch: out must not overlap x in memory")
+
+
+def _may_overlap(x: Tensor, out: Tensor) -> bool:
+    """Return whether the memory ranges of the two tensors, from first to last element, overlap."""
+    if x.numel() == 0 or out.numel() == 0:
+        return False
+    if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # they have no memory
+        return False
+    x_begin, out_begin = x.data_ptr(), out.data_ptr()
+    x_reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    x_end = x_begin + (x_reach + 1) * x.element_size()
+    return x_begin < out_begin + out.numel() * out.element_size() and out_begin < x_end
+
+
+def check_combine(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
+    """Raise if the arguments of :func:`combine` break its contract."""
+    if _combine_fits(y, routing, weights):
+        return
+    checks.floating("combine", "y", y)
+    checks.rank("combine", "y", y, "(S, H)")
+    checks.routing("combine", routing, "y", y)
+    slot, token, _ = routing
+    checks.size("combine", "y", y, 0, token.shape[0], "S of routing.token")
+    if weights is not None:
+        checks.floating("combine", "weights", weights)
+        if weights.dtype == torch.float64 and y.dtype != torch.float64:
+            raise TypeError(f"combine: weights must not have dtype float64 for y of {y.dtype}, whose sums are float32")
+        checks.rank("combine", "weights", weights, "(T, K)")
+        checks.size("combine", "weights", weights, 0, slot.shape[0], "T of routing.slot")
+        checks.size("combine", "weights", weights, 1, slot.shape[1], "K of routing.slot")
+        checks.same_device("combine", "weights", weights, "y", y)
+
+
+def _combine_fits(y: Tensor, routing: Routing, weights: Tensor | None) -> bool:
+    if not (checks.is_matrix(y) and checks.is_routing(routing, y.device) and routing[1].shape[0] == y.shape[0]):
+        return False
+    return weights is None or (
+        checks.is_matrix(weights)
+        and weights.shape == routing[0].shape
+        and weights.device == y.device
+        and (weights.dtype != torch.float64 or y.dtype == torch.float64)
+    )
+
+
+def check_grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, order: Tensor | None = None
+) -> None:
+    """Raise if the arguments of :func:`grouped_linear` break its contract, except for the values of indices."""
+    if order is None and _grouped_linear_fits(x, weight, offsets, bias):
+        return
+    name = "grouped_linear"
+    checks.floating(name, "x", x)
+    checks.rank(name, "x", x, "(S, H)")
+    checks.dtype(name, "weight", weight, x.dtype)
+    checks.rank(name, "weight", weight, "(E, N, H)")
+    checks.size(name, "weight", weight, 2, x.shape[1], "H of x")
+    checks.same_device(name, "weight", weight, "x", x)
+    checks.dtype(name, "offsets", offsets, torch.int32)
+    checks.rank(name, "offsets", offsets, "(E + 1,)")
+    checks.size(name, "offsets", offsets, 0, weight.shape[0] + 1, "E + 1 of weight")
+    checks.same_device(name, "offsets", offsets, "x", x)
+    if bias is not None:
+        check_bias(name, x, bias, weight.shape[0], "E of weight", weight.shape[1], "N of weight")
+    if order is not None:
+        checks.dtype(name, "order", order, torch.int32)
+        checks.rank(name, "order", order, "(S,)")
+        checks.size(name, "order", order, 0, x.shape[0], "S of x")
+        checks.same_device(name, "order", order, "x", x)
+
+
+def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the arguments, without an order, keep the contract."""
+    if not (checks.is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
+        return False
+    dtype, device = x.dtype, x.device
+    experts, outputs, inputs = weight.shape
+    return (
+        weight.dtype == dtype
+        and weight.device == device
+        and x.shape[1] == inputs
+        and checks.is_index(offsets, 1, device)
+        and offsets.shape[0] == experts + 1
+        and (
+            bias is None
+            or (
+                isinstance(bias, Tensor)
+                and bias.dtype == dtype
+                and bias.shape == (experts, outputs)
+                and bias.device == device
+            )
+        )
+    )
+
+
+def check_bias(
+    operator: str, x: Tensor, bias: Tensor, experts: int, meaning: str, outputs: int, meaning_of_outputs: str
+) -> None:
+    """Raise unless ``bias`` is (E, N) and fits ``x``; the meanings say where these numbers come from."""
+    checks.dtype(operator, "bias", bias, x.dtype)
+    checks.rank(operator, "bias", bias, "(E, N)")
+    checks.size(operator, "bias", bias, 0, experts, meaning)
+    checks.size(operator, "bias", bias, 1, outputs, meaning_of_outputs)
+    checks.same_device(operator, "bias", bias, "x", x)
+
+
+def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:
+    """Raise if ``offsets`` do not cut ``rows`` rows; the native kernels check the same, on CUDA in debug mode."""
+    if bounds[0] != 0:
+        raise ValueError(f"{operator}: offsets must start at 0, got {bounds[0]}")
+    for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if end < begin:
+            raise ValueError(f"{operator}: offsets must not decrease, got {end} after {begin} at index {expert + 1}")
+    if bounds[-1] > rows:
+        raise IndexError(f"{operator}: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
+
+
+def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
+    """Raise unless ``places`` name distinct rows; the native kernels check the same, on CUDA in debug mode.
+
+    Args:
+        places: the values of ``order`` that are used.
+        rows: S.
+        operator: the name that the error mentions.
+    """
+    seen = set()
+    for at, row in enumerate(places):
+        if not 0 <= row < rows:
+            raise IndexError(f"{operator}: order must lie in [0, S) (S = {rows}), got {row} at [{at}]")
+        if row in seen:
+            raise ValueError(f"{operator}: order must not name a row twice, got {row} at [{at}] again")
+        seen.add(row)
+
+
+def check_kind(name: str, argument: str, kind: object) -> None:
+    """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` with valid numbers."""
+    if not isinstance(kind, ClampedSwiglu):
+        if not isinstance(kind, str):
+            raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
+        checks.choice(name, argument, kind, KINDS)
+        return
+    for field, value in zip(("limit", "alpha", "up_offset"), kind, strict=False):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: {argument}.{field} must be a float, got {type(value).__name__}")
+        if not math.isfinite(value) and (field != "limit" or math.isnan(value)):
+            raise ValueError(f"{name}: {argument}.{field} must be finite, got {value}")
+    if kind.limit <= 0:
+        raise ValueError(f"{name}: {argument}.limit must be greater than 0, got {kind.limit}")
+    checks.flag(name, f"{argument}.interleaved", kind.interleaved)
+
+
+def check_expert_activation(h: Tensor, kind: ActivationKind) -> None:
+    """Raise if the arguments of :func:`expert_activation` break its contract."""
+    if _expert_activation_fits(h, kind):
+        return
+    name = "expert_activation"
+    checks.floating(name, "h", h)
+    check_kind(name, "kind", kind)
+    gated = is_gated(kind)
+    checks.rank(name, "h", h, "(S, 2F)" if gated else "(S, F)")
+    if gated and h.shape[1] % 2:
+        raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
+
+
+def _expert_activation_fits(h: Tensor, kind: ActivationKind) -> bool:
+    """Return whether the arguments keep the contract, for a kind with a name."""
+    return type(kind) is str and kind in KINDS and checks.is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
+
+
+def check_quantize_weight(weight: Tensor, bits: int) -> None:
+    """Raise if the arguments of :func:`quantize_weight` break its contract, except for the values of ``weight``."""
+    checks.floating("quantize_weight", "weight", weight)
+    checks.rank("quantize_weight", "weight", weight, "(E, N, H)")
+    check_bits("quantize_weight", "bits", bits)
+
+
+def check_bits(operator: str, argument: str, bits: object) -> None:
+    """Raise unless ``bits`` is 8 or 4."""
+    checks.integer(operator, argument, bits, 4, 8, "8 or 4")
+    if bits not in (4, 8):
+        raise ValueError(f"{operator}: {argument} must be 8 or 4, got {bits}")
+
+
+def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
+    """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
+    if not (isinstance(weight, tuple) and len(weight) == 4):
+        raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
+    packed, bits, output_features, input_features = weight
+    check_bits(operator, f"{argument}.bits", bits)
+    checks.integer(operator, f"{argument}.output_features", output_features, 0, None, "at least 0")
+    checks.integer(operator, f"{argument}.input_features", input_features, 0, None, "at least 0")
+    checks.dtype(operator, f"{argument}.packed", packed, torch.uint8)
+    checks.rank(operator, f"{argument}.packed", packed, "(E, tiles, bytes)")
+    _, tiles, size = packed_shape(bits, output_features, input_features, 0)
+    checks.size(operator, f"{argument}.packed", packed, 1, tiles, f"tiles of {argument}.output_features")
+    checks.size(operator, f"{argument}.packed", packed, 2, size, f"bytes of {argument}.input_features")
+
+
+def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None) -> None:
+    """Raise if the arguments of :func:`quantized_linear` break its contract, except for the values of ``offsets``."""
+    name = "quantized_linear"
+    checks.dtype(name, "x", x, *QUANTIZED_FLOATING)
+    checks.rank(name, "x", x, "(S, H)")
+    check_quantized(name, "weight", weight)
+    packed, _, outputs, inputs = weight
+    checks.size(name, "x", x, 1, inputs, "weight.input_features")
+    checks.same_device(name, "weight.packed", packed, "x", x)
+    checks.dtype(name, "offsets", offsets, torch.int32)
+    checks.rank(name, "offsets", offsets, "(E + 1,)")
+    checks.size(name, "offsets", offsets, 0, packed.shape[0] + 1, "E + 1 of weight.packed")
+    checks.same_device(name, "offsets", offsets, "x", x)
+    if bias is not None:
+        check_bias(name, x, bias, packed.shape[0], "E of weight.packed", outputs, "weight.output_features")
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ValueError(
+            f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "
+            f"gradient; call it under torch.no_grad()"
+        )
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    """Raise if ``logits`` is not (T, E) floating with E >= 1."""
+    checks.floating(name, "logits", logits)
+    checks.rank(name, "logits", logits, "(T, E)")
+    if logits.shape[1] < 1:
+        raise ValueError(f"{name}: logits must have shape (T, E) with E >= 1, got {tuple(logits.shape)}")
+
+
+def check_router_losses(name: str, logits: Tensor, load: Tensor, score: Score) -> None:
+    """Raise if the arguments of the operator ``name`` break its contract."""
+    if _router_losses_fits(logits, load, score):
+        return
+    check_logits(name, logits)
+    checks.dtype(name, "load", load, torch.int32, torch.int64)
+    checks.rank(name, "load", load, "(E,)")
+    checks.size(name, "load", load, 0, logits.shape[1], "E of logits")
+    checks.same_device(name, "load", load, "logits", logits)
+    checks.choice(name, "score", score, ("softmax", "sigmoid"))
+
+
+def _router_losses_fits(logits: Tensor, load: Tensor, score: Score) -> bool:
+    return (
+        checks.is_matrix(logits)
+        and isinstance(load, Tensor)
+        and load.dtype in (torch.int32, torch.int64)
+        and load.dim() == 1
+        and load.shape[0] == logits.shape[1] > 0
+        and load.device == logits.device
+        and type(score) is str
+        and score in ("softmax", "sigmoid")
+    )
