@@ -92,7 +92,7 @@ def error_of(call, *arguments):
     with pytest.raises((IndexError, ValueError)) as caught:
         call(*arguments)
     raised_in = Path(caught.traceback[-1].path)
-    return type(caught.value), str(caught.value), "reference" in raised_in.parts
+    return type(caught.value), str(caught.value), "_common" in raised_in.parts
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

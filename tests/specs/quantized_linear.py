@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pymoe import reference
-from pymoe._common.dtypes import FLOATING
+from pymoe._common.contracts import QUANTIZED_FLOATING
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
@@ -129,5 +129,11 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
 
 
 SPECS = [
-    specify("quantized_linear", samples=_samples, error_inputs=_error_inputs, raw_calls=_raw_calls, dtypes=FLOATING)
+    specify(
+        "quantized_linear",
+        samples=_samples,
+        error_inputs=_error_inputs,
+        raw_calls=_raw_calls,
+        dtypes=QUANTIZED_FLOATING,
+    )
 ]
