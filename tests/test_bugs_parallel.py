@@ -262,6 +262,7 @@ def failing_background_elsewhere(x: torch.Tensor, held: Held) -> None:
     run_in_background(fail, x, held).result(LONG)
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("failing", [failing_map, failing_backward, failing_background, failing_background_elsewhere])
 def test_what_a_failed_call_was_given_is_let_go_of_with_the_exception(failing: Callable[..., None]) -> None:
     """The exception's frames kept the list of exceptions, or the future, that kept the exception."""

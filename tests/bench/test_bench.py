@@ -199,7 +199,7 @@ def test_one_failing_operator_does_not_end_the_run(run):
     assert "RuntimeError: no luck today" in out
 
 
-@pytest.mark.thinned(usual=3)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize(("ratio", "reached"), [(1e-9, True), (1e9, False)])
 @pytest.mark.parametrize("over", ["reference", "baseline", "floor"])
 def test_targets_are_shown_beside_what_was_reached(run, over, ratio, reached):

@@ -95,6 +95,7 @@ def test_what_is_written_names_no_machine_and_no_path(planted):
     assert scrubbed("a/b and 1/2 s and https://x.org/a/b") == "a/b and 1/2 s and https://x.org/a/b"
 
 
+@pytest.mark.slow
 def test_a_slow_stage_leaves_later_ones_their_time(tmp_path):
     slow, later = stage("slow", "import time; time.sleep(600)", 2.0, 500.0), stage("later", "print('ran')", 8.0, 20.0)
     outcomes = run_stages([slow, later], tmp_path, limit=12.0)
@@ -103,6 +104,7 @@ def test_a_slow_stage_leaves_later_ones_their_time(tmp_path):
     assert outcomes[0].allowed <= 12.0 - 8.0
 
 
+@pytest.mark.slow
 def test_without_time_a_stage_is_dropped_and_says_so(tmp_path):
     outcomes = run_stages(
         [stage("one", "import time; time.sleep(600)", 4.0, 4.0), stage("two", "", 5.0)], tmp_path, limit=5

@@ -96,6 +96,7 @@ def test_a_wrong_contender_is_called_wrong_and_a_failing_one_left_out(monkeypatc
     assert "liar is WRONG" in report.missed(case, [case])
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gptoss"])
 def test_quantised_experts_are_made_once_a_block(name, monkeypatch):
     asked = []
@@ -284,6 +285,7 @@ def test_targets():
     assert report.missed(narrow | {"rows": narrow["rows"][1:]}, []) == ["pymoe was not measured"]
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_tables_and_keeps_earlier_cases(tmp_path, monkeypatch, capfd):
     def run(*arguments):
         given = ["model_layers", "--blocks", "tiny-qwen3", "--dtypes", "fp32", "--modes", "decode", "--budget", "0.01"]

@@ -93,6 +93,7 @@ def absent(case):
     raise ImportError("no such package")
 
 
+@pytest.mark.slow
 def test_who_fails_or_is_wrong_is_named_and_the_others_are_measured():
     systems = [
         in_process()[0],

@@ -12,7 +12,7 @@ from parallel import model
 SPREAD = [4, 3, 2, 1, 0, "2x2", "3 placed", "2x2 placed"]
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("saved_on", SPREAD)
 def test_model_and_optimizer_are_loaded_on_any_number_of_ranks(ranks, tmp_path, saved_on):
     ranks.run(saved.save, folder=str(tmp_path), spread_over=saved_on)

@@ -93,6 +93,7 @@ def test_pictures_are_written(runs: dict[str, Path], tmp_path: Path, capsys: pyt
     assert "largest difference of the losses" in capsys.readouterr().out
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("flags", [[], ["--bias-update-rate", "0.01", "--shared-experts", "1"], ["--ffn", "dense"]])
 def test_resume_continues_bit_for_bit(tmp_path: Path, flags: list[str]) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"

@@ -119,6 +119,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("who", ["a client", "the actor"])
 def test_an_actor_whose_server_was_drained_by_the_command_ends(tmp_path: Path, who: str) -> None:
     """It lived on without a server, so that Ray had nothing to start again."""

@@ -30,7 +30,7 @@ def test_native_passes_gradcheck_and_gradgradcheck(name, sample, device):
     verify.gradcheck(SPECS[name], moved(cases(name)[sample], device))
 
 
-@pytest.mark.thinned(usual=40)
+@pytest.mark.thinned(usual=20)
 @pytest.mark.parametrize(("name", "sample"), EVERY_SAMPLE)
 def test_reference_passes_gradcheck_and_gradgradcheck(name, sample, device):
     verify.gradcheck(SPECS[name], moved(cases(name)[sample], device), SPECS[name].reference)

@@ -170,6 +170,7 @@ def test_compiled_code_is_whole_and_does_not_depend_on_the_mode(as_on_cuda):
     assert len(graphs) == 1
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize(("text", "expected"), [("", "False"), ("0", "False"), ("1", "True")])
 def test_the_environment_sets_the_first_mode(text, expected):
     result = import_with(text)

@@ -70,7 +70,7 @@ def test_an_installation_without_operators_names_a_command(tree: Path) -> None:
 ASKED_FOR = ["import pymoe.runtime", "import pymoe.pipe", "import pymoe; pymoe.Runtime", "from pymoe import pipeline"]
 
 
-@pytest.mark.thinned(deep=4)
+@pytest.mark.thinned(usual=2, deep=4)
 @pytest.mark.parametrize("code", ASKED_FOR)
 @pytest.mark.parametrize("foreign", [False, True], ids=["missing", "of another Python"])
 def test_what_needs_the_runtime_says_what_to_do(code: str, foreign: bool, tree: Path) -> None:

@@ -45,6 +45,7 @@ def test_cuda_on_demand_without_a_toolkit_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("wish", ["0", "auto"])
 def test_cuda_is_left_out(wish: str, tmp_path: Path) -> None:
     done = run_setup("--name", PYMOE_CUDA=wish, CUDA_HOME=str(tmp_path))
@@ -52,6 +53,7 @@ def test_cuda_is_left_out(wish: str, tmp_path: Path) -> None:
     assert "CUDA kernels left out" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_toolkit_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
     executable(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 11.8, V11.8.89"')
     (tmp_path / "include").mkdir()
@@ -123,7 +125,7 @@ def test_other_systems_are_refused() -> None:
     assert done.stderr.startswith("pymoe is built only on Linux (this is darwin)")
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize(
     ("cuda", "gpu", "wish", "told"),
     [

@@ -94,6 +94,7 @@ def without_the_interpreters_lock() -> None:
     hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("compute", [pure_python, without_the_interpreters_lock])
 def test_calls_that_compute_do_not_make_the_pool_grow(compute: Callable[[], None]) -> None:
     most = 0

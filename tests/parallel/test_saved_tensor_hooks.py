@@ -119,6 +119,7 @@ def gradients(around: Any, program: Any, mapper: Mapper, inner: bool = False) ->
     return [tensor.grad for tensor in (*xs, *net.parameters())]  # type: ignore[misc]
 
 
+@pytest.mark.thinned(usual=21)
 @pytest.mark.parametrize("inner", [False, True], ids=["", "checkpoints in calls"])
 @pytest.mark.parametrize("program", [summed, nested, twice])
 @pytest.mark.parametrize("around", AROUND)

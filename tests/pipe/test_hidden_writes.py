@@ -57,6 +57,7 @@ SOME = [
 SOME += ["PythonRandom", "NumpyRandomState", "Counts", "GeneratorFunction", "Buffer", "InDefault"]
 
 
+@pytest.mark.thinned(usual=14)
 @pytest.mark.parametrize("make", [of_stages, captured])
 @pytest.mark.parametrize("kind", SOME)
 def test_however_a_pipe_is_made_what_forwards_write_is_the_models_or_refused(kind, make):

@@ -40,7 +40,7 @@ def compare_gradients(ours, theirs, what):
         assert error <= TOLERANCE, f"{what}: the gradient of {name} differs by {error}"
 
 
-@pytest.mark.thinned(usual=6, deep=12)
+@pytest.mark.thinned(usual=3, deep=12)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", STAGES)

@@ -43,6 +43,7 @@ def eventually(check: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.thinned(usual=1)
 @WAYS
 def test_gone_and_back_within_the_deadline(processes: ServerProcesses, tmp_path: Path, coalesce: bool) -> None:
     first = processes.start(tmp_path / "1", "experts:two")

@@ -69,7 +69,7 @@ with torch.autograd.detect_anomaly():
 }
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("use", USES)
 def test_threads_do_not_wait_for_each_other_under_detect_anomaly(use: str) -> None:
     """They waited for ever, and Ctrl-C did nothing: one held the lock of pymoe's leaf and wanted the GIL."""

@@ -123,6 +123,7 @@ def queues() -> int:
     return sum(type(one) is queue.SimpleQueue for one in gc.get_objects())
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("owner", ["a pool", "an executor"])
 def test_a_wait_that_ends_early_leaves_nothing_behind(owner: str) -> None:
     """A loop that polled left a callback and a queue in each turn, and iterators that nobody had kept results."""

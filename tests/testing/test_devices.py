@@ -70,6 +70,7 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
         assert (value + torch_there.ones(3)).tolist() == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_samples_move_with_their_layout():
     count, stride = 0, rounds(4, 1)
     with pretended():

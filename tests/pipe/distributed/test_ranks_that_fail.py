@@ -219,6 +219,7 @@ def test_when_a_rank_hangs_until_the_timeout_of_the_group_the_others_say_where()
     assert "rank 1, last seen in the forward of micro-batch 2 in stage 1" in told[4]
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("last", range(RANKS))
 def test_ranks_that_end_their_last_step_at_different_times_do_not_fail(last):
     with ranks(train, RANKS, steps=2, slow={last: 0.7}) as started:

@@ -20,6 +20,7 @@ def cut_otherwise(rank, world, cuts):
     run(schedule, stages, (torch.randn(6, WIDTH),), target=torch.zeros(6, WIDTH))
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("name", CUTS)
 def test_processes_that_have_cut_the_model_otherwise_are_refused(ranks, name):
     with pytest.raises(AssertionError, match="every process must make the same pipe, of the same model and cut in"):
@@ -40,6 +41,7 @@ def retied(rank, world, kind, ties):
     return worst
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("kind", ["sequential", "stages"])
 @pytest.mark.parametrize("ties", [[True, False, False, True], [False, True, True, False]])
 def test_gradients_of_parameters_that_are_tied_or_untied_between_steps(ranks, kind, ties):

@@ -48,13 +48,14 @@ def steps(rank, world, kind, name, checkpoint="never", transmit=False, count=20)
     return worst
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_skips_and_arguments_of_middle_stages(ranks, schedule):
     for worst in ranks(2).run(steps, kind="Skips", name=schedule):
         assert max(worst.values()) <= EXACT, worst
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("transmit", [False, True])
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_shared_parameters_that_are_replicated_or_transmitted(ranks, schedule, transmit):

@@ -267,6 +267,7 @@ def edits(rank, world, kind):
     return compare(model, pipe, stages)
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("kind", ["same", "view"])
 def test_an_edit_of_a_value_that_shares_memory_is_refused_as_in_one_process(ranks, kind):
     torch.manual_seed(0)
@@ -278,6 +279,7 @@ def test_an_edit_of_a_value_that_shares_memory_is_refused_as_in_one_process(rank
         ranks(2).run(edits, kind=kind)
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("kind", ["apart", "counts"])
 def test_an_edit_of_a_value_is_seen_where_the_model_sees_it(ranks, kind):
     assert max(ranks(2).run(edits, kind=kind)) <= EXACT
@@ -314,6 +316,7 @@ def edits_past_others(rank, world, grads):
     run(schedule, stages, (x,), target=y)
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("grads", [True, False])
 def test_an_edit_that_a_later_stage_on_another_rank_would_not_see_is_refused(ranks, grads):
     with pytest.raises(AssertionError, match="a tensor that goes to several stages, or is an output"):
