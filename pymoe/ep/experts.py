@@ -232,9 +232,10 @@ class ShardedExperts(Experts):
 def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:
     """Return ``rows``, of which there are none, in the graph of parameters and weights.
 
-    These get their gradients, without elements, and the backward pass takes part in the exchanges.
+    These get their gradients, without elements, and the backward pass takes part in the exchanges. The gradient of a
+    flattened part has the layout of the part; without ``flatten`` its strides are 0, and autograd copies such DTensors.
     """
-    nothing: Any = sum(part.sum() for part in parts if part is not None)
+    nothing: Any = sum(part.flatten().sum() for part in parts if part is not None)
     return rows + torch.as_tensor(nothing).to(rows.dtype)
 
 

@@ -115,3 +115,14 @@ def router_in_a_wrapper(rank, world):
     y = layer(x)
     layer.router = Wrapped(layer.router)
     return same_bits(layer(x), y)
+
+
+def strides_of_gradients(rank, world, **way):
+    """Strides of experts' gradients, as autograd gets them, that are not those of their shapes."""
+    layer, x, directions = prepared(rank, case(options={"capacity_factor": 0.8}), **way)
+    seen = []
+    for parameter in layer.experts.parameters():
+        parameter.register_hook(lambda grad: seen.append(grad.to_local()))
+    (layer(x) * directions).sum().backward()
+    assert len(seen) == 4
+    return [grad.stride() for grad in seen if grad.stride() != torch.empty(grad.shape).stride()]
