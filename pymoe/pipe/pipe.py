@@ -331,8 +331,8 @@ class Pipe(Inspection):
 
         Args:
             index: the number of the stage (``stage_index`` is accepted, too).
-            device: where it runs; its modules are moved there. group: whose processes share the stages; None: the
-                default group.
+            device: where it runs; its modules are moved there.
+            group: the processes that share the stages; None: the default group.
 
         Raises:
             ValueError: ``index`` is not the number of a stage.

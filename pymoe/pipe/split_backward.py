@@ -49,8 +49,8 @@ class SplitBackward:
     may the order of the sum differ.
 
     Args:
-        roots: where the backward pass begins. None is skipped, and so is its gradient. grads: for every root a gradient
-            of its shape, or None.
+        roots: where the backward pass begins. None is skipped, and so is its gradient.
+        grads: for every root a gradient of its shape, or None.
         inputs: where the graph begins. Nodes behind them never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
         is_compiled: whether there are nodes of ``torch.compile``.

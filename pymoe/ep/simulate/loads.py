@@ -37,7 +37,7 @@ FORMAT = 1
 SAMPLED_TOKENS = 65_536
 """Largest number of tokens that are drawn for a step, on all ranks together; for more tokens they are scaled up."""
 SAMPLED_LAYERS = 3
-"""Number of layers that are drawn; each has other popular experts."""
+"""Number of layers that are drawn; the popular experts differ between layers."""
 SAMPLED_STEPS = 2
 """Number of steps that are drawn: the first decides the placement of experts, the second uses it."""
 

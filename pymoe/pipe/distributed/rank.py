@@ -264,9 +264,9 @@ class RankStep:
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
-        """Return by memory, of what the stage has made, and by rank the last stage that takes it there.
+        """Return, by memory and rank, the last stage there that takes a value of this stage.
 
-        What is taken here gets to know the last stage elsewhere.
+        Values that are taken here are told the last stage elsewhere.
         """
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
@@ -380,10 +380,10 @@ class Rank:
         self.step = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
-        """Begin the forwards of a step of ``count`` micro-batches, after which there will be backwards if ``graphs``.
+        """Begin the forwards of a step of ``count`` micro-batches; with ``graphs``, backwards will follow.
 
-        ``rank_of``: the rank of every stage. ``is_certain``: ``count`` is known, rather than guessed from several
-        schedules.
+        ``rank_of``: the rank of every stage. ``is_certain``: whether ``count`` is known, rather than guessed from
+        several schedules.
         """
         random_streams.install()
         self.failure_detector.begin()

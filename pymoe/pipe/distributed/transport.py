@@ -196,7 +196,7 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
 class Background:
     """A daemon thread that runs functions one after the other until one raises.
 
-    (The interpreter waits for those of an executor when it exits, and a wait for a message may never end.)
+    (At its exit the interpreter waits for the threads of an executor, but a wait for a message may never end.)
     """
 
     def __init__(self, name: str) -> None:

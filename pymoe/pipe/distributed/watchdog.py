@@ -82,9 +82,9 @@ def this_host() -> str:
 
 
 class GroupStore:
-    """Records that all ranks of a group read and write, in its store. For several threads.
+    """Records in a group's store, which all ranks read and write. Thread-safe.
 
-    Once the store is lost, nothing is written any more, and no records are found.
+    Once the store is lost, nothing is written, and no records are found.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -283,9 +283,9 @@ class FailureDetector:
         self._write()  # if the store is lost, the next step reports why
 
     def fail(self, error: BaseException) -> RankError | None:
-        """Report that a step is about to end here by ``error``.
+        """Report that a step is about to fail here with ``error``.
 
-        Return what to raise in its place: that another rank had failed before. None: ``error`` is the first.
+        Return the error to raise in its place if another rank had failed before; None: ``error`` is the first.
         """
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):

@@ -83,8 +83,8 @@ class Activation(GradAccumulator):
 
         Args:
             received: the values of the stage's inputs.
-            graphs: whether there will be a backward; without one nothing is kept. recompute: the stage's; keep the
-                inputs instead of the graph, if there can be a graph. None: keep the graph.
+            graphs: whether there will be a backward; without one nothing is kept.
+            recompute: the stage's; keep the inputs instead of the graph, if there can be a graph. None: keep the graph.
         """
         device = self._stage.device
         if not graphs:
