@@ -7,7 +7,6 @@
 // allocator, and work on it to torch's current stream; the operator handles both. For the same reason grad modes,
 // profiler ranges, torch.cat and torch.split are called through Python (torch_calls.h). This costs a few microseconds
 // per batch, compared with the start of a kernel and a copy.
-// beside the start of a kernel and a copy.
 #pragma once
 
 #include "bindings/gil.h"

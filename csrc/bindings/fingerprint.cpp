@@ -13,14 +13,14 @@
 namespace pymoe::bindings {
 namespace {
 
-constexpr size_t kLongBytes = 1 << 20;  // to read more takes longer than to let go of the GIL
+constexpr size_t kLongBytes = 1 << 20;  // reading more takes longer than releasing the GIL
 
 struct Span {
   const unsigned char* memory;
   size_t bytes;
 };
 
-// The part of the memory that lies within its allocation: a tensor may have been given another meanwhile.
+// The part of the memory that lies within its allocation, because the tensor may have got another allocation meanwhile.
 Span within(uintptr_t begin, size_t bytes, uintptr_t allocation, size_t allocated) {
   if (allocation == 0 || begin < allocation || begin - allocation >= allocated) return {nullptr, 0};
   return {reinterpret_cast<const unsigned char*>(begin), std::min(bytes, allocated - (begin - allocation))};

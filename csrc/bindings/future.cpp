@@ -21,7 +21,7 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
-  PyObject* standard;  // the view for functions of concurrent.futures, once one has asked, or null
+  PyObject* standard;  // the view for functions of concurrent.futures; null until one asks for it
   int created;
   bool may_help;
 };
@@ -32,7 +32,7 @@ struct MaybeException : py::object {
 };
 struct DoneCallback : py::object {
   PYBIND11_OBJECT_DEFAULT(DoneCallback, object, any)
-  static bool any(PyObject*) { return true; }  // the user of the value reports what it expected
+  static bool any(PyObject*) { return true; }  // the code that uses the value reports what it expected
 };
 
 PyTypeObject* future_type = nullptr;

@@ -1,5 +1,6 @@
 // RequestFuture of pymoe._runtime: through it a client gets the outcome of its request. It is a CPython type without
-// pybind11, since every request makes one and asks it once: the calls cost a third of what they would through pybind11.
+// pybind11, because every request creates one and reads it once; this takes a third of the time that pybind11 would
+// take.
 #pragma once
 
 #include "bindings/gil.h"

@@ -96,7 +96,7 @@ class Split {
   std::vector<py::object> sequence(const py::object& output) {
     const Deeper deeper;
     std::vector<py::list> items(rows_.size());
-    for (py::handle item : py::tuple(output)) {  // the calls below may change a list
+    for (py::handle item : py::tuple(output)) {  // code that the calls below run may change a list
       const std::vector<py::object> parts = (*this)(py::reinterpret_borrow<py::object>(item));
       for (size_t i = 0; i < parts.size(); ++i) items[i].append(parts[i]);
     }

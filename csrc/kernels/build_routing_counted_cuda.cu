@@ -22,7 +22,7 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
 // An upper limit: each block reads all counts of the gate, so more blocks would read more.
 constexpr int64_t kMostTiles = 128;
-constexpr int64_t kMostGroups = 32;  // whose parts one thread adds
+constexpr int64_t kMostGroups = 32;  // counts that one thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
 // Every pack has a thread, and half of the warps are left for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
@@ -35,14 +35,14 @@ struct Sort {
   const int32_t* experts;
   int32_t *slot, *token, *offsets, *load;
   const uint16_t* counts;
-  uint64_t reciprocal;  // of the choices per token, times 2^kShift and rounded up
+  uint64_t reciprocal;  // 1 / choices per token, times 2^kShift, rounded up
   int rows, num_experts, capacity;
   int tiles, packs;  // tiles of the gate; packs per tile
   int lanes_log2;    // the threads of a group: as many as packs, or up to twice as many; some then have no pack
-  int groups;        // of threads
+  int groups;        // number of groups of threads
   int each;          // tiles of the gate per block
   int tile;          // choices per block
-  int rounds;        // of 32 choices per warp
+  int rounds;        // rounds of 32 choices per warp
 
   // i / choices. The rounding adds less than i * choices / 2^kShift, which is less than 1, so it does not change the
   // integer part of a quotient.
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
     const int i = place(round);
     return round < s.rounds && i < end ? s.experts[i] : -1;
   };
-  const int in_first_round = expert_in(0);  // loaded while the gate's counts are
+  const int in_first_round = expert_in(0);  // loaded together with the gate's counts
   int32_t* const of_warp = of_warps + warp * stride;
 #pragma unroll 1
   for (int pack = lane; pack < s.packs; pack += kWarp) reinterpret_cast<uint4*>(of_warp)[pack] = uint4{};

@@ -56,7 +56,7 @@ struct GateTopkBackwardArguments {
   int64_t tokens;
   int64_t num_experts;
   int64_t choices;        // K >= 1
-  bool chosen_on_logits;  // the best expert is among the chosen, so renormalising needs no floor and no full softmax
+  bool chosen_on_logits;  // the best expert is chosen, so renormalising needs no floor and no full softmax
   GateOptions options;
   void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, for the CUDA twin
   bool narrow = false;        // float32 logits, and gradients rounded to bf16 as operands of a later product

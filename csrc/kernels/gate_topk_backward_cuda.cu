@@ -6,7 +6,6 @@
 // unchosen experts, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch
 // of memory, once, in 16-byte stores for any E. For a renormalised softmax over logits, the usual gate, only the logits
 // of the chosen experts are read: the kernel moves little more than the gradients that it writes.
-// chosen are read: the kernel moves little more than the gradients that it writes.
 #include <algorithm>
 
 #include "kernels/cuda/lane_group.h"

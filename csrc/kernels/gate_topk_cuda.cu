@@ -101,7 +101,8 @@ class Token {
   PYMOE_DEVICE int lane() const { return threadIdx.x % kLanes; }
   PYMOE_DEVICE bool inside(int32_t expert) const { return static_cast<uint32_t>(expert) < a_.num_experts; }
   PYMOE_DEVICE bool softmax() const { return a_.options.score == Score::kSoftmax; }
-  // Renormalised softmax weights need only the exponentials of the chosen experts, if the greatest is among them.
+  // Renormalised softmax weights need only the exponentials of the chosen experts, if the row's greatest logit is
+  // chosen.
   PYMOE_DEVICE bool sums_row() const {
     return kScoresRow && softmax() && !(a_.chooses_on_logits() && a_.options.renormalize);
   }

@@ -226,7 +226,7 @@ PYMOE_INLINE void add_sums(const WaitingSums& w) {
 template <int kBits, typename T, typename Tiles>
 void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                             int64_t row_stride, int64_t count) {
-  constexpr int64_t kChunk = 96;  // rows whose sums stay in the nearest caches
+  constexpr int64_t kChunk = 96;  // number of rows whose sums stay in the nearest caches
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
   constexpr int64_t kRowBytes = (kBits == 8 ? 1 : 2) * kRoundedBytes;
   const int64_t groups = quantized_groups(inputs);

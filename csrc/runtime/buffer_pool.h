@@ -119,7 +119,7 @@ class BufferPool {
     if (bytes > SIZE_MAX / 4) throw std::bad_alloc();
     const size_t units = bytes <= 4 * kAlignment ? 4 : (bytes + kAlignment - 1) / kAlignment;
     const int power = static_cast<int>(std::bit_width(units)) - 3;
-    const size_t quarters = (units + (size_t{1} << power) - 1) >> power;  // 4 to 8, and 8 is the next power's 4
+    const size_t quarters = (units + (size_t{1} << power) - 1) >> power;  // 4 to 8, where 8 is 4 of the next power
     return power * 4 + static_cast<int>(quarters) - 4;
   }
 

@@ -182,7 +182,7 @@ class WorkerPool {
   struct Worker {
     typename Sync::Activity activity;  // tells whether it does something, and when it was last seen active
     Time since{};
-    typename Sync::Thread thread;   // for the thread that starts it, then for the thread that joins it
+    typename Sync::Thread thread;   // written by the thread that starts it, read by the one that joins it
     typename Sync::ThreadId id{};   // guarded by mutex_, like the rest; invalid while the thread does not run
     typename Sync::Condition wake;  // called has become true
     bool called = false;
@@ -395,8 +395,8 @@ class WorkerPool {
   bool watched_ = false;              // the watcher is awake, or about to be
   typename Sync::Condition watch_;    // watched_ has become true
   Time crowded_since_ = Time::max();  // since when more than base_ threads do something
-  int surplus_ = 0;                   // workers that are to end instead of taking a job
-  typename Sync::Mutex join_mutex_;   // held while threads are joined for good, mutex_ within
+  int surplus_ = 0;                   // number of workers that must end instead of taking a job
+  typename Sync::Mutex join_mutex_;   // held while threads are joined for good; mutex_ is taken inside
   typename Sync::Thread watcher_;
 };
 

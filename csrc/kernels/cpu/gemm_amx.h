@@ -162,7 +162,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
       const bool reads_b = in_place && columns == chunk;
-      // The part to read next: further columns, or the first ones further along k.
+      // The part to read next: further columns, or the first columns of the next block of k.
       const bool here = j0 + chunk < g.n;
       const int64_t column = here ? j0 + chunk : 0, q = here ? p : p + k;
       const int64_t next_k = here ? k : std::min(block_k, g.k - q), next_columns = std::min(chunk, g.n - column);

@@ -123,7 +123,7 @@ void gemm(const Gemm<T>& g) {
           pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
                                 g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
-            // The part to pack next: further columns, or the first ones further along k.
+            // The part to pack next: further columns, or the first columns of the next block of k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);

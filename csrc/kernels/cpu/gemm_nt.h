@@ -43,7 +43,7 @@ struct NtProduct {
 };
 
 #if PYMOE_ISA_HAS_BF16
-// A load of 32 elements holds the 16 pairs of Panel<BFloat16>::add.
+// One load of 32 elements fills the 16 pairs that Panel<BFloat16>::add multiplies.
 template <>
 struct NtProduct<BFloat16> {
   using Row = BFloat16;

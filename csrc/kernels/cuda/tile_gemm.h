@@ -28,7 +28,7 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
     T* const a_tile = a_shared + buffer * a_size;
     T* const b_tile = b_shared + buffer * b_size;
     if (!first) {
-      a.store(a_tile, a_layout, left);  // last read two steps ago, before the barrier that all have passed since
+      a.store(a_tile, a_layout, left);  // last read two steps ago, before a barrier that all threads have passed since
       b.store(b_tile, b_layout, left);
       __syncthreads();
     }

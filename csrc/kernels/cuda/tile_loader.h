@@ -84,9 +84,9 @@ struct TileLoader {
   static constexpr int kPacks = kRows * 4 / kThreads;  // per thread
   static_assert(kPacks * kThreads == kRows * 4);
 
-  uint4 packs[kPacks];       // in the form of the loads: taking them apart would mean waiting for them
-  const T* from;             // the thread's first pack of the next tile; by an order, if that were at place 0
-  int64_t pack_step;         // in memory, from a thread's pack to its next; by an order, from a place to the next
+  uint4 packs[kPacks];       // as loaded: unpacking them would wait for the loads
+  const T* from;             // the thread's first pack of the next tile; with an order, as if at place 0
+  int64_t pack_step;         // distance in memory between a thread's packs; with an order, between places
   int64_t tile_step;         // ... and to the next tile
   int64_t element_step;      // ... and from element to element of a pack
   int row, depth;            // of the thread's first pack in a tile
