@@ -1,14 +1,7 @@
 // The rule by which a queue of requests becomes a batch: the options of a pool, and the linger.
 //
-// The linger. Clients that wait for their answers come back in cohorts: the clients of one batch submit again when it
-// ends. A batcher that takes whatever is there runs half batches for ever, because two cohorts take turns; a batcher
-// that waits a fixed time for more delays single requests. This one knows how many requests were recently in flight at
-// once. It waits only while fewer than these are queued, and never once they all are. So a single client never waits,
-// and n clients in a closed loop get batches of n.
-//
-// The wait ends at the earliest of three limits: no request has arrived for as long as a batch takes (every client had
-// time to come back); the pool's `linger` since the oldest request; and patience, which halves after every useless wait
-// and doubles after every useful one.
+// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends; of the
+// three limits there, the adaptive one is called patience here.
 #pragma once
 
 #include <algorithm>
