@@ -28,7 +28,8 @@ def setting(default: Any, text: str, group: str = "training", choices: tuple[str
 @dataclass(frozen=True)
 class Config:
     """All settings on which the losses of a run depend: on one machine, equal configs give equal losses, bit for
-    bit."""
+    bit.
+    """
 
     ffn: str = setting(
         "moe",
@@ -175,7 +176,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
     """Return the number of all parameters, and of those that process one byte: only ``top_k`` of ``num_experts``
-    experts."""
+    experts.
+    """
     total = active = 0
     for parameter in model.parameters():
         total += parameter.numel()
@@ -198,7 +200,8 @@ def train_step(
     model: LanguageModel, optimizer: torch.optim.Optimizer, config: Config, step: int, inputs: Tensor, targets: Tensor
 ) -> float:
     """Run forward, backward, clipping and update. MoE layers inject their balancing losses into the gradient
-    themselves."""
+    themselves.
+    """
     model.train()
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate_at(step)

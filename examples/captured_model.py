@@ -16,7 +16,8 @@ import pymoe
 
 class Matching(nn.Module):
     """Decides which of two sets of points is wider. Its two branches share an encoder, and the skip is part of its
-    code."""
+    code.
+    """
 
     def __init__(self):
         super().__init__()

@@ -319,7 +319,8 @@ def take_turns(runs: Sequence[Training], data: Any, dtype: torch.dtype, steps: i
 
 def difference(alone: Training, pipelines: Sequence[Training]) -> dict[str, float]:
     """Return the largest absolute differences between pipelines and model: in losses of all steps, in parameters at the
-    end."""
+    end.
+    """
     return {
         "loss": max(abs(a - b) for run in pipelines for a, b in zip(alone.history.loss, run.history.loss, strict=True)),
         "parameter": max(

@@ -65,7 +65,8 @@ ARCHITECTURES = ("llama", "gpt2", "qwen3")
 
 def new_model(architecture: str, width: int, layers: int, context: int) -> nn.Module:
     """Return a new model, whose head shares the embedding's weight; ``model(input_ids).logits`` is (rows, context,
-    256)."""
+    256).
+    """
     if architecture == "gpt2":
         sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": width // 16, "n_positions": context}
         sizes |= NO_DROPOUT

@@ -149,7 +149,8 @@ def plot_expert_load(record: dict[str, Any], path: Path) -> Path:
 
 def plot_comparison(records: list[dict[str, Any]], path: Path, *, labels: list[str], over: str = "steps") -> Path:
     """Draw the curves of several runs in one picture; ``over`` is "steps" or "seconds" (time spent in training
-    steps)."""
+    steps).
+    """
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, (record, label) in enumerate(zip(records, labels, strict=True)):
         color, style = COLORS[index % len(COLORS)], STYLES[index % len(STYLES)]

@@ -343,7 +343,8 @@ def problem(config: Config) -> str | None:
 
 def prepare(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Trainer, Path]:
     """Return a trainer, at its first step or at the point where the run to resume stopped, and the folder of its
-    results."""
+    results.
+    """
     wished = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     if arguments.resume:
         folder = arguments.resume
