@@ -13,7 +13,7 @@ from functools import cache
 FLAGS = [
     "-O3",
     "-std=c++20",
-    "--fmad=false",  # because host and device share the arithmetic that decides results
+    "--fmad=false",  # host and device share the arithmetic that decides results
     "--expt-relaxed-constexpr",
 ]
 

@@ -27,7 +27,8 @@ def require(names: Iterable[str] = EXTRAS, install: Iterable[str] | None = None)
     """If a package is missing, exit with one line that holds the command to install it.
 
     Args:
-        names: the packages to import. install: the name to install, if it differs.
+        names: the packages to import.
+        install: the name to install, if it differs.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if "pymoe" in missing:

@@ -53,7 +53,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     with_gil([&] {
       bool interrupted = false;
       if (!call_loop(interrupted) && !call_loop(interrupted)) {
-        // The waiters stay, and are delivered with the next one.
+        // The waiters stay in the mailbox, and are delivered with the next one.
         const std::lock_guard lock(mutex_);
         called_ = false;
       }

@@ -31,7 +31,7 @@ int64_t rows_of(const Slice& slice) { return slice.whole() ? request_of(slice).t
 void give_back(void* block) noexcept { buffers().give_back(block); }
 using Block = std::unique_ptr<void, decltype(&give_back)>;
 
-// The batch of one position.
+// The batch of tensors at one argument position.
 class Column {
  public:
   Column(Batch batch, size_t position, int64_t rows)
@@ -41,19 +41,19 @@ class Column {
   bool on_host() const { return position_.device.type != dlpack::kCuda; }  // other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // With the GIL or without it.
+  // May be called with or without the GIL.
   void gather() {
     block_.reset(buffers().take(static_cast<size_t>(bytes())));
     gather_into(block_.get());
   }
 
-  // Under the GIL; after gather.
+  // Called under the GIL, after gather.
   py::object tensor() {
     return dlpack::make(block_.release(), give_back, position_.dtype, shape_.data(),
                         static_cast<int32_t>(shape_.size()));
   }
 
-  // Under the GIL, which is released for the copy.
+  // Called under the GIL, which is released for the copy.
   py::object pinned_tensor() const {
     py::tuple sizes(shape_.size());
     for (size_t i = 0; i < shape_.size(); ++i) sizes[i] = shape_[i];
@@ -67,7 +67,7 @@ class Column {
     return made;
   }
 
-  // Under the GIL: the operator runs on the tensors' own device.
+  // Called under the GIL: the operator runs on the tensors' own device.
   py::object device_tensor() const {
     const TorchCalls& torch = torch_calls();
     if (torch.gather_batch == nullptr) {
@@ -256,7 +256,7 @@ void gather(std::vector<Column>& columns) {
 // Ends a batch with a Python exception.
 [[noreturn]] void fail(Batch batch, const py::error_already_set& raised) {
   const py::object error = exception_of(raised);
-  // On the main thread it is meant for the code that waits there, and not for the batch.
+  // On the main thread an interrupt is meant for the code that waits there, not for the batch.
   if (is_interrupt(error)) {
     Py_XSETREF(interrupt, error.inc_ref().ptr());
     throw runtime::Interrupted();
@@ -268,7 +268,7 @@ void gather(std::vector<Column>& columns) {
   throw BatchRaised(says.ptr() != Py_False);
 }
 
-// Does the work in a plain state. An interrupt that arrives meanwhile is raised again.
+// Runs the batch in a plain state. An interrupt that arrives meanwhile is raised again.
 void run_elsewhere(const std::function<void()>& work) {
   bool ended = false;
   std::exception_ptr error;

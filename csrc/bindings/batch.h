@@ -29,7 +29,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   bool may_retry(const std::exception_ptr& error) override;
   void deliver(const std::function<void()>& complete) override { deliver_through_turnstile(complete); }
 
-  // For Python's garbage collector; under the GIL.
+  // For Python's garbage collector; called under the GIL.
   PyObject* function() const { return function_; }
   void clear() { Py_CLEAR(function_); }
 
@@ -37,7 +37,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   py::object call(Batch batch, const std::vector<py::object>& tensors) const;
 
   const std::string where_;  // "TaskPool 'name'"
-  PyObject* function_;       // null once its pool was collected
+  PyObject* function_;       // null after its pool was collected
   PyObject* range_;          // name in the profiler
   const bool pin_memory_;
 };

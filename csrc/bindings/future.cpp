@@ -26,7 +26,7 @@ struct FutureObject {
   bool may_help;
 };
 
-// The name of these two in signatures.
+// The name of these two functions in signatures.
 struct MaybeException : py::object {
   explicit MaybeException(py::object object) : py::object(std::move(object)) {}
 };
@@ -131,7 +131,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   }
 }
 
-// The only argument of these methods, `timeout`.
+// Parses the only argument of these methods, `timeout`.
 std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const Py_ssize_t keywords = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   if (count + keywords == 0) return std::nullopt;
@@ -240,7 +240,7 @@ PyObject* repr(PyObject* object) {
   return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
 }
 
-// isinstance() uses this if the type itself is another.
+// isinstance() uses this if the type itself differs.
 PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
 
 // _condition, _waiters and _state, as used by wait() and as_completed() of concurrent.futures.
@@ -278,7 +278,7 @@ int clear(PyObject* object) {
   FutureObject* self = self_of(object);
   Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
-    // What remains is a future whose outcome is gone: None, for code that finds it in a finaliser.
+    // The future stays without its outcome, which is None for code that finds the future in a finaliser.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
     if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
     Py_XDECREF(outcome);

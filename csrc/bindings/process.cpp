@@ -61,7 +61,7 @@ void stop_all() {
     const WithoutGil released;
     {
       const std::lock_guard lock(registry->mutex);
-      exiting = true;  // under the lock: a thing is registered before this copy, or not at all
+      exiting = true;  // under the lock, so that an object is registered before this copy or not at all
       kept = registry->kept;
     }
     for (const auto& stoppable : kept) stoppable->request_stop(runtime::Stop::kCancel);
@@ -83,7 +83,7 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// Also false on a thread that runs one of its batches for it, which cannot ask.
+// Also false on a thread that runs one of its batches in its place, which cannot call this.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());

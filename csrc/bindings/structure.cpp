@@ -9,7 +9,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Structures that contain themselves never end.
+// Limits the depth, because a structure may contain itself.
 class Deeper {
  public:
   Deeper() {
@@ -124,7 +124,7 @@ class Split {
     return results;
   }
 
-  // Zero for a tensor without memory.
+  // Returns zero for a tensor without memory.
   static size_t memory_of(const py::object& tensor) {
     try {
       return tensor.attr("untyped_storage")().attr("data_ptr")().cast<size_t>();

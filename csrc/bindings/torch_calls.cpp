@@ -125,7 +125,7 @@ GradMode::~GradMode() {
   if (!changed_) return;
   try {
     set_grad(before_);
-  } catch (const py::error_already_set&) {  // a destructor could do nothing about it
+  } catch (const py::error_already_set&) {  // a destructor cannot handle the error
   }
 }
 

@@ -75,14 +75,14 @@ class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
   const int created_ = generation();
 };
 
-// Everything is called under the GIL.
+// All members are called under the GIL.
 class PyWorkerPool {
  public:
   PyWorkerPool(int workers, int most, double still, double idle) {
     const runtime::Growth<SystemSync> growth{
         most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
         seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
-    const WithoutGil released;  // also while a late pool joins its workers: they go before `released`
+    const WithoutGil released;  // lives longer than the threads, which a late pool joins without the GIL
     auto threads = std::make_shared<Threads>(workers, with_thread_state, growth);
     keep_until_stopped(threads);
     threads_ = std::move(threads);
@@ -124,7 +124,7 @@ class PyWorkerPool {
   }
 
  private:
-  std::shared_ptr<Threads> threads_;  // they outlive this object until they have stopped
+  std::shared_ptr<Threads> threads_;  // the threads outlive this object until they have stopped
   const int created_ = generation();
 };
 
@@ -142,11 +142,11 @@ struct CallRaised : std::exception {
 // State that the innermost parallel_for of a thread shares with the calls that the thread makes for it.
 struct Helped {
   Calls* run = nullptr;
-  py::object interrupt;  // an interrupt in one of these calls
+  py::object interrupt;  // an interrupt that arrived in one of these calls
 };
 thread_local Helped* helped = nullptr;
 
-// During its lifetime, the thread makes calls of the run.
+// During the object's lifetime, the thread makes calls of the run.
 struct Helping {
   explicit Helping(Helped* now) : before(std::exchange(helped, now)) {}
   ~Helping() { helped = before; }
@@ -211,8 +211,8 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
     const WithoutGil released;
     run = Calls::start(workers->threads, count, call, limit);
   }
-  // Destroys the exceptions of the calls, or leaves them to a worker that is about to end: without the GIL, as the
-  // pool.
+  // Destroys the exceptions of the calls, or leaves them to a worker that is about to end. Runs without the GIL, like
+  // the pool.
   struct Released {
     ~Released() {
       const WithoutGil released;

@@ -106,7 +106,7 @@ struct RightCodes<4> {
   int64_t groups;
   alignas(64) uint8_t tiles[4][kQuantizedTile / kSumOutputs][kGroupBytes];
 
-  // For 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7): the order in which a word gives them.
+  // For 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7), the order of a word's codes.
   void take(const uint8_t* weight, int64_t some) {
     groups = some;
     for (int64_t g = 0; g < some; ++g) {
@@ -158,7 +158,7 @@ struct RightCodes<4> {
 
 // Four tiles of sums that are not yet added to y.
 struct WaitingSums {
-  const int32_t* sums = nullptr;  // in the order of RightCodes; null: there are none
+  const int32_t* sums = nullptr;  // in the order of RightCodes; null if there are none
   const RoundedBlock* rounded;    // of the first row
   const uint8_t* weight;          // the block's first group in the packed tile
   int64_t groups;

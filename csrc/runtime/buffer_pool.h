@@ -24,7 +24,7 @@ namespace pymoe::runtime {
 class BufferPool {
  public:
   struct Statistics {
-    int64_t live_blocks;   // taken and not yet given back
+    int64_t live_blocks;   // bytes that are taken and not yet given back
     int64_t cached_bytes;  // kept for later callers
   };
 
@@ -96,7 +96,7 @@ class BufferPool {
     return true;
   }
 
-  // Takes out blocks of classes other than `spared` until `bytes` more fit; the caller frees the chain of them.
+  // Removes blocks of classes other than `spared` until `bytes` more fit; the caller frees the returned chain.
   Header* make_room(size_t bytes, int spared) noexcept {
     Header* chain = nullptr;
     for (int i = kClasses - 1; i >= 0 && cached_bytes_ + bytes > most_cached_bytes_; --i) {

@@ -55,7 +55,7 @@ struct CudaCoreTile {
   // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
   static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
   static constexpr int kASize = kDepth * kAPitch, kBSize = kDepth * kBPitch;
-  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // of 16 bytes, where aligned
+  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // packs of 16 bytes, aligned
 
   T sum[4][8] = {};
   int thread_row, thread_column;
