@@ -80,10 +80,10 @@ bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
 
-// Time after which a thread that waits for a pool that nobody serves is warned.
+// A thread that waits for a pool without a runtime is warned after this time.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// Waits a while if nobody serves the pool, and then warns. True if the request has ended.
+// If no runtime serves the pool, waits a while and then warns. Returns true if the request has ended.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;

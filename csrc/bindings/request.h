@@ -92,7 +92,7 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   PyObject* outcome = nullptr;    // the result, or the exception that its batch raised
   PyObject* traceback = nullptr;  // traceback of that exception when the batch ended
   std::vector<PyObject*> parts;   // owned: results of the finished slices, for a request larger than a batch
-  bool dropped = false;           // true if nobody will read the outcome
+  bool dropped = false;           // true if the outcome will not be read
 
  private:
   std::array<Input, 2> few_;

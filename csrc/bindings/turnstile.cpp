@@ -149,7 +149,8 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // The seat was called, but its thread does not return: it passes on its own call and that of the thread before it.
+  // The seat was called, but its thread does not return: it passes on its own call, and the call of the thread before
+  // it.
   if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }

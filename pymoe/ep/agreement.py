@@ -307,7 +307,7 @@ class CountExchange:
         """Wait for the messages of all ranks, compare their signatures, and return their counts.
 
         Raises:
-            GroupError: ranks disagree, one of them cannot go on, or one is gone.
+            GroupError: ranks disagree, one of them cannot continue, or one is gone.
         """
         sharding = self._sharding
         messages: list[list[int]] = self.wait().tolist()  # the one read of a call
@@ -359,7 +359,7 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
         messages: of every rank, or the first ``HEADER`` numbers of each.
 
     Raises:
-        GroupError: ranks disagree, or one of them cannot go on.
+        GroupError: ranks disagree, or one of them cannot continue.
     """
     failed = tuple(rank for rank, message in enumerate(messages) if message[HEADER - 2] == FAILED)
     if failed:

@@ -108,7 +108,7 @@ class RowPlan:
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the expert of each received row of a chunk, (n, 1) int32 within the chunk, and their number.
 
-        Rows come rank by rank, those of each sorted by expert.
+        Rows come rank by rank, and the rows of each rank are sorted by expert.
         """
         rows = torch.tensor(self.rows_by_expert(chunk), dtype=torch.int64)
         experts = rows.shape[1]
@@ -166,10 +166,10 @@ def _within_capacity(
 ) -> list[list[int]]:
     """Return (R, E): the part of the loads that fits the experts' capacity."""
     experts = sharding.num_experts
-    if sharding.scope == "rank":  # each rank as if it were alone
+    if sharding.scope == "rank":  # each rank limits its own rows
         limits = [capacity(factor, count, top_k, experts) for count in tokens]
         return [[min(n, limit) for n in load] for load, limit in zip(loads, limits, strict=True)]
-    # An expert takes the first rows of all ranks, the tokens of lower ranks before those of higher ones.
+    # An expert takes rows in the order of ranks, until its capacity is reached.
     left = [capacity(factor, sum(tokens), top_k, experts)] * experts
     kept = []
     for load in loads:

@@ -101,7 +101,7 @@ def _hosts_and_quotas(
 
 
 class RowPlanWithClones(RowPlan):
-    """The rows of a call with the clones that :func:`plan_clones` finds; arguments are those of :class:`RowPlan`."""
+    """The rows of a call with the clones that :func:`plan_clones` finds; takes the arguments of :class:`RowPlan`."""
 
     def __init__(
         self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None

@@ -164,9 +164,10 @@ class ShardedExperts(Experts):
         """Return (N, H): for every row the output of its expert, which the plan determines."""
         if w_in.shape[0] == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out)
-        # Products take rows in the order of experts, and those of an expert in the order of ranks: then every sum over
-        # rows is that of one process with the tokens of all ranks. On the CPU the product reads rows in place. On CUDA
-        # rows are sorted in memory, because torch's grouped product, which may be faster, takes only sorted rows.
+        # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
+        # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
+        # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
+        # sorted rows.
         ops = operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
@@ -189,8 +190,8 @@ class ShardedExperts(Experts):
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
 
-        Rows of an expert are computed in the order in which they came, rank by rank, so that sums over them are those
-        of one process with the tokens of all ranks. A row without an expert becomes zero.
+        The rows of an expert are computed in the order in which they came, rank by rank, so that sums over them equal
+        the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
         if w_in.shape[0] == 0:

@@ -57,7 +57,8 @@ class ShardedMoE(MoE):
     """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
     first call, and with ``transport="padded"``."""
     notes: Record
-    """Notes on the device, with ``transport="padded"``."""
+    """Notes of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
+    ``transport="padded"`` uses them."""
     _loads: list[list[int]] | Tensor | None = None
 
     @property
@@ -226,7 +227,7 @@ def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared:
 
 def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
     if isinstance(module, FSDPModule):
-        return  # until the module is called, FSDP has its parameters cut again, elsewhere, and in a wider dtype
+        return  # outside of calls FSDP keeps the parameters cut once more and in a wider dtype: nothing to compare
     for name, size in module.sizes().items():
         parameter = getattr(module, name)
         if parameter is not None:

@@ -80,7 +80,7 @@ def redistribute(
         ValueError: ``model`` holds no sharded layer, lacks a layer that ``placement`` names, or lacks a layer that
             shares parameters with one of its layers; a placement does not fit a layer, or has replicas; ``optimizer``
             has state that is not stacked as the parameters are, or has been left out before.
-        GroupError: ranks give unequal arguments, or one of them cannot go on.
+        GroupError: ranks give unequal arguments, or one of them cannot continue.
     """
     layers = _layers_of(model)
     moves: list[_StackedTensor] = []

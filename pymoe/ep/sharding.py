@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Scope = Literal["rank", "group"]
-"""The tokens over which capacity and auxiliary losses are taken: each rank's own, or those of the group."""
+"""The tokens over which capacity and auxiliary losses are computed: each rank's own tokens, or the tokens of all ranks
+of the group."""
 Transport = Literal["exact", "padded"]
 """``"exact"`` sends as many rows as were chosen, ``"padded"`` the same number in every call."""
 
@@ -30,7 +31,7 @@ class RoutingTables(NamedTuple):
     destination: Tensor
     """(E,): the destination of each expert's rows, its chunk times R plus its rank."""
     index_in_chunk: Tensor
-    """(E,): the index of each expert among those of its chunk on its rank."""
+    """(E,): the index of each expert among the experts that its rank has in the same chunk."""
     first_row: Tensor
     """(chunks * R + 1,): the first row for each destination, with :attr:`ExpertSharding.padded_rows` for each."""
     all_rows: Tensor

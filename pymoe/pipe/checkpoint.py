@@ -76,7 +76,7 @@ class _Owned:
         """
         if id(value) in self._known:
             about = {id(value)}
-        elif name in self._tensors:  # somebody has saved a copy
+        elif name in self._tensors:  # a state-dict hook of the model has saved a copy
             about = {id(self._tensors[name])}
         else:
             owner, _, last = name.rpartition(".")

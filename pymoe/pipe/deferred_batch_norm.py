@@ -1,4 +1,5 @@
-"""Batch norms whose running statistics are those of mini-batches in a pipeline of micro-batches.
+"""Batch norms for pipelines: they are called once per micro-batch, but their running statistics describe whole
+mini-batches.
 
 A batch norm in a pipeline is called once per micro-batch. Each call normalises its rows by their own statistics. An
 ordinary batch norm would also update its running statistics in each call, with a variance that ignores how the means of
@@ -55,7 +56,7 @@ class _StageStatistics:
         self.collected: dict[int, dict[int, _Collected]] = {}
 
     def next_call(self, forward: context.MicroBatch) -> int:
-        """Return the number of this call among those of one forward, from 0."""
+        """Return the number of this call within one forward, from 0."""
         before = self.forward
         if forward is not before:
             is_next = before is not None and forward.mini_batch is before.mini_batch

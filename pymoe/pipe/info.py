@@ -1,4 +1,4 @@
-"""What a pipe tells about itself, as data and as a picture, also under the names that other packages use."""
+"""Descriptions of a pipe, as data and as a picture, also under the names that other packages use."""
 
 from __future__ import annotations
 

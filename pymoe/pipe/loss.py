@@ -83,7 +83,9 @@ def with_loss(
 
 
 def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
-    """Return the pipeline with one more output: the reading of the graph of its output ``own``, which is a loss."""
+    """Return the pipeline with one more output: the ``LossReading`` of the autograd graph of its output ``own``, a
+    loss.
+    """
     maker, number = pipeline.outputs[own]
     stage = pipeline.stages[maker]
 

@@ -90,7 +90,7 @@ class Divisor(NamedTuple):
 
 @dataclass
 class LossReading:
-    """Holds what the graph of one micro-batch's loss tells."""
+    """Holds what was read from the autograd graph of one micro-batch's loss."""
 
     divisors: list[tuple[Divisor, ...]] = field(default_factory=list)
     """The divisors of every part of the loss, which is the sum of its parts."""

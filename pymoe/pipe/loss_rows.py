@@ -54,7 +54,7 @@ _OVER_A_DIMENSION = {
 
 
 class ValueKind(Enum):
-    """What a value has to do with the rows of a micro-batch."""
+    """Says how a value depends on the rows of a micro-batch."""
 
     CONSTANT = "it depends on no output of the model"
     ROWS = "each of its elements depends on one row"
@@ -210,7 +210,7 @@ def _places(node: Node, kind: str | None, given: _Operand) -> Sequence[int] | No
     if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
         return None
     count = given.shape[given.front]
-    if kind == "Unbind":  # its consumers tell
+    if kind == "Unbind":  # the positions are noted at the nodes that use its results
         return ()
     if kind == "Select":
         return (_saved(node, "index") % count,)
@@ -285,7 +285,7 @@ def _of_totals(
     """Return the label of a step whose operand is a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
-        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # a number is no operand
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # numbers do not count as operands
         is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
         is_sum = is_sum and kind != "Div"
     else:

@@ -413,13 +413,13 @@ def pipeline(
     The model is cut where its code calls :func:`pymoe.pipe_split` (or the function of that name in
     ``torch.distributed.pipelining``), and where ``split_spec`` or ``split_policy`` say. Without a boundary there is one
     stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model stays as it is, and
-    goes on sharing parameters and buffers with the pipe.
+    still shares its parameters and buffers with the pipe.
 
     The model's Python code runs when the model is captured, not when the pipe runs. What the code does and reads then
     falls into four groups:
 
     - watched, so that a change leads to another capture at the next call: modes; hooks; submodules; attributes of
-      modules and of their classes, and those that were put on parameters and buffers; global variables, those of
+      modules and of their classes, and those that were put on parameters and buffers; global variables, variables of
       enclosing functions, defaults; everything that these hold, in containers, objects, classes and functions, at any
       depth and in any number; environment variables; numbers made of a tensor that is not a buffer, as by ``item()``;
       torch's default dtype and device; and, once the code asks for one, dtypes, grad mode, autocast, what requires

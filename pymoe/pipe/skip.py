@@ -320,7 +320,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         TypeError: a string was given instead of a list of strings, or what is decorated is not a class of modules.
         ValueError: a name is in both lists.
         RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
-            that was not used or was used twice. The ``yield`` raises, so a forward may catch the error and go on.
+            that was not used or was used twice. The ``yield`` raises, so a forward may catch the error and continue.
         TypeError: in a forward pass, if something other than ``stash`` and ``pop`` was yielded.
     """
     stashable, poppable = _names("skippable", "stash", stash), _names("skippable", "pop", pop)

@@ -1,4 +1,5 @@
-"""The backward pass of one micro-batch in one stage, in two parts: gradients of inputs first, those of weights later.
+"""The backward pass of one micro-batch in one stage, in two parts: first the gradients of inputs, later the gradients
+of weights.
 
 The stage before waits only for the first part, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
 of a pipeline with the second. Together the two parts are one backward pass: they do the same work, and no node runs

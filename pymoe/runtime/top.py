@@ -55,7 +55,7 @@ class Viewer:
     """A connection to a monitor."""
 
     def __init__(self, path: Path) -> None:
-        """Connect; raise OSError if nobody listens."""
+        """Connect; raise OSError if no process listens at the path."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Without Python's timeout, connect() waits if many connect at once; the system's own timeout ends that.

@@ -305,8 +305,8 @@ void gemm_nt(const Gemm<T>& g) {
       const auto tile = streams       ? nt_stream_for<T>(rows)
                         : passes == 1 ? nt_tile_for<T, 4>(rows)
                                       : nt_tile_for<T, 2>(rows);
-      // Of a step's four lines in the next block, a pass prefetches all if there is one pass, two if there are two, or
-      // one if there are four.
+      // A step prefetches four lines of the next block. A single pass prefetches all of them; with two passes each
+      // prefetches two lines, with four passes one.
       const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1, line = std::min(pass * lines, kNtColumns - lines);
       int64_t p = 0;
       do {

@@ -89,12 +89,14 @@ class Load:
 
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token: consecutive tokens, the same number on each rank within one."""
+    """Return (N,) int64, the rank of each token. Ranks have consecutive tokens; their numbers of tokens differ by one
+    at most.
+    """
     return torch.arange(tokens) * ranks // tokens
 
 
 def uniform(block: Block, tokens: int, *, seed: int = 0) -> Load:
-    """Return a load in which all experts are equally likely; the arguments are those of :func:`zipf`."""
+    """Return a load in which all experts are equally likely. See :func:`zipf` for the arguments."""
     return _drawn("uniform", block, tokens, torch.zeros(block.experts), seed)
 
 

@@ -15,7 +15,9 @@ from pymoe.reference.types import Score
 
 @dataclass(frozen=True)
 class Plan:
-    """How one class of blocks routes. Texts with dots are attributes of the block, or keys of its state dict."""
+    """Describes how the blocks of one class route. Texts with dots are attributes of the block, or keys of its state
+    dict.
+    """
 
     score: Score = "softmax"
     renormalize: bool | str = True

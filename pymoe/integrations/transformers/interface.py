@@ -47,7 +47,7 @@ def register(function: Callable[..., Tensor]) -> None:
 
 
 class Flags(NamedTuple):
-    """How an experts module holds its parameters, and what it does with them."""
+    """Describes how an experts module holds its parameters, and what it does with them."""
 
     gated: bool
     """True: it has ``gate_up_proj`` and a gate; False: ``up_proj`` and an activation."""
@@ -85,7 +85,7 @@ def has_default_gate(experts_class: Any) -> bool:
 
 
 def has_replaced_gate(experts: Any) -> bool:
-    """Return whether the gate of this module was replaced (not that of its class)."""
+    """Return whether the gate of this module was replaced on the module itself, not on its class."""
     return GATE in experts.__dict__
 
 

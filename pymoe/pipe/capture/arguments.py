@@ -195,7 +195,7 @@ def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     by_id: dict[int, Any] = {}
     for name, value in bound.items():
         spec = shapes.get(name)
-        # Entries for arguments collected by **kwargs may be at the same level as those of named arguments.
+        # Shapes for arguments that **kwargs collects may be at the same level as shapes for named arguments.
         if name not in shapes and isinstance(value, dict) and all(key in shapes for key in value):
             spec = {key: shapes[key] for key in value}
         by_id.update((id(leaf), of_leaf) for leaf, of_leaf in _pairs(value, spec, name))

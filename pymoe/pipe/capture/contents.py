@@ -227,7 +227,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _is_finished(kind: type) -> bool:
-    """Return whether the attributes of a class are not read: those of Python, torch and pymoe are assumed not to
+    """Return whether the attributes of a class are not read. The classes of Python, torch and pymoe are assumed not to
     change.
     """
     home: Any = kind.__module__

@@ -21,7 +21,7 @@ from pymoe.pipe.stages import CALL_HOOKS, have_same_items
 
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
-"""What an assumption is about: words and, where they are not enough, an object."""
+"""The subject of an assumption: words and, where they are not enough, an object."""
 
 
 class Guards:
@@ -83,7 +83,7 @@ class Guards:
                 entry[2], self._is_shared_alike = now, None
         if self._is_shared_alike is None:
             self._is_shared_alike = self._sharing_now() == self._sharing
-        if not self._is_shared_alike:  # a graph has one name for all places of a parameter
+        if not self._is_shared_alike:  # a graph knows a shared parameter by one name
             return "which parameters or buffers are one and the same"
         if (name := expected.snapshots.change()) is not None:
             return name

@@ -163,7 +163,7 @@ def _address(tensor: Tensor) -> int | None:
 
 @dataclass
 class Reads:
-    """What a capture has read."""
+    """All that the model's code read during a capture."""
 
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
     """Attributes of modules, as qualified name of the module and name of the attribute, in the order of reading."""
@@ -214,7 +214,7 @@ _OF_ENTROPY = tuple(str(module.__file__) for module in (random, secrets, tempfil
 
 
 Answers = dict[tuple[str, tuple[Any, ...]], Any]
-"""What torch returns about its state on this thread, by function and arguments."""
+"""Values that torch's functions return about the state of this thread, by function and arguments."""
 
 
 def ambient_answers() -> Answers:

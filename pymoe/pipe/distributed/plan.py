@@ -24,7 +24,7 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, shared_parameters
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What ``rank`` does in a pipeline."""
+    """The part of ``rank`` in a pipeline: its stages, and the values that it takes and sends."""
 
     pipeline: Pipeline
     rank_of: Sequence[int]
@@ -128,7 +128,9 @@ Shared = dict[int, str]
 
 
 class Tied:
-    """What one rank does for the shared parameters of a pipeline, whose stages have the modules ``parts``."""
+    """The gradients of shared parameters that one rank sends and receives. ``parts``: the modules of the pipeline's
+    stages.
+    """
 
     def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
         self.sent: dict[tuple[int, int], list[Shared]] = {}

@@ -506,7 +506,7 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """How a pipeline runs on these ranks. A model may have one pipeline for training and one for evaluation."""
+    """A pipeline, and how it runs on these ranks. A model may have one pipeline for training and one for evaluation."""
 
     made_for: Pipeline
     plan: RankPlan

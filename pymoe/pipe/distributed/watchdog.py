@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 
-# What ranks know of each other.
+# Heartbeats: the messages from which ranks know each other's state.
 
 HEARTBEAT_S = 0.2  # between two heartbeats
 PAGE_BYTES = 128
@@ -121,7 +121,7 @@ class GroupStore:
 
 @dataclass
 class Heartbeat:
-    """What a rank tells the others about itself a few times a second."""
+    """The message about itself that a rank sends to the others a few times a second."""
 
     page: int
     """The file descriptor of the rank's :func:`new_page`; -1: there is none."""
@@ -138,7 +138,8 @@ class Heartbeat:
 def new_page() -> int:
     """Return a file descriptor of memory that others can read even after this process was killed; -1: there is none.
 
-    Heartbeats in the store tell a rank's position a few times a second. This memory tells it exactly, for microseconds.
+    Heartbeats in the store give a rank's position a few times a second. This memory gives the present one, and a write
+    takes microseconds.
     """
     with contextlib.suppress(OSError, AttributeError):
         file = os.memfd_create("pymoe")
@@ -148,7 +149,7 @@ def new_page() -> int:
 
 
 class Peer:
-    """What is known of another rank since its first heartbeat."""
+    """The state of another rank, as far as this rank knows it since the first heartbeat."""
 
     def __init__(self, rank: int, heartbeat: Heartbeat) -> None:
         self.rank = rank

@@ -94,8 +94,8 @@ class Engine:
     ) -> list[list[Any]]:
         """Return for every micro-batch the pipeline's output values, with the pipeline as their autograd history.
 
-        ``own_loss``: the index of the output that is a loss. Raises ValueError if that is not a mean over rows, as far
-        as the graph tells.
+        ``own_loss``: the index of the output that is a loss. Raises ValueError if its graph shows that it is not a mean
+        over rows.
         """
         schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
         is_read = own_loss is not None and len(micro_batches.rows) > 1
@@ -133,7 +133,7 @@ class Engine:
     def _backward(
         self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
     ) -> Callable[[Grads, bool], Grads]:
-        """Return the function that autograd calls with the gradients of the outputs to get those of inputs and
+        """Return the function that autograd calls with the gradients of the outputs to get the gradients of inputs and
         ``leaves``.
         """
         ends = [(boundary.accumulator, boundary.number) for boundary in crossed]

@@ -161,8 +161,8 @@ def attach(
 ) -> tuple[torch.Tensor, ...]:
     """Return ``outputs``, which have no autograd history, as functions of ``tensors``.
 
-    ``backward(grads, keep)`` takes the gradients of the outputs and returns those of the tensors; ``keep``: it will be
-    called again. ``tied``: indices of outputs that must not be changed in place.
+    ``backward(grads, keep)`` takes the gradients of the outputs and returns the gradients of ``tensors``; ``keep``: it
+    will be called again. ``tied``: indices of outputs that must not be changed in place.
     """
     made: tuple[torch.Tensor, ...] = apply_directly(_PipeOutputs, backward, outputs, tied, *tensors)
     return made

@@ -227,7 +227,7 @@ class HeldState:
         """Put back the state from before the recomputation; return the names of what cannot be put back.
 
         ``now``: the contents of cells that differed from the first run's, by id of the place. ``stamps`` and ``copies``
-        are those of the tensors in the layout.
+        belong to the tensors in the layout.
         """
         lost, layout = [], seen.layout
         stale = []  # tensors that a graph from in between may have saved, without autograd noticing the change

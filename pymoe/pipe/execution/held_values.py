@@ -172,7 +172,7 @@ class HeldLayout:
         elif isinstance(value, nn.Module):
             yield from self._visit_module(value, name)
         elif type(value).__module__.partition(".")[0] == "pymoe":
-            pass  # bookkeeping of pymoe
+            pass  # objects of pymoe itself, such as hooks and handles; models do not compute with them
         elif isinstance(value, (tuple, frozenset)):
             yield from ((item, f"{name}[{number}]", foreign) for number, item in enumerate(value))
         elif isinstance(value, (dict, list, set, deque)):

@@ -108,7 +108,7 @@ class InlinePolicy:
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """Note the duration of a run on threads, and those of its actions."""
+        """Note the duration of a run on threads, and the durations of its actions."""
         # On threads, short actions look long if they wait for each other; the time of an inline run shows that. It may
         # come from smaller batches, so it counts less with every run that contradicts it.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])

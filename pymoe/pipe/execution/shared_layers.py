@@ -31,7 +31,7 @@ from pymoe.pipe.execution.held_state import HeldSnapshot, HeldState
 from pymoe.pipe.execution.held_values import HeldLayout
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
-"""Buffers that kernels write to without a change of the version counter: those of batch norms and observers."""
+"""Buffers of batch norms and observers, which kernels write to without changing the version counter."""
 
 
 def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:

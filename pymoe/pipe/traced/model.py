@@ -76,8 +76,8 @@ class TracedModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the pipeline of the present model; right after micro-batches were made, that of the model they were
-        made for.
+        """Return the pipeline of the present model. The first read after micro-batches were made returns the pipeline
+        for which they were made.
         """
         is_chosen, self._is_chosen = self._is_chosen, False
         return self._now.pipeline if is_chosen else self._choose().pipeline
@@ -292,7 +292,7 @@ class Trace:
     _chosen: list[list[Key]] | None = None
     """The keys of the nodes that follow the boundaries of a policy."""
     _wanted: int | None = None
-    """The number of stages that the policy should make, if it tells."""
+    """The number of stages that the policy should make, if known."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """Capture the model in its present mode.

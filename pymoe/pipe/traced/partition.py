@@ -146,7 +146,7 @@ class _StageBuilder:
         for node in self._given:
             local = self._copies[node]
             if self._partitioner.is_changing_buffer(node):
-                # Other stages get its present contents, not those of the next micro-batch.
+                # Other stages get the buffer's present contents, not its contents in the next micro-batch.
                 local = self._graph.call_function(torch.ops.aten.clone.default, (local,))
             given.append(local)
         self._graph.output(given)
@@ -290,7 +290,7 @@ def split_regions(graph: fx.Graph) -> None:
 def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
     """Replace one region by several, with markers between them."""
     block = region.graph.graph
-    # What represents nodes of the block in the outer graph.
+    # The nodes of the outer graph that represent nodes of the block.
     outside: dict[fx.Node, Any] = dict(zip(block.find_nodes(op="placeholder"), node.args, strict=True))
     for number, segment in enumerate(_segments(block)):
         if number:

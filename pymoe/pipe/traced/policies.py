@@ -195,7 +195,9 @@ def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
 
 @contextmanager
 def _restored(graph: fx.GraphModule) -> Iterator[None]:
-    """After the block, restore opaque modules and random generators; operators get only copies."""
+    """Restore the buffers of opaque modules and the random generators after the block. Operators change only copies of
+    tensors.
+    """
     modules = [call.module for call in opaque_modules(graph.graph)]
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]

@@ -62,7 +62,7 @@ class StageModule(nn.Module):
         return outputs
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile its graphs, including those of later captures; arguments are those of ``torch.compile``.
+        """Compile this stage's graphs, and the graphs of later captures, too. Takes the arguments of ``torch.compile``.
 
         Each graph is compiled by itself: torch.compile gives up after compiling the same function 8 times, and would
         count the ``forward`` of all stages as one function.
