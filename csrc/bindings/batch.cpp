@@ -393,18 +393,19 @@ void bind_batches(py::module_& module) {
         Py_XSETREF(plain_runner, Py_NewRef(function.ptr()));
       },
       py::arg("function"),
-      "Choose what calls a function (its first argument) on a thread in the state in which threads begin, from a\n"
+      "Set the function that calls its first argument on a thread in the initial state of threads, for calls from a\n"
       "thread in another state.");
   module.def("patience_of_batch", patience_of_batch,
-             "Seconds until the latest deadline among the requests of the batch that this thread runs, but for those\n"
-             "whose futures nobody has any more; infinity where one has none. None: nobody has any, or it runs none.");
+             "Return the seconds until the latest deadline among the requests of the batch that this thread runs;\n"
+             "infinity if one has no deadline. Requests whose futures are gone do not count. None: no request counts,\n"
+             "or the thread runs no batch.");
   module.def(
       "buffer_statistics",
       [] {
         const auto now = buffers().statistics();
         return std::pair<int64_t, int64_t>(now.live_blocks, now.cached_bytes);
       },
-      "Blocks of memory that batches live in now, and bytes kept for batches to come.");
+      "Return the number of memory blocks that batches use now, and the bytes kept for later batches.");
 }
 
 }  // namespace pymoe::bindings

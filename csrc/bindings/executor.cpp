@@ -149,16 +149,17 @@ class PyExecutor {
 }  // namespace
 
 void bind_executor(py::module_& module) {
-  py::class_<PyExecutor>(module, "Executor", "The threads that serve the pools of a Runtime, which documents the rest.")
+  py::class_<PyExecutor>(module, "Executor", "The threads that serve the pools of a Runtime; see there.")
       .def(py::init<int, const py::iterable&>(), py::arg("workers"), py::arg("pools"))
       .def("running", &PyExecutor::running, "True from start to the end of shutdown.")
-      .def("start", &PyExecutor::start, py::arg("pools"), "Start the workers; nothing if they run already.")
-      .def("shutdown", &PyExecutor::shutdown, py::arg("drain"), "Wait until all requests are done and workers ended.")
-      .def("add", &PyExecutor::add, py::arg("pools"), "Serve these as well; nothing where it does not run.")
+      .def("start", &PyExecutor::start, py::arg("pools"), "Start the workers, unless they run already.")
+      .def("shutdown", &PyExecutor::shutdown, py::arg("drain"),
+           "Wait until all requests are done and all workers have ended.")
+      .def("add", &PyExecutor::add, py::arg("pools"), "Serve these pools, too; has no effect unless the executor runs.")
       .def("release", &PyExecutor::release, py::arg("pools"), py::arg("drain"), py::arg("timeout"),
-           "Close these, wait until their requests are done, and serve them no longer; False if that takes longer.")
+           "Close these pools, wait until their requests are done, and stop serving them; False after the timeout.")
       .def("take_back", &PyExecutor::take_back, py::arg("pools"),
-           "Open these again, of which release has not seen the end; nothing where it does not run.");
+           "Open these pools again after a release that timed out; has no effect unless the executor runs.");
 }
 
 }  // namespace pymoe::bindings

@@ -59,8 +59,8 @@ void bind_fingerprints(py::module_& module) {
       py::arg("allocated"), py::arg("round"), py::arg("whole"),
       R"(Return for each piece of memory a number that differs if it was written to: see csrc/runtime/fingerprint.h.
 
-A piece that is not within its allocation, an address and a size, counts as empty. Allocations must stay meanwhile. Two
-looks of one ``round`` read the same lines; ``whole``: read everything.)");
+A piece that is not within its allocation (an address and a size) counts as empty. Allocations must not be freed
+meanwhile. Calls of one ``round`` read the same lines; ``whole``: read everything.)");
 }
 
 }  // namespace pymoe::bindings

@@ -328,7 +328,7 @@ PyMethodDef methods[] = {
     {"result", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(result)), METH_FASTCALL | METH_KEYWORDS,
      "result(self: pymoe._runtime.RequestFuture, timeout: float | None = None) -> typing.Any\n\n"
      "Wait for the request and return its result, or raise what its batch raised.\n\n"
-     "Without a timeout, a thread that waits may run the batch itself, if nobody does yet.\n\n"
+     "Without a timeout, the waiting thread may run the batch itself, if no other thread does.\n\n"
      "Args:\n"
      "    timeout: seconds to wait at most; None waits as long as it takes.\n\n"
      "Raises:\n"
@@ -376,9 +376,9 @@ void bind_request_future(py::module_& module) {
       "The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
       "Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and\n"
       "``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling\n"
-      "the task that awaits cancels the request. Awaiting one that was cancelled otherwise (``cancel()``, a\n"
-      "shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of\n"
-      "``asyncio``, which would tell the task that it was itself cancelled.";
+      "the task that awaits cancels the request. Awaiting a request that was cancelled in\n"
+      "another way (``cancel()``, a shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does;\n"
+      "the error of ``asyncio`` would mean that the task itself was cancelled.";
   static PyMemberDef members[] = {
       {"__weaklistoffset__", T_PYSSIZET, offsetof(FutureObject, weak_references), READONLY, nullptr},
       {nullptr, 0, 0, 0, nullptr}};
@@ -416,19 +416,20 @@ void bind_request_future(py::module_& module) {
       "True if it was cancelled before it had started, or before all of its batches had run.");
   def("cancel", cancel,
       "Take the request out of its queue; False if its only or last batch has started, or it is done.\n\n"
-      "One that has more rows than a batch runs no further batch, and is done when the one that runs has ended.");
+      "A request with more rows than a batch runs no further batch, and is done when its running batch has ended.");
   def("add_done_callback", add_done_callback, py::arg("function"),
       "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
       "What the function raises is logged by the logger ``pymoe.runtime``.");
   def("remove_done_callback", remove_done_callback, py::arg("function"),
-      "Take back this very object, which :meth:`add_done_callback` was given. Returns how many times it was there.\n\n"
-      "What was called already, or is being called, is not there any more.");
+      "Remove this object from the callbacks, and return how many times :meth:`add_done_callback` had added it.\n\n"
+      "Callbacks that were called already, or are being called, are no longer among them.");
 
   module.def(
       "must_help", [](bool limited) { return help_of_this_thread(false, limited) == runtime::Help::kInBatch; },
       py::arg("limited"),
-      "True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a\n"
-      "thread may be the only one that can run what it waits for, and does so in a future's result().");
+      "Return whether this thread must run batches while it waits in a future's result(): inside a batch and on a\n"
+      "worker, because no other thread may be able to run what it waits for. Workers of parallel calls need not if\n"
+      "their wait is ``limited``.");
 }
 
 }  // namespace pymoe::bindings

@@ -144,13 +144,12 @@ void bind_process(py::module_& module) {
   pthread_atfork(before_fork, after_fork, start_generation);
   py::module_::import("atexit").attr("register")(py::cpp_function(stop_all));
 
-  py::class_<ThreadIdentity>(module, "ThreadIdentity", "What the runtime knows a thread by.");
+  py::class_<ThreadIdentity>(module, "ThreadIdentity", "The identity of a thread for the runtime.");
   module.def(
       "identity_of_this_thread", [] { return ThreadIdentity(); },
-      "What the runtime knows the calling thread by, for a thread that works in its place.");
-  module.def(
-      "adopt_identity", adopt_identity, py::arg("identity"),
-      "Be the thread of that identity for the runtime from now on; that one must wait until this one has ended.");
+      "Return the identity of the calling thread, for a thread that works in its place.");
+  module.def("adopt_identity", adopt_identity, py::arg("identity"),
+             "Take the identity of another thread, which must wait until the calling thread has ended.");
 }
 
 }  // namespace pymoe::bindings

@@ -130,9 +130,9 @@ GradMode::~GradMode() {
 }
 
 void bind_thread_state(py::module_& module) {
-  module.def("thread_is_plain", thread_is_plain,
-             "True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on\n"
-             "or off.");
+  module.def(
+      "thread_is_plain", thread_is_plain,
+      "Return whether torch's state on this thread is the initial state of threads; gradients may be on or off.");
 }
 
 }  // namespace pymoe::bindings

@@ -350,8 +350,8 @@ class Pipe(Inspection):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Return the kind of the hooks in ``_backward_hooks``, as ``nn.Module`` keeps it, from the model, which has the
-        hooks.
+        """Return the kind of the backward hooks, as ``nn.Module`` records it. The hooks are the model's, and so is the
+        record.
         """
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 

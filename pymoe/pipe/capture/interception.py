@@ -313,7 +313,7 @@ class FunctionCalls:
         """The class whose ``apply`` will get ``setup_context`` next."""
 
     def intercepted(self) -> AbstractContextManager[None]:
-        """Intercept them within the block."""
+        """Intercept calls of ``autograd.Function`` within the block."""
         _functions_are_heard()
         return self._patched()
 

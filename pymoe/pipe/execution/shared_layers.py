@@ -79,7 +79,8 @@ class Turns:
         self._held = HeldState(roots)
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
-        # Auxiliary losses are written to and put back; no other stage may see them in between, even in order.
+        # Auxiliary losses are written to and put back. No other stage may run in between, even in a schedule that keeps
+        # the order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
         self._checked: HeldSnapshot | None = None  # the state at the last check that forwards write nothing

@@ -259,7 +259,7 @@ def _now(tensors: list[torch.Tensor]) -> float:
 
 
 def _example(graph: fx.GraphModule) -> list[Any]:
-    """Return arguments with the shapes and dtypes of the capture's."""
+    """Return arguments with the shapes and dtypes of the capture's example arguments."""
 
     def like(value: torch.Tensor) -> torch.Tensor:
         return example_tensor([size if isinstance(size, int) else int(size.node.hint) for size in value.shape], value)
