@@ -62,8 +62,8 @@ struct Scratch {
   S* choice;                   // (tile, E): choice scores, with those of the remaining groups next to each other
   S* candidates;               // (E, tile)
   order_key_t<S>* candidate;   // (E, tile): the column of each candidate
-  S* values;                   // (K, tile): of the chosen experts
-  order_key_t<S>* columns;     // (K, tile): of the chosen experts
+  S* values;                   // (K, tile): the values by which experts were chosen
+  order_key_t<S>* columns;     // (K, tile): their columns
   S* weights;                  // (K, tile)
   order_key_t<S>* group_keys;  // (groups, tile)
   int32_t* groups;             // (tile, groups): the remaining groups of each token, ascending

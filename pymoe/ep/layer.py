@@ -126,7 +126,7 @@ class ShardedMoE(MoE):
         return f"{super().extra_repr()}, ranks={sharding.ranks}, own experts: {own}{way}"
 
     def _weight_of_input_dtype(self) -> Tensor:
-        return self.router.weight  # FSDP may have cut the experts again, in a wider dtype, until they are called
+        return self.router.weight  # between calls FSDP may keep experts in a wider dtype
 
     def _compared_options(self) -> tuple[Any, ...]:
         router, losses = self.router, self.losses

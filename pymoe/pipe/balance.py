@@ -394,7 +394,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     sums, _ = _exact_sums(costs)
     limit, layers = _least_maximum(sums, partitions), len(costs)
     Way = tuple[int, int, tuple[int, ...]]
-    # By number of layers: the least squares of costs and of sizes, and the sizes of blocks.
+    # For each number of layers: the least sums of squares (of block costs, then of block sizes), and the block sizes.
     best: dict[int, Way] = {0: (0, 0, ())}
     for blocks_left in reversed(range(partitions)):
         further: dict[int, Way] = {}

@@ -458,7 +458,7 @@ def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> La
         return label._replace(dim=row - (along < row) - len(shape))
     if along != row or (shape == given.shape and kind == "Slice"):
         return label
-    if places is not None:  # of a slice
+    if places is not None:  # a slice takes these rows
         return label._replace(dim=None if len(places) == 1 else label.dim, part=("slice", places, label.part))
     return label._replace(part=("index",) if kind == "IndexSelect" else _EACH_ITS_OWN)
 

@@ -47,9 +47,7 @@ class LayersAsStages(StagedModel):
         return self.parts
 
     def _stand(self) -> None:
-        """Make the pipeline of the present layers; earlier findings are dropped together with the stages that they are
-        about.
-        """
+        """Make the pipeline of the present layers. Findings about earlier stages are dropped with those stages."""
         self._made: Pipeline | None = None
         made = self._fill()
         self._structure = Structure(self.module, self.parts, made)

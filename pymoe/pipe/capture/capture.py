@@ -477,7 +477,7 @@ def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
     """Return the module of ``root`` that stands for one of ``model``'s; make it if there is none."""
     here, original = root, model
     for name in path.split(".") if path else []:
-        if here is original:  # an opaque module, which is contained itself
+        if here is original:  # an opaque module: the graph contains the module itself
             return here
         original = original.get_submodule(name)
         step = here._modules.get(name)
