@@ -1,7 +1,7 @@
-"""How nvcc compiles the kernels: flags and architectures.
+"""The flags and architectures with which nvcc compiles the kernels.
 
-``setup.py`` builds with what stands here, and the tests that read the compiler's output compile with the same, so that
-they judge what ships. The standard library alone is imported: ``setup.py`` comes here before anything is installed.
+``setup.py`` builds with them, and so do the tests that read the compiler's output, so that they test what ships. This
+file imports only the standard library, because ``setup.py`` runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OLDEST_FOR_BLACKWELL = (12, 8)
 
 @cache
 def version_text(nvcc: str) -> str:
-    """Return what a compiler says of itself."""
+    """Return a compiler's version text."""
     return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
 
 
@@ -36,18 +36,18 @@ def default_arch_list(toolkit: str) -> str:
     """Return the architectures for a toolkit such as ``"13.0"``, as TORCH_CUDA_ARCH_LIST spells them.
 
     Machine code for sm_80 runs on every 8.x, for sm_90 on every Hopper, for sm_100 on every 10.x and for sm_120 on
-    every 12.x. The PTX serves what comes after, where the driver is at least as new as the toolkit; it is that of the
-    data-center GPU, because a later architecture than 12.0 need not have a larger number (11.0 is newer).
+    every 12.x. The PTX is for later GPUs, if the driver is at least as new as the toolkit. It is the data-center GPU's,
+    because an architecture that is newer than 12.0 need not have a larger number (11.0 is newer).
     """
     version = tuple(int(part) for part in toolkit.split(".")[:2])
     return "8.0;9.0;10.0+PTX;12.0" if version >= OLDEST_FOR_BLACKWELL else "8.0;9.0+PTX"
 
 
 def arch_list_of(seen: Collection[tuple[int, int]], toolkit: str) -> str:
-    """Return the architectures to build for where GPUs of the compute capabilities ``seen`` are to run the kernels.
+    """Return the architectures to build for GPUs with the compute capabilities ``seen``.
 
-    They are those of the default list that serve these GPUs, and PTX of the newest. The whole default list is returned
-    where no GPU is seen, or one whose generation is not in the list: its driver compiles the PTX.
+    These are the architectures of the default list that serve these GPUs, and PTX of the newest. The whole default list
+    is returned if no GPU is seen, or if the generation of one is not in the list: then its driver compiles the PTX.
     """
     majors = {str(major) for major, _ in seen}
     default = default_arch_list(toolkit)

@@ -25,7 +25,7 @@ PUBLIC_PACKAGES = [
     for line in (ROOT / "docs/reference/api/index.md").read_text().split("```{toctree}")[1].splitlines()
     if line.startswith("pymoe.")
 ]
-"""Packages whose ``__all__`` the reference documents: one page each."""
+"""The packages with a page in the reference. A page documents every name in the package's ``__all__``."""
 
 project = "pymoe"
 author = "The pymoe authors"
@@ -53,7 +53,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 maximum_signature_line_length = 100
 
-# References must resolve, but for those to other projects, and to aliases in signatures.
+# All references must resolve, except references to other projects and to aliases in signatures.
 nitpicky = True
 OTHER_PROJECTS = (
     r"(torch|nn|numpy|grpc|msgspec|prometheus_client|transformers|collections|concurrent|typing|pathlib|enum)\..*"

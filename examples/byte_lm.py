@@ -21,13 +21,15 @@ ROTARY_BASE = 10_000.0
 
 
 def setting(default: Any, text: str, group: str = "training", choices: tuple[str, ...] | None = None) -> Any:
-    """A field of Config; train_lm.py makes a flag of it."""
+    """A field of Config, for which train_lm.py makes a flag."""
     return field(default=default, metadata={"help": text, "group": group, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Config:
-    """What decides the losses of a run: two runs of equal configs on one machine have the same, bit for bit."""
+    """All settings on which the losses of a run depend: on one machine, equal configs give equal losses, bit for
+    bit.
+    """
 
     ffn: str = setting(
         "moe",
@@ -68,11 +70,11 @@ class Config:
 
     @property
     def dense_ffn_size(self) -> int:
-        """Hidden size of all experts that one byte meets together."""
+        """Hidden size of all experts together that process one byte."""
         return (self.top_k + self.shared_experts) * self.ffn_size
 
     def learning_rate_at(self, step: int) -> float:
-        """The rate of the update that makes step ``step`` (0-based)."""
+        """Return the learning rate of step ``step`` (0-based)."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -173,7 +175,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
-    """All parameters, and those that one byte meets: of each MoE layer's experts only ``top_k`` of ``num_experts``."""
+    """Return the number of all parameters, and of those that process one byte: only ``top_k`` of ``num_experts``
+    experts.
+    """
     total = active = 0
     for parameter in model.parameters():
         total += parameter.numel()
@@ -183,7 +187,7 @@ def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
 
 
 def make_optimizer(model: nn.Module, config: Config, **options: Any) -> torch.optim.AdamW:
-    """AdamW, fused unless ``options`` say otherwise; matrices decay, norms and biases do not."""
+    """Return AdamW, fused unless ``options`` say otherwise; matrices have weight decay, norms and biases do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -195,7 +199,9 @@ def make_optimizer(model: nn.Module, config: Config, **options: Any) -> torch.op
 def train_step(
     model: LanguageModel, optimizer: torch.optim.Optimizer, config: Config, step: int, inputs: Tensor, targets: Tensor
 ) -> float:
-    """Forward, backward, clip, update. MoE layers inject their balancing losses into the gradient themselves."""
+    """Run forward, backward, clipping and update. MoE layers inject their balancing losses into the gradient
+    themselves.
+    """
     model.train()
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate_at(step)
@@ -213,9 +219,10 @@ def train_step(
 def generate(
     model: LanguageModel, context: int, prompt: str, length: int, temperature: float, k: int, seed: int
 ) -> str:
-    """``prompt`` and ``length`` more bytes, drawn from the ``k`` likeliest; temperature 0 takes the likeliest.
+    """Return ``prompt`` and ``length`` more bytes, drawn from the ``k`` most likely ones; temperature 0 takes the most
+    likely.
 
-    Bytes that make no UTF-8 character appear as the replacement character.
+    Bytes that are not valid UTF-8 appear as the replacement character.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

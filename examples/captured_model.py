@@ -1,4 +1,4 @@
-"""A model that is no sequence, captured, cut where its code says and trained in a pipeline.
+"""Captures a model that is not a sequence, cuts it where its code says, and trains it in a pipeline.
 
 python examples/captured_model.py
 """
@@ -15,7 +15,9 @@ import pymoe
 
 
 class Matching(nn.Module):
-    """Which of two sets of points is the wider one? Its halves share an encoder, and the skip is part of its code."""
+    """Decides which of two sets of points is wider. Its two branches share an encoder, and the skip is part of its
+    code.
+    """
 
     def __init__(self):
         super().__init__()

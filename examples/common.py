@@ -1,4 +1,4 @@
-"""What the examples share: packages that may be missing, command lines, records, text, and runs side by side."""
+"""Code that the examples share: checks for missing packages, command lines, records, text, and comparison of runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FILE_NAME = "record.json"
 
 
 def require(names: Iterable[str] = EXTRAS, install: Iterable[str] | None = None) -> None:
-    """Leave with one line that holds the command to run when a package is missing.
+    """If a package is missing, exit with one line that holds the command to install it.
 
     Args:
-        names: what is imported.
-        install: what brings it, if that is called otherwise.
+        names: the packages to import.
+        install: the name to install, if it differs.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if "pymoe" in missing:
@@ -48,7 +48,7 @@ from pymoe.pipe.schedules import Record, build, mean_times, simulate, text
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help has the first paragraph of ``description`` above the options, and the rest below."""
+    """Return a parser whose help has the first paragraph of ``description`` above the options, and the rest below."""
     head, _, tail = (description or "").partition("\n\n")
     return argparse.ArgumentParser(
         description=head, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -56,14 +56,14 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def tell(found: Mapping[str, bool]) -> int:
-    """Print what a run must show, in words, and whether it did; 0 if all holds, the exit status."""
+    """Print each check in words, with its result; return the exit status, 0 if all hold."""
     for words, holds in found.items():
         print(f"{'yes' if holds else 'NO '}  {words}")
     return 0 if all(found.values()) else 1
 
 
 def tell_losses(alone: list[float], losses: list[float], column: str, tolerance: float, first: int = 1) -> int:
-    """Print the losses of one process and of several, step by step from ``first`` on; the exit status.
+    """Print the losses of one process and of several, step by step from ``first`` on; return the exit status.
 
     They must not differ by more than ``tolerance`` nats, and must fall.
     """
@@ -87,7 +87,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
         return value
 
-    parse.__name__ = "int"  # argparse names it when the text is no number
+    parse.__name__ = "int"  # argparse shows this name if the text is not a number
     return parse
 
 
@@ -102,7 +102,7 @@ def write_record(record: dict[str, Any], folder: Path) -> Path:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Of a run's folder, or of a record's file itself."""
+    """Return the record of a run's folder, or of a record's file."""
     path = folder if folder.is_file() else folder / FILE_NAME
     return json.loads(path.read_text())
 
@@ -133,7 +133,7 @@ REPEATED_PARAGRAPH_MIN = 80
 
 
 class TextError(Exception):
-    """The text cannot be trained on; the message says why in one line."""
+    """Raised if the text cannot be used for training; the message says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,12 @@ def python_manual() -> bytes:
 
 
 class Batches:
-    """Shuffled windows of the training text: epoch after epoch, each from another offset and in another order."""
+    """Shuffled windows of the training text; offset and order differ in every epoch."""
 
     def __init__(self, data: Tensor, context: int, batch_size: int, seed: int) -> None:
         self._data, self._context, self._batch_size, self._seed = data, context, batch_size, seed
-        # One less than fit: then as many fit behind any offset below one window, target of the last byte included.
+        # One window fewer than fit, so that they fit after any offset below one window, including the last byte's
+        # target.
         self.windows_per_epoch = data.numel() // context - 1
         self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
 
@@ -212,7 +213,7 @@ class Batches:
 def validation_windows(data: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Consecutive windows over the held-back text, (windows, context): each byte is predicted once.
 
-    What a byte can look back on ends at its window's start; the remainder that fills no window is left out.
+    A byte sees only the earlier bytes of its window; a remainder that fills no window is left out.
     """
     count = (data.numel() - 1) // context
     flat = data[: count * context + 1].long()
@@ -221,19 +222,19 @@ def validation_windows(data: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class History:
-    """What a run measured, one entry a step."""
+    """The measurements of a run, one entry per step."""
 
     loss: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def median_seconds(self) -> float:
-        """Of a step; the first is left out, which makes what later ones find."""
+        """Return the median seconds of a step, without the first one, which fills caches for the others."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
 class Training(ABC):
-    """A model and its optimizer; subclasses say what a step reads and what its loss is."""
+    """A model and its optimizer; subclasses define the inputs and the loss of a step."""
 
     name = "model alone"
 
@@ -247,10 +248,10 @@ class Training(ABC):
 
     @abstractmethod
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of one micro-batch: the mean over its rows."""
+        """Return the loss of one micro-batch: the mean over its rows."""
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
-        """Leaves the gradients in the parameters and returns the mean loss."""
+        """Add gradients to the parameters, and return the mean loss."""
         total = 0.0
         chunks = self.options.micro_batches
         for x, y in zip(inputs.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
@@ -272,14 +273,14 @@ class Training(ABC):
 
 
 class InPipeline(Training):
-    """The same training where a pipe makes the gradients; subclasses say how it is called."""
+    """The same training with gradients from a pipe; subclasses define how the pipe is called."""
 
     pipe: Pipe
     _last: Record | None = None
 
     @abstractmethod
     def losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One step of the pipe: the mean losses of its micro-batches."""
+        """Run one step of the pipe; return the mean losses of its micro-batches."""
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
         losses = self.losses(inputs, targets)
@@ -295,7 +296,7 @@ class InPipeline(Training):
 
     @property
     def as_planned(self) -> Record:
-        """The schedule, with the times that actions took in the last step, and nothing else."""
+        """Return the plan of the schedule with the measured times of the last step's actions, without any overhead."""
         chunks = min(self.options.micro_batches, self.options.rows)
         plan = simulate(build(self.options.schedule, self.pipe.num_stages, chunks), mean_times(self.as_run))
         return Record(f"{plan.title}, planned", plan.placement, plan.spans)
@@ -307,7 +308,7 @@ class InPipeline(Training):
 
 
 def take_turns(runs: Sequence[Training], data: Any, dtype: torch.dtype, steps: int) -> None:
-    """So many steps of every run, with losses printed on the way."""
+    """Train every run for a number of steps, and print losses meanwhile."""
     width = max(len(run.name) for run in runs)
     print(f"\n{str(dtype).removeprefix('torch.')}    loss: {'  '.join(f'{run.name:>{width}}' for run in runs)}")
     for step in range(steps):
@@ -318,7 +319,9 @@ def take_turns(runs: Sequence[Training], data: Any, dtype: torch.dtype, steps: i
 
 
 def difference(alone: Training, pipelines: Sequence[Training]) -> dict[str, float]:
-    """The largest absolute differences of pipelines from the model: losses of all steps, parameters in the end."""
+    """Return the largest absolute differences between pipelines and model: in losses of all steps, in parameters at the
+    end.
+    """
     return {
         "loss": max(abs(a - b) for run in pipelines for a, b in zip(alone.history.loss, run.history.loss, strict=True)),
         "parameter": max(
@@ -332,7 +335,7 @@ def difference(alone: Training, pipelines: Sequence[Training]) -> dict[str, floa
 def are_equal(
     differences: Mapping[str, Mapping[str, float]], steps: Mapping[str, int], allowed: Mapping[str, float]
 ) -> dict[str, bool]:
-    """What the runs must show of their differences, by dtype, in words, and whether they did."""
+    """Return the checks of these differences, by dtype: each in words, with its result."""
     found = {}
     for dtype, count in steps.items():
         loss, limit = differences[dtype]["loss"], allowed[dtype]
@@ -343,7 +346,7 @@ def are_equal(
 
 
 def print_step_times(record: Mapping[str, Any]) -> None:
-    """Of every run, and the seconds of all of it."""
+    """Return the record of every run, and the total seconds."""
     width = max(map(len, record["runs"]))
     for name, run in record["runs"].items():
         print(f"{name:{width}}  a step takes {1e3 * run['median_step_seconds']:.0f} ms")

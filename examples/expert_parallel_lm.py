@@ -1,4 +1,4 @@
-"""Trains the language model of train_lm.py with experts spread over processes, beside the same training in one process.
+"""Trains the language model of train_lm.py with experts spread over processes, and compares it with one process.
 
     torchrun --nproc-per-node 2 examples/expert_parallel_lm.py                       # experts over two processes
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --ep 2                # two groups of two, and DDP
@@ -38,10 +38,10 @@ TOLERANCE = 1e-9  # nats per byte, in float64
 
 
 class Trained:
-    """A model, its optimizer, and what a step does."""
+    """A model, its optimizer, and its training step."""
 
     def __init__(self, config: Config, options: argparse.Namespace | None = None) -> None:
-        """Of one process, or spread over all of them as ``options`` say."""
+        """Make the run of one process, or one that is spread over all processes as ``options`` say."""
         torch.manual_seed(config.seed)
         self.config, self.model = config, LanguageModel(config).double()
         self.called: nn.Module = self.model
@@ -51,11 +51,11 @@ class Trained:
             ep.shard(self.model, mesh["ep"], chunks=options.chunks, clones=options.clones, min_rows_to_clone=1)
             blocks = {"blocks": list(self.model.blocks)} if options.kind == "fsdp" else {}
             self.called = ep.data_parallel(self.model, mesh, kind=options.kind, **blocks)
-        # Where some parameters are DTensors and others are not, AdamW takes them one by one.
+        # If some parameters are DTensors and others are not, AdamW must update them one by one.
         self.optimizer = make_optimizer(self.model, config, fused=False, foreach=False)
 
     def step(self, number: int, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One optimizer step; the loss of these rows."""
+        """Make one optimizer step; return the loss of these rows."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(number)
         loss = F.cross_entropy(self.called(inputs).flatten(0, 1), targets.flatten())
@@ -77,12 +77,12 @@ class Trained:
         ep.redistribute(self.model, placements, self.optimizer)
 
     def state(self, steps: int) -> dict[str, Any]:
-        """What a checkpoint holds: whole parameters under the model's names, wherever their parts are."""
+        """Return the contents of a checkpoint: whole parameters under the model's names, wherever their parts are."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "steps": steps}
 
     def load(self, folder: str) -> None:
-        """Go on from a checkpoint of any number of processes."""
+        """Continue from a checkpoint of any number of processes."""
         state = self.state(0)
         dcp.load(state, checkpoint_id=folder)
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -90,7 +90,7 @@ class Trained:
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 if the losses are those of the one process."""
+    """Train; return 0 if the losses equal those of one process."""
     options = parse(argv)
     torch.set_num_threads(1)
     config = Config(
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
 
 
 def share_of_step(spread: Trained, number: int, batches: Batches) -> float:
-    """A step on this process's share of a batch; the mean loss of all processes."""
+    """Train on this process's share of a batch; return the mean loss of all processes."""
     world, rank = dist.get_world_size(), dist.get_rank()
     loss = spread.step(number, *(rows.chunk(world)[rank] for rows in batches.batch(number)))
     dist.all_reduce(loss)
@@ -138,7 +138,7 @@ def share_of_step(spread: Trained, number: int, batches: Batches) -> float:
 
 
 def steps_in(folder: str) -> int:
-    """How many steps a checkpoint has behind it; 0 without one."""
+    """Return the number of steps in a checkpoint; 0 without one."""
     state = {"steps": 0}
     if folder:
         with warnings.catch_warnings():
@@ -178,7 +178,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace, steps: range, alone: list[float], losses: list[float]) -> int:
-    """Print the losses beside each other; the exit status."""
+    """Print the losses side by side; return the exit status."""
     groups = int(os.environ["WORLD_SIZE"]) // options.ep
     print(f"\n{groups} x {options.ep} processes, {options.kind}, float64")
     return tell_losses(alone, losses, "spread", TOLERANCE, steps.start + 1)

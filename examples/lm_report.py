@@ -1,4 +1,4 @@
-"""What a run of train_lm.py shows while it trains, and what it says in the end: a comparison, a record, a report."""
+"""The output of train_lm.py: a live view while it trains, and at the end a comparison, a record and a report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Display:
-    """A live panel on a terminal, a plain line now and then anywhere else."""
+    """Shows a live panel on a terminal, or a plain line now and then elsewhere."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, console = trainer, Console()
@@ -86,7 +86,7 @@ class Display:
 
 
 def compare_backends(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Native and reference from the same weights on the same batches, on copies: steps of both in turn."""
+    """Compare native and reference on copies with the same weights and batches, with steps in turn."""
     config = trainer.config
     models = {name: LanguageModel(replace(config, backend=name)) for name in ("native", "reference")}
     for model in models.values():
@@ -118,7 +118,7 @@ def compare_backends(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def layer_speedups(models: dict[str, LanguageModel], trainer: Trainer, repeats: int) -> list[float]:
-    """Of forward and backward of the middle MoE layer, on the rows that it gets in training."""
+    """Time forward and backward of the middle MoE layer, on the rows that it gets in training."""
     layers = {name: model.moe_layers()[len(model.blocks) // 2] for name, model in models.items()}
     seen: list[Tensor] = []
     hook = layers["native"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -136,7 +136,7 @@ def layer_speedups(models: dict[str, LanguageModel], trainer: Trainer, repeats: 
 
 
 def make_record(trainer: Trainer, **found: Any) -> dict[str, Any]:
-    """Enough to repeat the run and to draw every plot. It holds no host name and no path."""
+    """Return everything that is needed to repeat the run and draw every plot, without host names and paths."""
     config, history, build = trainer.config, trainer.history, pymoe.build_info()
     seconds = statistics.median(history.seconds)
     return {
@@ -173,7 +173,7 @@ def make_record(trainer: Trainer, **found: Any) -> dict[str, Any]:
 
 
 def binned_load(load: list[Tensor]) -> dict[str, Any] | None:
-    """Mean relative load (1 = an even share) per bin of steps, layer and expert."""
+    """Return the mean relative load (1 = an even share) per bin of steps, layer and expert."""
     if not load:
         return None
     stacked = torch.stack(load).double()

@@ -1,4 +1,4 @@
-"""Trains the language model of train_lm.py in a pipeline of stages, beside the same training by a plain loop.
+"""Trains the language model of train_lm.py in a pipeline of stages, and compares it with a plain loop.
 
     python examples/pipeline_moe_lm.py                 # less than a minute on two cores
     python examples/pipeline_moe_lm.py --stages 3 --schedule zero-bubble
@@ -53,7 +53,7 @@ class PositionedBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and logits by the embedding's transpose."""
+    """The last norm, and logits from the embedding's transpose."""
 
     def __init__(self, norm: nn.Module, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -65,25 +65,25 @@ class Head(nn.Module):
 
 
 def layers(config: Config) -> nn.Sequential:
-    """A new model: bytes (B, C) int64 to logits (B, C, 256)."""
+    """Return a new model, from bytes (B, C) int64 to logits (B, C, 256)."""
     model = LanguageModel(config)
     blocks = [PositionedBlock(block, model.cos.clone(), model.sin.clone()) for block in model.blocks]
     return nn.Sequential(model.embedding, *blocks, Head(model.norm, model.embedding))
 
 
 def balance(layers: int, stages: int) -> list[int]:
-    """How many layers each stage gets: as equal as can be, embedding and head counted as layers."""
+    """Return the number of layers of each stage, as equal as possible; embedding and head count as layers."""
     size, rest = divmod(layers, stages)
     return [size + (number < rest) for number in range(stages)]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all bytes, in nats."""
+    """Return the mean over all bytes, in nats."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Run:
-    """A model and its optimizer; how gradients are made is what subclasses differ in."""
+    """A model and its optimizer; subclasses compute gradients in different ways."""
 
     def __init__(self, config: Config, micro_batches: int, dtype: torch.dtype) -> None:
         torch.manual_seed(config.seed)
@@ -113,7 +113,7 @@ class Run:
 
 
 class Plain(Run):
-    """Forward and backward of one micro-batch after the other."""
+    """Runs forward and backward of one micro-batch after the other."""
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
         set_aux_loss_scale(self.model, 1 / self.micro_batches)
@@ -140,7 +140,7 @@ class Pipelined(Run):
 
     @property
     def picture(self) -> Record:
-        """Of the last step, as it went."""
+        """Draw the schedule of the last step, as it ran."""
         record = self.pipe.last_run
         assert record is not None, "no step has been made"
         return record
@@ -148,7 +148,7 @@ class Pipelined(Run):
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two runs, in absolute values."""
+    """The largest absolute differences between two runs."""
 
     loss: float
     parameter: float
@@ -156,7 +156,7 @@ class Difference:
 
 
 def difference(a: Run, b: Run) -> Difference:
-    """Between the losses of all steps, and between the parameters and expert biases now."""
+    """Return the differences of all steps' losses, and of the present parameters and expert biases."""
     parameters = zip(a.model.parameters(), b.model.parameters(), strict=True)
     biases = zip(expert_biases(a.model), expert_biases(b.model), strict=True)
     return Difference(
@@ -167,7 +167,7 @@ def difference(a: Run, b: Run) -> Difference:
 
 
 def expert_biases(model: nn.Module) -> list[Tensor]:
-    """Of all MoE layers that have one."""
+    """Return the expert biases of all MoE layers that have one."""
     found = [module.router.expert_bias for module in model.modules() if isinstance(module, MoE)]
     return [bias for bias in found if bias is not None]
 
@@ -177,7 +177,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-4}
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 if all checks hold."""
+    """Train; return 0 if all checks hold."""
     options = parse(argv)
     torch.set_num_threads(1)  # for each stage, and for the plain loop
     start = time.perf_counter()
@@ -231,7 +231,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def both(
     config: Config, batches: Batches, options: argparse.Namespace, dtype: torch.dtype, steps: int
 ) -> tuple[Plain, Pipelined]:
-    """The same steps by both, in turns."""
+    """Run the same steps by both, in turn."""
     plain = Plain(config, options.micro_batches, dtype)
     pipelined = Pipelined(config, options.micro_batches, dtype, options.stages, options.schedule)
     print(f"\n{str(dtype).removeprefix('torch.')}   loss: plain loop  pipeline   difference   step: plain  pipeline")
@@ -250,7 +250,7 @@ def both(
 
 
 def report(options: argparse.Namespace, runs: dict[str, tuple[Plain, Pipelined]], seconds: float) -> int:
-    """Prints and writes what was found; the exit status."""
+    """Print and write the results; return the exit status."""
     found = {name: difference(*pair) for name, pair in runs.items()}
     plain, pipelined = runs["float32"]
     record = pipelined.picture
@@ -283,7 +283,7 @@ def as_record(
     found: dict[str, Difference],
     checks: dict[str, bool],
 ) -> dict[str, Any]:
-    """What was measured, for the JSON file."""
+    """Return the measurements for the JSON file."""
     asked = {name: value for name, value in vars(options).items() if name not in ("out", "text")}
     return {
         "what": "pymoe examples/pipeline_moe_lm.py",

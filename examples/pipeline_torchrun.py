@@ -1,4 +1,4 @@
-"""Trains the language model of train_lm.py in a pipeline over processes, beside the same training in one process.
+"""Trains the language model of train_lm.py in a pipeline over processes, and compares it with one process.
 
     torchrun --nproc-per-node 2 examples/pipeline_torchrun.py
     torchrun --nproc-per-node 4 examples/pipeline_torchrun.py                   # four stages
@@ -31,7 +31,7 @@ from pymoe.pipe.distributed import watching
 
 
 class Place:
-    """Where this process is: which stage of which pipeline."""
+    """The place of this process: which stage of which pipeline."""
 
     def __init__(self, replicas: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -56,11 +56,11 @@ class Announced(nn.Module):
         self.stage = stage
 
     def forward(self) -> None:
-        """A backward pass will come."""
+        """Announce that a backward pass will come."""
 
 
 class Trained:
-    """What one process does for the training of a model."""
+    """One process's part in the training of a model."""
 
     def __init__(self, config: Config, place: Place, micro_batches: int, schedule: str) -> None:
         torch.manual_seed(config.seed)
@@ -100,7 +100,7 @@ class Trained:
             self.losses.append(torch.stack(losses).detach().mean())
 
     def clip(self) -> None:
-        """By the norm of the gradients of all stages, in which a shared parameter counts once."""
+        """Clip by the norm of the gradients of all stages, in which a shared parameter counts once."""
         parameters = [p for p in self.part.parameters() if p.grad is not None]
         own = [p.grad.square().sum() for p in parameters if p.grad is not None and id(p) not in self.counted_elsewhere]
         total = torch.stack([*own, torch.zeros((), dtype=torch.float64)]).sum()
@@ -108,7 +108,7 @@ class Trained:
         nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total.sqrt())
 
     def all_losses(self) -> list[float]:
-        """Of all steps, means over the replicas, in every process."""
+        """Return the losses of all steps in every process, as means over the replicas."""
         place = self.place
         found = torch.stack(self.losses) if place.is_last else torch.zeros(0, dtype=torch.float64)
         if place.is_last:
@@ -122,7 +122,7 @@ TOLERANCE = 1e-10  # nats per byte, in float64
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 if the losses are those of the one process."""
+    """Train; return 0 if the losses equal those of one process."""
     options = parse(argv)
     torch.set_num_threads(1)
     micro_batches = options.replicas * options.micro_batches
@@ -185,7 +185,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace, alone: list[float], losses: list[float]) -> int:
-    """Print the losses beside each other; the exit status."""
+    """Print the losses side by side; return the exit status."""
     stages = int(os.environ["WORLD_SIZE"]) // options.replicas
     print(f"\n{options.replicas} x {stages} processes, {options.schedule}, float64")
     return tell_losses(alone, losses, "pipeline", TOLERANCE)

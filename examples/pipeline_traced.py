@@ -1,4 +1,4 @@
-"""Trains a model of the transformers library in pipelines of two and four stages, beside the same model alone.
+"""Trains a model of the transformers library in pipelines of two and four stages, and compares it with the model alone.
 
     python examples/pipeline_traced.py                 # about a minute on two cores
     python examples/pipeline_traced.py --architecture gpt2 --cut flops --schedule zero-bubble
@@ -64,7 +64,9 @@ ARCHITECTURES = ("llama", "gpt2", "qwen3")
 
 
 def new_model(architecture: str, width: int, layers: int, context: int) -> nn.Module:
-    """A new model, its head's weight that of its embedding; ``model(input_ids).logits`` is (rows, context, 256)."""
+    """Return a new model, whose head shares the embedding's weight; ``model(input_ids).logits`` is (rows, context,
+    256).
+    """
     if architecture == "gpt2":
         sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": width // 16, "n_positions": context}
         sizes |= NO_DROPOUT
@@ -91,7 +93,7 @@ def new_model(architecture: str, width: int, layers: int, context: int) -> nn.Mo
 
 
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:
-    """Of the model's output; the mean over all bytes, in nats."""
+    """Return the loss of the model's output: the mean over all bytes, in nats."""
     return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
@@ -185,7 +187,7 @@ def run_record(run: Run) -> dict[str, Any]:
 
 
 def busy(run: Pipelined) -> list[float]:
-    """How long each stage computed in the last step."""
+    """Return the seconds that each stage computed in the last step."""
     seconds = [0.0] * run.pipe.num_stages
     for worker in run.as_run.spans:
         for span in worker:
@@ -194,7 +196,7 @@ def busy(run: Pipelined) -> list[float]:
 
 
 def same_weights(run: Pipelined) -> bool:
-    """Whether the pipe's state loads into a model that knows no pipe, under its names, and is the same there."""
+    """Return whether the pipe's state loads into a plain model, under its names, and is the same there."""
     options = run.options
     other = new_model(options.architecture, options.width, options.layers, options.context)
     other = other.to(next(run.model.parameters()).dtype)
@@ -205,7 +207,7 @@ def same_weights(run: Pipelined) -> bool:
 
 @torch.no_grad()
 def same_outputs(run: Pipelined) -> float:
-    """The largest difference between the outputs of the pipe and of the model, on a text of another length."""
+    """Return the largest difference between the outputs of pipe and model, on a text of another length."""
     length = max(2, run.options.context // 2)
     shape = 2 * run.options.micro_batches + 1, length
     text = torch.randint(BYTES, shape, generator=torch.Generator().manual_seed(1))
@@ -217,7 +219,7 @@ def same_outputs(run: Pipelined) -> float:
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """What the runs must show, in words, and whether they did."""
+    """Return the checks of the runs: each in words, with its result."""
     options, runs = record["options"], record["runs"]
     steps = {"float64": options["exact_steps"], "float32": options["steps"]}
     found = are_equal(record["differences"], steps, TOLERANCES)
@@ -274,7 +276,7 @@ def plot(record: dict[str, Any], path: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 if all checks hold."""
+    """Train; return 0 if all checks hold."""
     options = parse(argv)
     torch.set_num_threads(1)  # for each stage, and for the model alone
     start = time.perf_counter()
@@ -334,7 +336,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, batches: Batches, dtype: torch.dtype, steps: int) -> tuple[Run, list[Pipelined]]:
-    """The same steps by the model alone and by every pipeline, in turns."""
+    """Run the same steps by the model alone and by every pipeline, in turn."""
     pipelines = [Pipelined(options, dtype, stages) for stages in options.stages]
     alone = Run(options, dtype)
     take_turns([alone, *pipelines], batches, dtype, steps)
@@ -342,7 +344,7 @@ def train(options: argparse.Namespace, batches: Batches, dtype: torch.dtype, ste
 
 
 def show(run: Pipelined) -> None:
-    """Where it was cut, and the schedule as planned and as run."""
+    """Print the cuts, and draw the schedule as planned and as run."""
     print(f"\n{run.name}, cut by {run.options.cut}; captured in {run.capture_seconds:.1f} s")
     print(run.pipe.info())
     run.show_schedule()

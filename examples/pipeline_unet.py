@@ -1,4 +1,4 @@
-"""Trains a U-Net in pipelines of two and four stages, beside the same training by a plain loop.
+"""Trains a U-Net in pipelines of two and four stages, and compares it with a plain loop.
 
     python examples/pipeline_unet.py                   # less than a minute on two cores
     python examples/pipeline_unet.py --schedule zero-bubble --checkpoint always
@@ -109,7 +109,7 @@ class Convolution(nn.Sequential):
 
 @skippable(stash=["features"])
 class Down(nn.Module):
-    """Half as high and wide. What comes in is stashed for the way up."""
+    """Halves height and width, and stashes its input for the way up."""
 
     def forward(self, x: Tensor) -> Any:
         yield stash("features", x)
@@ -118,7 +118,7 @@ class Down(nn.Module):
 
 @skippable(pop=["features"])
 class Up(nn.Module):
-    """Twice as high and wide, with the channels of the way down beside its own."""
+    """Doubles height and width, and appends the channels of the way down to its own."""
 
     def forward(self, x: Tensor) -> Any:
         features = yield pop("features")
@@ -244,7 +244,7 @@ def run_record(run: Run, pictures: Tensor, strokes: Tensor) -> dict[str, Any]:
             },
             "activation_bytes": {
                 "of_a_micro_batch": run.stage_bytes,
-                # Where micro-batches are checkpointed, all but one are there with their inputs alone.
+                # With checkpointing, all micro-batches except one keep only their inputs.
                 "peak": [live * size for live, size in zip(ran.peak_live_of_stages, run.stage_bytes, strict=True)]
                 if run.pipe.checkpoint == "never"
                 else None,
@@ -254,13 +254,13 @@ def run_record(run: Run, pictures: Tensor, strokes: Tensor) -> dict[str, Any]:
 
 
 def overlap(predicted: Tensor, strokes: Tensor) -> float:
-    """Pixels in both over pixels in either: 0 to 1."""
+    """Return the number of pixels in both, divided by the number in either: 0 to 1."""
     found, true = predicted > 0.5, strokes > 0.5
     return float((found & true).sum() / (found | true).sum())
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """What the runs must show, in words, and whether they did."""
+    """Return the checks of the runs: each in words, with its result."""
     options, runs = record["options"], record["runs"]
     steps = {"float64": options["exact_steps"], "float32": options["steps"]}
     found = are_equal(record["differences"], steps, TOLERANCES)
@@ -316,7 +316,7 @@ def plot(record: dict[str, Any], data: Pictures, run: Run, path: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 if all checks hold."""
+    """Train; return 0 if all checks hold."""
     options = parse(argv)
     torch.set_num_threads(1)  # for each stage, and for the plain loop
     start = time.perf_counter()
@@ -371,7 +371,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, data: Pictures, dtype: torch.dtype, steps: int) -> tuple[Run, list[Pipelined]]:
-    """The same steps by the plain loop and by every pipeline, in turns."""
+    """Run the same steps by the plain loop and by every pipeline, in turn."""
     pipelines = [Pipelined(options, dtype, stages) for stages in options.stages]
     alone = Run(options, dtype)
     take_turns([alone, *pipelines], data, dtype, steps)
@@ -379,7 +379,7 @@ def train(options: argparse.Namespace, data: Pictures, dtype: torch.dtype, steps
 
 
 def show(run: Pipelined) -> None:
-    """The schedule as planned and as run."""
+    """Draw the schedule as planned and as run."""
     named = list(run.model._modules)
     parts = [named[sum(run.balance[:i]) : sum(run.balance[: i + 1])] for i in range(len(run.balance))]
     print(f"\n{run.name}, cut by time: {' | '.join(f'{part[0]} .. {part[-1]}' for part in parts)}")

@@ -96,7 +96,7 @@ def print_distance(first: dict[str, Any], second: dict[str, Any], names: str) ->
 
 
 def plot_loss(record: dict[str, Any], path: Path) -> Path:
-    """Training and validation bits per byte over the steps."""
+    """Draw training and validation bits per byte over the steps."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     bits = [loss / math.log(2) for loss in record["loss"]]
     steps = range(1, len(bits) + 1)
@@ -119,7 +119,7 @@ def plot_loss(record: dict[str, Any], path: Path) -> Path:
 
 
 def plot_expert_load(record: dict[str, Any], path: Path) -> Path:
-    """One heat map a layer: how much of the layer's work each expert got over the run."""
+    """Draw one heat map per layer: the share of the layer's work that each expert got over the run."""
     load = record["expert_load"]
     frames = load["relative_load"]
     layers, experts = len(frames[0]), len(frames[0][0])
@@ -148,7 +148,9 @@ def plot_expert_load(record: dict[str, Any], path: Path) -> Path:
 
 
 def plot_comparison(records: list[dict[str, Any]], path: Path, *, labels: list[str], over: str = "steps") -> Path:
-    """Several runs' curves in one picture; ``over`` is "steps" or "seconds" (time spent in training steps)."""
+    """Draw the curves of several runs in one picture; ``over`` is "steps" or "seconds" (time spent in training
+    steps).
+    """
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, (record, label) in enumerate(zip(records, labels, strict=True)):
         color, style = COLORS[index % len(COLORS)], STYLES[index % len(STYLES)]
@@ -181,7 +183,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Exponential moving average over a fiftieth of the curve, corrected for its start."""
+    """Return the exponential moving average over a fiftieth of the curve, corrected for its start."""
     keep = 1 - 1 / max(1.0, len(values) / SMOOTHING)
     result, average, weight = [], 0.0, 0.0
     for value in values:

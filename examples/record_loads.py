@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def placements(recorder: LoadRecorder, ranks: int) -> dict[str, Placement]:
-    """For every layer the placement by the load of the last recorded step."""
+    """Return, for every layer, the placement by the load of the last recorded step."""
     choices = dict(zip(recorder.layers, recorder.steps[-1], strict=True))
     loads = {name: torch.bincount(one.flatten(), minlength=recorder.experts) for name, one in choices.items()}
     return {name: place(load, ranks) for name, load in loads.items()}

@@ -63,12 +63,12 @@ def main():
             train(servers, ports, folder)
         finally:
             for server in servers.values():
-                server.terminate()  # drains: answers what is under way, and saves
+                server.terminate()  # drains: answers current requests, and saves
                 server.wait()
 
 
 def train(servers, ports, folder):
-    # A mixture has others to ask, so its requests are not sent again to a server that is gone.
+    # A mixture can ask other experts, so its requests are not retried on a server that is gone.
     connections = [
         pymoe.remote.connect(f"127.0.0.1:{port}", retries=False, wait=options.wait) for port in ports.values()
     ]

@@ -50,7 +50,7 @@ BYTES = 256
 
 
 def served_experts(width: int, ffn: int, learning_rate: float) -> list[ExpertBackend]:
-    """Feed-forward experts with an optimizer each, which is the server's business alone."""
+    """Make feed-forward experts, each with its own optimizer, which only the server uses."""
     backends = []
     for i in range(EXPERTS):
         expert = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, ffn), nn.GELU(), nn.Linear(ffn, width))
@@ -90,7 +90,7 @@ class NextByte(nn.Module):
         return self.write(x, rows, await asyncio.gather(*calls))
 
     def read(self, contexts: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What the experts look at, and which rows are whose; an expert may have none."""
+        """Return the experts' inputs, and which rows belong to which expert; an expert may have none."""
         x = self.mix(self.embedding(contexts).flatten(1))
         expert = contexts[:, -1] % EXPERTS
         return x, [(expert == i).nonzero().flatten() for i in range(EXPERTS)]
@@ -148,7 +148,7 @@ def train(
 
 
 class Load:
-    """Questions about the unseen text from ``threads`` threads and ``coroutines`` coroutines, until it is stopped.
+    """Asks about the unseen text from ``threads`` threads and ``coroutines`` coroutines, until it is stopped.
 
     Each pauses for ``pause`` seconds between an answer and its next question.
     """
@@ -280,7 +280,7 @@ def make_record(
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """What a run must show, in words, and whether it did."""
+    """Return the checks of a run: each in words, with its result."""
     training, unseen, ended = record["training_loss"], record["unseen_loss"], record["unseen_loss_at_the_end"]
     now, before = ended["with the experts as they are"], ended["with the experts as they were"]
     pools = record["pools"].values()
@@ -302,7 +302,7 @@ def checks(record: dict[str, Any]) -> dict[str, bool]:
 
 
 def held_back_loss(model: NextByte, experts: Sequence[nn.Module], windows: tuple[Tensor, Tensor]) -> float:
-    """The loss of the model with these experts, called directly."""
+    """Return the loss of the model with these experts, called directly."""
     contexts, targets = windows
     with torch.no_grad():
         x, rows = model.read(contexts)
@@ -311,7 +311,7 @@ def held_back_loss(model: NextByte, experts: Sequence[nn.Module], windows: tuple
 
 
 def pool_record(one: PoolStats) -> dict[str, Any]:
-    """A pool's numbers, without the histograms of times."""
+    """Return a pool's numbers, without the histograms of times."""
     return {
         "queued": one.queued,
         "submitted": one.submitted,
@@ -332,17 +332,17 @@ def pool_record(one: PoolStats) -> dict[str, Any]:
 
 
 def start_of(values: list[float]) -> float:
-    """The mean of the first twentieth, at most of 20 values, while little is learned yet."""
+    """Return the mean of the first twentieth, at most 20 values, when little has been learned."""
     return statistics.fmean(values[: max(1, min(20, len(values) // 20))]) if values else float("nan")
 
 
 def end_of(values: list[float]) -> float:
-    """The mean of the last tenth."""
+    """Return the mean of the last tenth."""
     return statistics.fmean(values[-max(1, len(values) // 10) :]) if values else float("nan")
 
 
 def thinned(curve: list[tuple[float, float]]) -> dict[str, list[float]]:
-    """The mean of every :data:`POINTS`-th part of the time in which there is something."""
+    """Return the mean in each of :data:`POINTS` parts of the time, without empty parts."""
     parts: dict[int, list[tuple[float, float]]] = {}
     end = max((when for when, _ in curve), default=1.0)
     for when, loss in curve:
@@ -357,7 +357,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-bl
 
 
 def plot(record: dict[str, Any], path: Path) -> Path:
-    """Losses, requests per second and batch sizes over time."""
+    """Draw losses, requests per second and batch sizes over time."""
     figure, (losses, rates, sizes) = plt.subplots(3, 1, figsize=(7, 8), layout="constrained")
     curves = record["curves"]
     for name, label, color in (
@@ -407,7 +407,7 @@ def tidy(axes: Axes) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run; 0 if all checks hold."""
+    """Run; return 0 if all checks hold."""
     options = parse(argv)
     try:
         text = load_text(options.text, CONTEXT)

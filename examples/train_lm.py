@@ -68,7 +68,7 @@ class LongHistory(History):
 
 
 class Trainer:
-    """One run's state, and what a step does to it."""
+    """The state of one run, and its training step."""
 
     def __init__(self, config: Config, text: Text) -> None:
         torch.manual_seed(config.seed)
@@ -116,11 +116,11 @@ FORMAT = 1
 
 
 class CheckpointError(Exception):
-    """The checkpoint cannot be used; the message says why in one line."""
+    """Raised if the checkpoint cannot be used; the message says why in one line."""
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Writes beside the old checkpoint and renames: an interrupted save leaves the old one whole."""
+    """Write next to the old checkpoint and rename, so that an interrupted save leaves the old one whole."""
     history = trainer.history
     tensors = {f"model.{name}": value for name, value in trainer.model.state_dict().items()}
     for name, parameter in trainer.model.named_parameters():
@@ -145,7 +145,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What the checkpoint in ``folder`` says of itself, its config among it."""
+    """Return the description in the checkpoint in ``folder``, including its config."""
     path = folder / FILE_NAME
     if not path.exists():
         raise CheckpointError(f"there is no {FILE_NAME} in {folder}")
@@ -160,7 +160,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Puts a trainer that was made from the saved config and text where the saved run stood."""
+    """Restore the state of a saved run in a trainer that was made from the saved config and text."""
     if read_facts(folder)["text_sha256"] != trainer.text.sha256:
         raise CheckpointError(
             f"the text differs from the one that the run in {folder} was trained on ({trainer.text.name} has changed, "
@@ -204,9 +204,9 @@ def announce(trainer: Trainer, folder: Path) -> None:
 
 
 def train(trainer: Trainer, folder: Path, arguments: argparse.Namespace) -> bool:
-    """Makes the remaining steps; False if it was asked to stop before the last one.
+    """Make the remaining steps; return False if asked to stop before the last one.
 
-    The run is saved either way, but not where a step broke off in the middle: then the last whole save stays.
+    The run is saved either way, except if a step was interrupted in the middle: then the last complete save stays.
     """
     steps = trainer.config.steps
     limit = min(steps, arguments.stop_after or steps)
@@ -296,7 +296,7 @@ NUMBERS = (
      "threads warmup shared_experts aux_loss_coef bias_update_rate weight_decay"),
     ("be positive", lambda value: value > 0, "learning_rate grad_clip"),
 )  # fmt: skip
-"""What fields of Config must be."""
+"""Return the conditions on fields of Config."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -329,7 +329,7 @@ def flag_name(field_name: str) -> str:
 
 
 def problem(config: Config) -> str | None:
-    """One line that names the first field that makes no sense, or None."""
+    """Return one line that names the first invalid field, or None."""
     for rule, holds, names in NUMBERS:
         for name in names.split():
             if not holds(getattr(config, name)):
@@ -342,7 +342,9 @@ def problem(config: Config) -> str | None:
 
 
 def prepare(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Trainer, Path]:
-    """A trainer at its first step, or where the run to resume stood, and the folder of its results."""
+    """Return a trainer, at its first step or at the point where the run to resume stopped, and the folder of its
+    results.
+    """
     wished = {item.name: getattr(arguments, item.name) for item in fields(Config) if hasattr(arguments, item.name)}
     if arguments.resume:
         folder = arguments.resume

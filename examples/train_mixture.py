@@ -79,7 +79,7 @@ class Expert(nn.Sequential):
 
 
 def served_experts(count: int, width: int, learning_rate: float) -> list[ExpertBackend]:
-    """Experts with an optimizer each, which is the server's business alone."""
+    """Make experts, each with its own optimizer, which only the server uses."""
     backends = []
     for i in range(count):
         expert = Expert(width)
@@ -122,11 +122,11 @@ class History:
 
 
 def run(options: Namespace, *, slow_by: float, one_dies: bool, step_done: Callable[[History], None]) -> History:
-    """Train from the same beginning.
+    """Train from the same initial state.
 
     Args:
         options: of the command line.
-        slow_by: seconds that a pass of one expert takes longer.
+        slow_by: additional seconds that a pass of one expert takes.
         one_dies: whether one is dropped by its runtime after half of the steps.
         step_done: called after every step.
     """
@@ -164,7 +164,7 @@ def run(options: Namespace, *, slow_by: float, one_dies: bool, step_done: Callab
                 history.accuracy.append((step + 1, accuracy(model, digits)))
             step_done(history)
         pools = runtime.pools
-    # After the shutdown: what was under way has ended, and what came late is counted.
+    # After the shutdown, all requests have ended and late answers are counted.
     history.pools = runtime.stats()
     assert len(history.pools) == len(pools)
     history.backends = mixture.stats()
@@ -174,7 +174,7 @@ def run(options: Namespace, *, slow_by: float, one_dies: bool, step_done: Callab
 
 @torch.no_grad()
 def accuracy(model: Classifier, digits: Digits) -> float:
-    """On the held-back images, with the answers that come in time."""
+    """Return the accuracy on the held-back images, with the answers that come in time."""
     images, labels = digits.held_back
     model.eval()
     right = (model(images).argmax(1) == labels).float().mean().item()
@@ -232,12 +232,12 @@ def run_record(history: History) -> dict[str, Any]:
 
 
 def backend_record(one: BackendStats) -> dict[str, Any]:
-    """What a mixture counted for an expert, in each pass."""
+    """Return the mixture's counts for an expert, in each pass."""
     return {way: getattr(one, way)._asdict() for way in ("forward", "backward")}
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """What the runs must show, in words, and whether they did."""
+    """Return the checks of the runs: each in words, with its result."""
     found = {}
     limit = 2e3 * record["options"]["timeout"]
     for name in ("healthy", "faulty"):
@@ -262,7 +262,7 @@ def checks(record: dict[str, Any]) -> dict[str, bool]:
     experts, at_death = record["faulty"]["experts"], record["faulty"]["answered_at_death"]
     after = experts[dead]["forward"]["answered"] - at_death[dead]
     found[f"the dead expert answered {at_death[dead]} times before its death, {after} times after it"] = (
-        at_death[dead] > 0 and after == 0  # nobody serves it any more, so it is not asked either
+        at_death[dead] > 0 and after == 0  # it is no longer served, so it is not asked
     )
     given_up = experts[slow]["forward"]["given_up"]
     found[f"the slow expert was given up {given_up} times"] = given_up > 0
@@ -270,7 +270,7 @@ def checks(record: dict[str, Any]) -> dict[str, bool]:
 
 
 def tenth(values: list[float], *, first: bool) -> float:
-    """The mean of the first tenth, or of the last."""
+    """Return the mean of the first tenth, or of the last."""
     count = max(1, len(values) // 10)
     return statistics.fmean(values[:count] if first else values[-count:])
 
@@ -279,7 +279,7 @@ COLORS = {"healthy": "#0072b2", "faulty": "#d55e00"}  # told apart by colour-bli
 
 
 def plot(record: dict[str, Any], path: Path) -> Path:
-    """Losses, accuracies and step times of both runs over the steps."""
+    """Draw losses, accuracies and step times of both runs over the steps."""
     figure, (losses, accuracies, times) = plt.subplots(
         3, 1, figsize=(7.5, 8), sharex=True, layout="constrained", height_ratios=(3, 2, 2)
     )
@@ -327,7 +327,7 @@ def smooth(values: list[float], share: float = 0.9) -> list[float]:
 
 
 def main(argv: list[str]) -> int:
-    """Run twice; 0 if all checks hold."""
+    """Run twice; return 0 if all checks hold."""
     options = parse(argv)
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""A mixture-of-experts model of transformers generates text and trains, before and after its experts switch to pymoe.
+"""Trains a mixture-of-experts model of transformers and generates text, before and after its experts switch to pymoe.
 
     python examples/transformers_moe.py
     python examples/transformers_moe.py --steps 1 --hidden 2048 --ffn 1024 --experts 64 --top-k 8   # OLMoE's blocks
@@ -153,7 +153,7 @@ def measured(model: Any, names: tuple[str, ...], prompt: Tensor, new: int, round
             model.set_experts_implementation(name)
             start = time.perf_counter()
             written[name] = generate(model, prompt, new)
-            if attempt > 0:  # what comes first finds caches cold
+            if attempt > 0:  # the first run has cold caches
                 seconds[name].append(time.perf_counter() - start)
     return {name: (written[name], written[name].numel() / statistics.median(seconds[name])) for name in names}
 

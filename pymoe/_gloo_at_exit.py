@@ -18,7 +18,7 @@ __all__ = ["wait_for_gloo_at_exit"]
 
 THREAD_NAME = "pt_gloo_runloop"
 LONGEST_WAIT_S = 5.0
-IDLE_LOOKS = 3  # in a row: a thread that waits for a lock sleeps, too
+IDLE_LOOKS = 3  # consecutive readings: a thread that waits for a lock sleeps, too
 
 
 @cache
@@ -36,7 +36,7 @@ def _wait() -> None:
     idle_looks = 0
     while idle_looks < IDLE_LOOKS and time.monotonic() < end:
         idle_looks = 0 if _is_busy() else idle_looks + 1
-        time.sleep(0.001)  # which gives the interpreter's lock away
+        time.sleep(0.001)  # this releases the interpreter's lock
 
 
 def _is_busy() -> bool:

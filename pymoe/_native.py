@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 DISTRIBUTION = "pymoe-runtime"  # the package index has another project called `pymoe`
-PROCESS = os.getpid()  # that imported pymoe; a fork's child may be the first to import a part of it
+PROCESS = os.getpid()  # the process that imported pymoe; a forked child may be the first to import a part of it
 
 
 def load_operators() -> ModuleType:

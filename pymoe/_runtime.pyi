@@ -29,20 +29,20 @@ __all__: list[str] = [
 ]
 
 class ThreadIdentity:
-    """What the runtime knows a thread by."""
+    """The identity of a thread for the runtime."""
 
 class Mailbox:
     """Tells an event loop that requests are done, by ``call_loop(self)``."""
     @staticmethod
     def wake(waiter: typing.Any) -> None:
-        """Set a future of the loop, unless it is done; in the loop."""
+        """Complete a future of the loop, unless it is done. Called in the loop."""
     def __init__(self, call_loop: typing.Any) -> None: ...
     def deliver(self) -> None:
-        """Wake who waits for what is done; in the loop."""
+        """Wake the waiters of requests that are done. Called in the loop."""
     def discard(self) -> None:
-        """Forget them: the loop has gone."""
+        """Drop all waiters: the loop is gone."""
     def expect(self, future: typing.Any, waiter: typing.Any) -> None:
-        """Have the loop wake ``waiter``, a future of its own, once the request is done."""
+        """Let the loop wake ``waiter``, one of its futures, once the request is done."""
 
 class RequestFuture:
     """
@@ -50,9 +50,9 @@ class RequestFuture:
 
     Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and
     ``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling
-    the task that awaits cancels the request. Awaiting one that was cancelled otherwise (``cancel()``, a
-    shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of
-    ``asyncio``, which would tell the task that it was itself cancelled.
+    the task that awaits cancels the request. Awaiting a request that was cancelled in
+    another way (``cancel()``, a shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does;
+    the error of ``asyncio`` would mean that the task itself was cancelled.
     """
     def __await__(self) -> typing.Generator[typing.Any, None, typing.Any]:
         """Return an iterator to be used in await expression."""
@@ -68,7 +68,7 @@ class RequestFuture:
         """
         Take the request out of its queue; False if its only or last batch has started, or it is done.
 
-        One that has more rows than a batch runs no further batch, and is done when the one that runs has ended.
+        A request with more rows than a batch runs no further batch, and is done when its running batch has ended.
         """
     def cancelled(self) -> bool:
         """True if it was cancelled before it had started, or before all of its batches had run."""
@@ -82,15 +82,15 @@ class RequestFuture:
         """
     def remove_done_callback(self, function: typing.Any) -> int:
         """
-        Take back this very object, which :meth:`add_done_callback` was given. Returns how many times it was there.
+        Remove this object from the callbacks, and return how many times :meth:`add_done_callback` had added it.
 
-        What was called already, or is being called, is not there any more.
+        Callbacks that were called already, or are being called, are no longer among them.
         """
     def result(self, timeout: float | None = None) -> typing.Any:
         """
         Wait for the request and return its result, or raise what its batch raised.
 
-        Without a timeout, a thread that waits may run the batch itself, if nobody does yet.
+        Without a timeout, the waiting thread may run the batch itself, if no other thread does.
 
         Args:
             timeout: seconds to wait at most; None waits as long as it takes.
@@ -128,11 +128,11 @@ class TaskPool:
     ) -> None:
         """``schema``: tensors like those of a request."""
     def _idle_is_known(self) -> None:
-        """Who waits has been told that no runtime serves the pool."""
+        """Return whether waiting threads have been warned that no runtime serves the pool."""
     def _is_exclusive_with(self, other: typing.Any) -> bool:
-        """True if batches of the two never overlap; so with itself."""
+        """Return whether batches of the two pools never overlap; True for the pool itself."""
     def _statistics(self) -> dict[str, typing.Any]:
-        """The pool's counters, for pymoe.runtime.monitoring.statistics."""
+        """Return the pool's counters, for pymoe.runtime.monitoring.statistics."""
     def _try_submit(
         self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0
     ) -> RequestFuture | None:
@@ -141,14 +141,14 @@ class TaskPool:
         """
         Queue a request and return its future.
 
-        The tensors must not change until the request is done. One whose memory, shape or strides did (``x.data = y``,
-        ``x.resize_()``) when its batch starts fails that batch with a RuntimeError, or with ``isolate`` its request
-        alone; a change while the batch is being gathered is not guarded against.
+        The tensors must not change until the request is done. If the memory, shape or strides of one have changed
+        when its batch starts (``x.data = y``, ``x.resize_()``), the batch fails with a RuntimeError, or with
+        ``isolate`` only this request. Changes while the batch is being gathered are not noticed.
 
         Args:
-            tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.
-            timeout: seconds within which it must have started, or its future raises TimeoutError and it never runs.
-            priority: head start in seconds, beside the pool's own.
+            tensors: one for each argument of ``process_func``, all with the same number of rows (dimension 0).
+            timeout: seconds within which the request must start; if it does not, its future raises TimeoutError.
+            priority: head start in seconds, added to the priority of the pool.
 
         Raises:
             ValueError: no tensor, rows that differ, a shape that the schema forbids, or more rows without an element than a
@@ -159,29 +159,29 @@ class TaskPool:
         """
 
 class Executor:
-    """The threads that serve the pools of a Runtime, which documents the rest."""
+    """The threads that serve the pools of a Runtime; see there."""
     def __init__(self, workers: typing.SupportsInt | typing.SupportsIndex, pools: collections.abc.Iterable) -> None: ...
     def add(self, pools: collections.abc.Iterable) -> None:
-        """Serve these as well; nothing where it does not run."""
+        """Serve these pools, too; has no effect unless the executor runs."""
     def release(
         self, pools: collections.abc.Iterable, drain: bool, timeout: typing.SupportsFloat | typing.SupportsIndex | None
     ) -> bool:
-        """Close these, wait until their requests are done, and serve them no longer; False if that takes longer."""
+        """Close these pools, wait until their requests are done, and stop serving them; False after the timeout."""
     def running(self) -> bool:
         """True from start to the end of shutdown."""
     def shutdown(self, drain: bool) -> None:
-        """Wait until all requests are done and workers ended."""
+        """Wait until all requests are done and all workers have ended."""
     def start(self, pools: collections.abc.Iterable) -> None:
-        """Start the workers; nothing if they run already."""
+        """Start the workers, unless they run already."""
     def take_back(self, pools: collections.abc.Iterable) -> None:
-        """Open these again, of which release has not seen the end; nothing where it does not run."""
+        """Open these pools again after a release that timed out; has no effect unless the executor runs."""
 
 class ParameterLock:
-    """A re-entrant lock that a thread which waits for a request lends to whoever it waits for."""
+    """A re-entrant lock. A holder that waits for a request lends it to the thread that runs the request."""
     def __enter__(self) -> None:
-        """Wait until nobody else holds it, but for threads that wait for this one."""
+        """Wait until no other thread holds the lock, except threads that wait for this one."""
     def __exit__(self, type: typing.Any, value: typing.Any, traceback: typing.Any) -> None:
-        """Let go of it."""
+        """Release the lock."""
     def __init__(self) -> None: ...
 
 class Future:
@@ -202,8 +202,8 @@ class WorkerPool:
     """
     Threads that run submitted functions, first come, first served.
 
-    Dropping the last reference lets queued tasks run and does not wait for them; at
-    interpreter exit queued tasks are cancelled and running ones waited for.
+    When the last reference is dropped, queued tasks still run, and nothing waits for them. At
+    interpreter exit queued tasks are cancelled, and running ones are waited for.
     """
     def __enter__(self) -> WorkerPool: ...
     def __exit__(self, type: typing.Any, value: typing.Any, traceback: typing.Any) -> None:
@@ -216,8 +216,9 @@ class WorkerPool:
         idle: typing.SupportsFloat | typing.SupportsIndex = 5.0,
     ) -> None:
         """
-        Start ``workers`` threads, and up to ``most`` while functions are queued and threads wait: use no processor
-        for ``still`` seconds. Threads beyond ``workers`` end after ``idle`` seconds without work.
+        Start ``workers`` threads, and more, up to ``most``, while functions are queued and threads wait: a thread
+        waits if it has used no processor for ``still`` seconds. Threads beyond ``workers`` end after ``idle``
+        seconds without work.
         """
     def shutdown(self, drain: bool = True) -> None:
         """Refuse further tasks and wait for the workers to end; without ``drain``, cancel what has not started."""
@@ -228,25 +229,25 @@ class WorkerPool:
         """The number of threads now."""
 
 class Profiled:
-    """What of torch's profiler watches this thread, for threads that work for it."""
+    """The profilers of torch that watch this thread, for threads that work for it."""
     @staticmethod
     def leave() -> None:
-        """Have this thread watched by nothing."""
+        """Remove all profilers from this thread."""
     def __init__(self) -> None: ...
     def join(self) -> bool:
         """
-        Have this thread watched, too; False where this torch offers no way. The thread that made the object must
-        wait until :meth:`leave`, and this one must not be watched yet.
+        Let the profilers watch the calling thread, too; False if this torch offers no way. The thread that made
+        the object must wait until :meth:`leave`, and the calling thread must not be watched yet.
         """
 
 def adopt_identity(identity: ThreadIdentity) -> None:
-    """Be the thread of that identity for the runtime from now on; that one must wait until this one has ended."""
+    """Take the identity of another thread, which must wait until the calling thread has ended."""
 
 def buffer_statistics() -> tuple[int, int]:
-    """Blocks of memory that batches live in now, and bytes kept for batches to come."""
+    """Return the number of memory blocks that batches use now, and the bytes kept for later batches."""
 
 def identity_of_this_thread() -> ThreadIdentity:
-    """What the runtime knows the calling thread by, for a thread that works in its place."""
+    """Return the identity of the calling thread, for a thread that works in its place."""
 
 def memory_fingerprints(
     addresses: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
@@ -259,14 +260,15 @@ def memory_fingerprints(
     """
     Return for each piece of memory a number that differs if it was written to: see csrc/runtime/fingerprint.h.
 
-    A piece that is not within its allocation, an address and a size, counts as empty. Allocations must stay meanwhile. Two
-    looks of one ``round`` read the same lines; ``whole``: read everything.
+    A piece that is not within its allocation (an address and a size) counts as empty. Allocations must not be freed
+    meanwhile. Calls of one ``round`` read the same lines; ``whole``: read everything.
     """
 
 def must_help(limited: bool) -> bool:
     """
-    True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a
-    thread may be the only one that can run what it waits for, and does so in a future's result().
+    Return whether this thread must run batches while it waits in a future's result(): inside a batch and on a
+    worker, because no other thread may be able to run what it waits for. Workers of parallel calls need not if
+    their wait is ``limited``.
     """
 
 def parallel_for(
@@ -278,32 +280,30 @@ def parallel_for(
     """
     Call ``function(i)`` for every ``i`` in ``range(count)``, on the workers of ``pool`` and on this thread.
 
-    No worker is called as long as this thread ends a call within every ``inline_limit`` seconds. A call may do the
-    same again, however few workers there are.
+    No worker is called as long as this thread ends a call within every ``inline_limit`` seconds. Calls may
+    call this function, too, however few workers there are.
 
     Raises:
-        BaseException: what the first call, by its number, raised, once all have ended. On Ctrl-C calls that have
-            not started are left out and the others waited for; a second one does not wait.
+        BaseException: the exception of the call with the lowest number, once all calls have ended. On Ctrl-C,
+            calls that have not started are left out, and the others are waited for, unless there is a second one.
         concurrent.futures.CancelledError: the pool was stopped before all calls had started, and none raised.
         RuntimeError: the pool was shut down, or belongs to the parent of this process.
     """
 
 def patience_of_batch() -> float | None:
     """
-    Seconds until the latest deadline among the requests of the batch that this thread runs, but for those
-    whose futures nobody has any more; infinity where one has none. None: nobody has any, or it runs none.
+    Return the seconds until the latest deadline among the requests of the batch that this thread runs;
+    infinity if one has no deadline. Requests whose futures are gone do not count. None: no request counts,
+    or the thread runs no batch.
     """
 
 def set_plain_runner(function: collections.abc.Callable[..., typing.Any]) -> None:
     """
-    Choose what calls a function (its first argument) on a thread in the state in which threads begin, from a
+    Set the function that calls its first argument on a thread in the initial state of threads, for calls from a
     thread in another state.
     """
 
 def thread_is_plain() -> bool:
-    """
-    True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on
-    or off.
-    """
+    """Return whether torch's state on this thread is the initial state of threads; gradients may be on or off."""
 
 compiler: str

@@ -1,7 +1,7 @@
 """Exercises private names of torch before any result depends on them.
 
-A name may still exist in another version of torch and do something else: a method may never be called, a question may
-always get the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
+A name may still exist in another version of torch and do something else: a method may never be called, a function may
+always return the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
 per process, on a thread of its own without modes, transforms or autocast, and raises if one of them fails.
 
 ``tests/test_torch_canaries.py`` gives the reason for each name that no canary exercises. It replaces each of the other
@@ -64,7 +64,7 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
         else:
             thread.join()
         if failure and "in combination with fork" in str(failure[0]):
-            raise failure[0]  # torch runs no backward pass in this process, which says nothing of its names
+            raise failure[0]  # torch cannot run a backward pass in this process; that says nothing about its names
         if lost or failure:
             about = (exercise.__doc__ or "").partition("\n")[0].rstrip(".")
             names = ", ".join(lost) or "what is tried"
@@ -138,7 +138,7 @@ def graphs() -> Exercises:
     shapes = [tuple(about.shape) for about in early.grad_fn._input_metadata]  # type: ignore[union-attr]
     yield "_input_metadata", shapes == [(1,)]
 
-    saved = leaf.exp()  # its backward needs its result
+    saved = leaf.exp()  # the backward of this operator needs its result
     version = saved._version
     saved.detach().mul_(1)
     yield "_version", saved._version == version + 1 == saved.view(-1)._version

@@ -80,7 +80,7 @@ SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
 # --- Settings of a thread. The public ways are context managers, which cannot be carried to another thread or cost
-# microseconds in every call that asks.
+# The public function takes microseconds more in every call.
 set_grad_enabled: Any = _C._set_grad_enabled
 InferenceMode: Any = _C._InferenceMode
 is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
@@ -89,7 +89,7 @@ is_multithreading_enabled: Any = _C._is_multithreading_enabled  # in the backwar
 set_multithreading_enabled: Any = _C._set_multithreading_enabled
 is_view_replay_enabled: Any = _C._is_view_replay_enabled
 set_view_replay_enabled: Any = _C._set_view_replay_enabled
-is_any_autocast_enabled: Any = _C._is_any_autocast_enabled  # the public question is about one type of device
+is_any_autocast_enabled: Any = _C._is_any_autocast_enabled  # the public function answers for one type of device only
 is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
 set_torch_function_state: Any = _C._set_torch_function_state
@@ -127,7 +127,7 @@ dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_
 dispatch_has_backend_fallback: Any = _C._dispatch_has_backend_fallback
 dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
-after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the keys behind autograd's
+after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the dispatch keys after autograd's
 foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
 # The operator that torch.export puts into graphs that hold only for the dtypes of their example.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default

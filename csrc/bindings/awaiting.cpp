@@ -53,7 +53,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     with_gil([&] {
       bool interrupted = false;
       if (!call_loop(interrupted) && !call_loop(interrupted)) {
-        // The waiters stay, and are delivered with the next one.
+        // The waiters stay in the mailbox, and are delivered with the next one.
         const std::lock_guard lock(mutex_);
         called_ = false;
       }
@@ -104,10 +104,11 @@ void bind_awaiting(py::module_& module) {
                                                 "Tells an event loop that requests are done, by ``call_loop(self)``.")
       .def(py::init<const py::object&>(), py::arg("call_loop"))
       .def("expect", &Mailbox::expect, py::arg("future"), py::arg("waiter"),
-           "Have the loop wake ``waiter``, a future of its own, once the request is done.")
-      .def("deliver", &Mailbox::deliver, "Wake who waits for what is done; in the loop.")
-      .def("discard", &Mailbox::discard, "Forget them: the loop has gone.")
-      .def_static("wake", &wake, py::arg("waiter"), "Set a future of the loop, unless it is done; in the loop.");
+           "Let the loop wake ``waiter``, one of its futures, once the request is done.")
+      .def("deliver", &Mailbox::deliver, "Wake the waiters of requests that are done. Called in the loop.")
+      .def("discard", &Mailbox::discard, "Drop all waiters: the loop is gone.")
+      .def_static("wake", &wake, py::arg("waiter"),
+                  "Complete a future of the loop, unless it is done. Called in the loop.");
 }
 
 }  // namespace pymoe::bindings

@@ -31,7 +31,7 @@ int64_t rows_of(const Slice& slice) { return slice.whole() ? request_of(slice).t
 void give_back(void* block) noexcept { buffers().give_back(block); }
 using Block = std::unique_ptr<void, decltype(&give_back)>;
 
-// The batch of one position.
+// The batch of tensors at one argument position.
 class Column {
  public:
   Column(Batch batch, size_t position, int64_t rows)
@@ -41,19 +41,19 @@ class Column {
   bool on_host() const { return position_.device.type != dlpack::kCuda; }  // other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // With the GIL or without it.
+  // May be called with or without the GIL.
   void gather() {
     block_.reset(buffers().take(static_cast<size_t>(bytes())));
     gather_into(block_.get());
   }
 
-  // Under the GIL; after gather.
+  // Called under the GIL, after gather.
   py::object tensor() {
     return dlpack::make(block_.release(), give_back, position_.dtype, shape_.data(),
                         static_cast<int32_t>(shape_.size()));
   }
 
-  // Under the GIL, which is released for the copy.
+  // Called under the GIL, which is released for the copy.
   py::object pinned_tensor() const {
     py::tuple sizes(shape_.size());
     for (size_t i = 0; i < shape_.size(); ++i) sizes[i] = shape_[i];
@@ -67,7 +67,7 @@ class Column {
     return made;
   }
 
-  // Under the GIL: the operator runs on the tensors' own device.
+  // Called under the GIL: the operator runs on the tensors' own device.
   py::object device_tensor() const {
     const TorchCalls& torch = torch_calls();
     if (torch.gather_batch == nullptr) {
@@ -256,7 +256,7 @@ void gather(std::vector<Column>& columns) {
 // Ends a batch with a Python exception.
 [[noreturn]] void fail(Batch batch, const py::error_already_set& raised) {
   const py::object error = exception_of(raised);
-  // On the main thread it is meant for the code that waits there, and not for the batch.
+  // On the main thread an interrupt is meant for the code that waits there, not for the batch.
   if (is_interrupt(error)) {
     Py_XSETREF(interrupt, error.inc_ref().ptr());
     throw runtime::Interrupted();
@@ -268,7 +268,7 @@ void gather(std::vector<Column>& columns) {
   throw BatchRaised(says.ptr() != Py_False);
 }
 
-// Does the work in a plain state. An interrupt that arrives meanwhile is raised again.
+// Runs the batch in a plain state. An interrupt that arrives meanwhile is raised again.
 void run_elsewhere(const std::function<void()>& work) {
   bool ended = false;
   std::exception_ptr error;
@@ -393,18 +393,19 @@ void bind_batches(py::module_& module) {
         Py_XSETREF(plain_runner, Py_NewRef(function.ptr()));
       },
       py::arg("function"),
-      "Choose what calls a function (its first argument) on a thread in the state in which threads begin, from a\n"
+      "Set the function that calls its first argument on a thread in the initial state of threads, for calls from a\n"
       "thread in another state.");
   module.def("patience_of_batch", patience_of_batch,
-             "Seconds until the latest deadline among the requests of the batch that this thread runs, but for those\n"
-             "whose futures nobody has any more; infinity where one has none. None: nobody has any, or it runs none.");
+             "Return the seconds until the latest deadline among the requests of the batch that this thread runs;\n"
+             "infinity if one has no deadline. Requests whose futures are gone do not count. None: no request counts,\n"
+             "or the thread runs no batch.");
   module.def(
       "buffer_statistics",
       [] {
         const auto now = buffers().statistics();
         return std::pair<int64_t, int64_t>(now.live_blocks, now.cached_bytes);
       },
-      "Blocks of memory that batches live in now, and bytes kept for batches to come.");
+      "Return the number of memory blocks that batches use now, and the bytes kept for later batches.");
 }
 
 }  // namespace pymoe::bindings

@@ -7,7 +7,6 @@
 // allocator, and work on it to torch's current stream; the operator handles both. For the same reason grad modes,
 // profiler ranges, torch.cat and torch.split are called through Python (torch_calls.h). This costs a few microseconds
 // per batch, compared with the start of a kernel and a copy.
-// beside the start of a kernel and a copy.
 #pragma once
 
 #include "bindings/gil.h"
@@ -30,7 +29,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   bool may_retry(const std::exception_ptr& error) override;
   void deliver(const std::function<void()>& complete) override { deliver_through_turnstile(complete); }
 
-  // For Python's garbage collector; under the GIL.
+  // For Python's garbage collector; called under the GIL.
   PyObject* function() const { return function_; }
   void clear() { Py_CLEAR(function_); }
 
@@ -38,7 +37,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   py::object call(Batch batch, const std::vector<py::object>& tensors) const;
 
   const std::string where_;  // "TaskPool 'name'"
-  PyObject* function_;       // null once its pool was collected
+  PyObject* function_;       // null after its pool was collected
   PyObject* range_;          // name in the profiler
   const bool pin_memory_;
 };

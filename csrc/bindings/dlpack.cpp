@@ -39,7 +39,7 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 PyObject* base_name = nullptr;  // "_base"
 
-// The memory, with the description that torch keeps.
+// The memory, together with the description that torch keeps.
 struct Owned {
   Managed managed;
   void (*release)(void*) noexcept;
@@ -71,7 +71,7 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
   raise(PyExc_TypeError,
         "%s: tensor %zd cannot be part of a batch: expected a dense tensor with values, got %S on %S (%s)", where,
         position, tensor.attr("layout").ptr(), tensor.attr("device").ptr(),
-        said.substr(0, said.find('\n')).c_str());  // the rest are torch's own functions
+        said.substr(0, said.find('\n')).c_str());  // the remaining names are torch's own functions
 }
 
 // Rows are gathered in the kinds of memory that are accepted here; memory of other devices cannot be read here.
@@ -118,7 +118,7 @@ int64_t Tensor::row_bytes() const {
 }
 
 bool Tensor::dense() const {
-  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // like torch, whatever the strides
+  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // as in torch, for any strides
   int64_t expected = 1;
   for (int32_t i = ndim - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;

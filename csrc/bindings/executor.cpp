@@ -27,7 +27,7 @@ Strands strands_of(const py::iterable& pools) {
   return strands;
 }
 
-// All of them, or none: false if one is served elsewhere. The GIL keeps out other threads that attach.
+// Attaches all of them or none: false if one is served elsewhere. The GIL excludes other threads that attach.
 bool attach(ServerThreads& threads, const Strands& strands) {
   if (std::any_of(strands.begin(), strands.end(), [](const auto& strand) { return strand->attached(); })) return false;
   threads.threads.attach(strands);
@@ -36,7 +36,7 @@ bool attach(ServerThreads& threads, const Strands& strands) {
 
 class PyExecutor {
  public:
-  // Checks the pools, too; they are not served before start.
+  // Also checks the pools; they are not served before start.
   PyExecutor(int workers, const py::iterable& pools) : workers_(workers) {
     strands_of(pools);
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
@@ -65,7 +65,7 @@ class PyExecutor {
     const Strands strands = strands_of(pools);
     std::shared_ptr<ServerThreads> threads;
     {
-      const WithoutGil released;  // also while a late call joins its workers: they go before `released`
+      const WithoutGil released;  // lives longer than the threads, which a late call joins without the GIL
       auto made = std::make_shared<ServerThreads>(workers_, serve_with_thread_state);
       keep_until_stopped(made);
       threads = std::move(made);
@@ -113,7 +113,7 @@ class PyExecutor {
   }
 
  private:
-  // Null if it does not run. Throws on one of its own threads, which cannot wait for the end of `whose`.
+  // The running executor, or null. Throws on one of its own threads, which cannot wait for the end of `whose`.
   std::shared_ptr<ServerThreads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {
@@ -149,16 +149,17 @@ class PyExecutor {
 }  // namespace
 
 void bind_executor(py::module_& module) {
-  py::class_<PyExecutor>(module, "Executor", "The threads that serve the pools of a Runtime, which documents the rest.")
+  py::class_<PyExecutor>(module, "Executor", "The threads that serve the pools of a Runtime; see there.")
       .def(py::init<int, const py::iterable&>(), py::arg("workers"), py::arg("pools"))
       .def("running", &PyExecutor::running, "True from start to the end of shutdown.")
-      .def("start", &PyExecutor::start, py::arg("pools"), "Start the workers; nothing if they run already.")
-      .def("shutdown", &PyExecutor::shutdown, py::arg("drain"), "Wait until all requests are done and workers ended.")
-      .def("add", &PyExecutor::add, py::arg("pools"), "Serve these as well; nothing where it does not run.")
+      .def("start", &PyExecutor::start, py::arg("pools"), "Start the workers, unless they run already.")
+      .def("shutdown", &PyExecutor::shutdown, py::arg("drain"),
+           "Wait until all requests are done and all workers have ended.")
+      .def("add", &PyExecutor::add, py::arg("pools"), "Serve these pools, too; has no effect unless the executor runs.")
       .def("release", &PyExecutor::release, py::arg("pools"), py::arg("drain"), py::arg("timeout"),
-           "Close these, wait until their requests are done, and serve them no longer; False if that takes longer.")
+           "Close these pools, wait until their requests are done, and stop serving them; False after the timeout.")
       .def("take_back", &PyExecutor::take_back, py::arg("pools"),
-           "Open these again, of which release has not seen the end; nothing where it does not run.");
+           "Open these pools again after a release that timed out; has no effect unless the executor runs.");
 }
 
 }  // namespace pymoe::bindings

@@ -13,14 +13,14 @@
 namespace pymoe::bindings {
 namespace {
 
-constexpr size_t kLongBytes = 1 << 20;  // to read more takes longer than to let go of the GIL
+constexpr size_t kLongBytes = 1 << 20;  // reading more takes longer than releasing the GIL
 
 struct Span {
   const unsigned char* memory;
   size_t bytes;
 };
 
-// The part of the memory that lies within its allocation: a tensor may have been given another meanwhile.
+// The part of the memory that lies within its allocation, because the tensor may have got another allocation meanwhile.
 Span within(uintptr_t begin, size_t bytes, uintptr_t allocation, size_t allocated) {
   if (allocation == 0 || begin < allocation || begin - allocation >= allocated) return {nullptr, 0};
   return {reinterpret_cast<const unsigned char*>(begin), std::min(bytes, allocated - (begin - allocation))};
@@ -59,8 +59,8 @@ void bind_fingerprints(py::module_& module) {
       py::arg("allocated"), py::arg("round"), py::arg("whole"),
       R"(Return for each piece of memory a number that differs if it was written to: see csrc/runtime/fingerprint.h.
 
-A piece that is not within its allocation, an address and a size, counts as empty. Allocations must stay meanwhile. Two
-looks of one ``round`` read the same lines; ``whole``: read everything.)");
+A piece that is not within its allocation (an address and a size) counts as empty. Allocations must not be freed
+meanwhile. Calls of one ``round`` read the same lines; ``whole``: read everything.)");
 }
 
 }  // namespace pymoe::bindings

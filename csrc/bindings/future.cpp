@@ -21,18 +21,18 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
-  PyObject* standard;  // the view for functions of concurrent.futures, once one has asked, or null
+  PyObject* standard;  // the view for functions of concurrent.futures; null until one asks for it
   int created;
   bool may_help;
 };
 
-// The name of these two in signatures.
+// The name of these two functions in signatures.
 struct MaybeException : py::object {
   explicit MaybeException(py::object object) : py::object(std::move(object)) {}
 };
 struct DoneCallback : py::object {
   PYBIND11_OBJECT_DEFAULT(DoneCallback, object, any)
-  static bool any(PyObject*) { return true; }  // the user of the value reports what it expected
+  static bool any(PyObject*) { return true; }  // the code that uses the value reports what it expected
 };
 
 PyTypeObject* future_type = nullptr;
@@ -80,10 +80,10 @@ bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
 
-// Time after which a thread that waits for a pool that nobody serves is warned.
+// A thread that waits for a pool without a runtime is warned after this time.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// Waits a while if nobody serves the pool, and then warns. True if the request has ended.
+// If no runtime serves the pool, waits a while and then warns. Returns true if the request has ended.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
@@ -131,7 +131,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   }
 }
 
-// The only argument of these methods, `timeout`.
+// Parses the only argument of these methods, `timeout`.
 std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const Py_ssize_t keywords = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   if (count + keywords == 0) return std::nullopt;
@@ -240,7 +240,7 @@ PyObject* repr(PyObject* object) {
   return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
 }
 
-// isinstance() uses this if the type itself is another.
+// isinstance() uses this if the type itself differs.
 PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
 
 // _condition, _waiters and _state, as used by wait() and as_completed() of concurrent.futures.
@@ -278,7 +278,7 @@ int clear(PyObject* object) {
   FutureObject* self = self_of(object);
   Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
-    // What remains is a future whose outcome is gone: None, for code that finds it in a finaliser.
+    // The future stays without its outcome, which is None for code that finds the future in a finaliser.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
     if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
     Py_XDECREF(outcome);
@@ -328,7 +328,7 @@ PyMethodDef methods[] = {
     {"result", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(result)), METH_FASTCALL | METH_KEYWORDS,
      "result(self: pymoe._runtime.RequestFuture, timeout: float | None = None) -> typing.Any\n\n"
      "Wait for the request and return its result, or raise what its batch raised.\n\n"
-     "Without a timeout, a thread that waits may run the batch itself, if nobody does yet.\n\n"
+     "Without a timeout, the waiting thread may run the batch itself, if no other thread does.\n\n"
      "Args:\n"
      "    timeout: seconds to wait at most; None waits as long as it takes.\n\n"
      "Raises:\n"
@@ -376,9 +376,9 @@ void bind_request_future(py::module_& module) {
       "The outcome of a request, to come. Made by :meth:`TaskPool.submit_task`.\n\n"
       "Serves wherever a ``concurrent.futures.Future`` does: ``isinstance``, ``asyncio.wrap_future``, and\n"
       "``wait`` and ``as_completed`` of ``concurrent.futures``. It can be awaited in any event loop: cancelling\n"
-      "the task that awaits cancels the request. Awaiting one that was cancelled otherwise (``cancel()``, a\n"
-      "shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does, and not that of\n"
-      "``asyncio``, which would tell the task that it was itself cancelled.";
+      "the task that awaits cancels the request. Awaiting a request that was cancelled in\n"
+      "another way (``cancel()``, a shutdown) raises ``concurrent.futures.CancelledError``, as ``result()`` does;\n"
+      "the error of ``asyncio`` would mean that the task itself was cancelled.";
   static PyMemberDef members[] = {
       {"__weaklistoffset__", T_PYSSIZET, offsetof(FutureObject, weak_references), READONLY, nullptr},
       {nullptr, 0, 0, 0, nullptr}};
@@ -416,19 +416,20 @@ void bind_request_future(py::module_& module) {
       "True if it was cancelled before it had started, or before all of its batches had run.");
   def("cancel", cancel,
       "Take the request out of its queue; False if its only or last batch has started, or it is done.\n\n"
-      "One that has more rows than a batch runs no further batch, and is done when the one that runs has ended.");
+      "A request with more rows than a batch runs no further batch, and is done when its running batch has ended.");
   def("add_done_callback", add_done_callback, py::arg("function"),
       "Call ``function(future)`` once the request is done, on the thread that completes it; at once if it is done.\n\n"
       "What the function raises is logged by the logger ``pymoe.runtime``.");
   def("remove_done_callback", remove_done_callback, py::arg("function"),
-      "Take back this very object, which :meth:`add_done_callback` was given. Returns how many times it was there.\n\n"
-      "What was called already, or is being called, is not there any more.");
+      "Remove this object from the callbacks, and return how many times :meth:`add_done_callback` had added it.\n\n"
+      "Callbacks that were called already, or are being called, are no longer among them.");
 
   module.def(
       "must_help", [](bool limited) { return help_of_this_thread(false, limited) == runtime::Help::kInBatch; },
       py::arg("limited"),
-      "True inside a batch and on a worker, but for workers of parallel calls where the wait is limited: such a\n"
-      "thread may be the only one that can run what it waits for, and does so in a future's result().");
+      "Return whether this thread must run batches while it waits in a future's result(): inside a batch and on a\n"
+      "worker, because no other thread may be able to run what it waits for. Workers of parallel calls need not if\n"
+      "their wait is ``limited``.");
 }
 
 }  // namespace pymoe::bindings

@@ -1,5 +1,6 @@
 // RequestFuture of pymoe._runtime: through it a client gets the outcome of its request. It is a CPython type without
-// pybind11, since every request makes one and asks it once: the calls cost a third of what they would through pybind11.
+// pybind11, because every request creates one and reads it once; this takes a third of the time that pybind11 would
+// take.
 #pragma once
 
 #include "bindings/gil.h"
@@ -16,7 +17,7 @@ py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<P
 // The request of a future. Throws std::runtime_error if it is not done and belongs to the parent of this process.
 std::shared_ptr<TensorRequest> waitable_request_of(const py::object& future, const char* where);
 
-// Whether a thread that would wait for a request, or for room in a queue, runs batches meanwhile. Under the GIL.
+// Returns whether the calling thread runs batches while it waits for a request, or for room in a queue. Under the GIL.
 //
 // Inside a batch, and on a worker of a runtime, a thread must: it may be the only one that can continue. Any other
 // worker may, if a batch waits for it. No other thread whose wait is `limited` helps, since a batch may take longer. A

@@ -40,7 +40,7 @@ void raise(py::handle exception) {
   throw py::error_already_set();
 }
 
-// These two catch only the unwinding of a thread whose interpreter is gone: both calls are C.
+// These two catch only the unwinding of a thread whose interpreter is gone, because both calls are C.
 WithoutGil::~WithoutGil() {
   try {
     PyEval_RestoreThread(state_);

@@ -131,7 +131,7 @@ void release_deferred();
 
 // True if signals are served on this thread.
 bool on_main_thread();
-// Called once, when the module is made, and again in the child of a fork.
+// Called once, when the module is made, and again in a forked child.
 void find_main_thread();
 void become_main_thread();
 

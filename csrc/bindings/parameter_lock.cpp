@@ -22,13 +22,14 @@ void enter(const runtime::Turn& turn) {
 }  // namespace
 
 void bind_parameter_lock(py::module_& module) {
-  py::class_<runtime::Turn>(module, "ParameterLock",
-                            "A re-entrant lock that a thread which waits for a request lends to whoever it waits for.")
+  py::class_<runtime::Turn>(
+      module, "ParameterLock",
+      "A re-entrant lock. A holder that waits for a request lends it to the thread that runs the request.")
       .def(py::init<>())
-      .def("__enter__", enter, "Wait until nobody else holds it, but for threads that wait for this one.")
+      .def("__enter__", enter, "Wait until no other thread holds the lock, except threads that wait for this one.")
       .def(
           "__exit__", [](const runtime::Turn& turn, py::handle, py::handle, py::handle) { waits->leave(turn); },
-          py::arg("type"), py::arg("value"), py::arg("traceback"), "Let go of it.");
+          py::arg("type"), py::arg("value"), py::arg("traceback"), "Release the lock.");
 }
 
 void forget_waits() { waits = new runtime::Waits<SystemSync>; }

@@ -7,7 +7,7 @@
 
 namespace pymoe::bindings {
 
-// In the child of a fork: nobody waits, and nobody holds anything.
+// Called in a forked child: no thread waits, and no thread holds anything.
 void forget_waits();
 
 // A wait of this thread for a request of the pool (null: for room), during the object's lifetime. Created and destroyed

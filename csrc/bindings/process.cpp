@@ -61,7 +61,7 @@ void stop_all() {
     const WithoutGil released;
     {
       const std::lock_guard lock(registry->mutex);
-      exiting = true;  // under the lock: a thing is registered before this copy, or not at all
+      exiting = true;  // under the lock, so that an object is registered before this copy or not at all
       kept = registry->kept;
     }
     for (const auto& stoppable : kept) stoppable->request_stop(runtime::Stop::kCancel);
@@ -83,7 +83,7 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// Also false on a thread that runs one of its batches for it, which cannot ask.
+// Also false on a thread that runs one of its batches in its place, which cannot call this.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());
@@ -144,13 +144,12 @@ void bind_process(py::module_& module) {
   pthread_atfork(before_fork, after_fork, start_generation);
   py::module_::import("atexit").attr("register")(py::cpp_function(stop_all));
 
-  py::class_<ThreadIdentity>(module, "ThreadIdentity", "What the runtime knows a thread by.");
+  py::class_<ThreadIdentity>(module, "ThreadIdentity", "The identity of a thread for the runtime.");
   module.def(
       "identity_of_this_thread", [] { return ThreadIdentity(); },
-      "What the runtime knows the calling thread by, for a thread that works in its place.");
-  module.def(
-      "adopt_identity", adopt_identity, py::arg("identity"),
-      "Be the thread of that identity for the runtime from now on; that one must wait until this one has ended.");
+      "Return the identity of the calling thread, for a thread that works in its place.");
+  module.def("adopt_identity", adopt_identity, py::arg("identity"),
+             "Take the identity of another thread, which must wait until the calling thread has ended.");
 }
 
 }  // namespace pymoe::bindings

@@ -17,11 +17,11 @@
 
 namespace pymoe::bindings {
 
-// Something with threads of its own that call Python.
+// An object with its own threads, which call Python.
 class Stoppable {
  public:
   virtual ~Stoppable() = default;
-  // Returns at once; work that has not started runs or is dropped.
+  // Requests a stop and returns at once; work that has not started runs or is dropped.
   virtual void request_stop(runtime::Stop how) = 0;
   // True once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
@@ -56,7 +56,7 @@ void require_this_process(int created, const char* where, const char* kind);
 
 // Gives a worker one Python thread state for its whole life, so that thread-local data outlives a task.
 void with_thread_state(const std::function<void()>& work);
-// The same for workers of a Runtime.
+// As with_thread_state, for workers of a Runtime.
 void serve_with_thread_state(const std::function<void()>& work);
 // on_worker_thread: inside either function. on_server_thread: inside serve_with_thread_state.
 bool on_worker_thread();

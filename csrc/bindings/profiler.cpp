@@ -60,7 +60,7 @@ class Profiled {
     callbacks_ = torch_profiler().callbacks();
   }
 
-  // On another thread that is not profiled; true if it is profiled from now on.
+  // Called on another thread that is not profiled; true if it is profiled from now on.
   bool join() const {
     if (callbacks_ == nullptr) return false;
     torch_profiler().set_callbacks(callbacks_);
@@ -82,12 +82,12 @@ class Profiled {
 
 void bind_profiler(py::module_& module) {
   py::class_<Profiled>(module, "Profiled",
-                       "What of torch's profiler watches this thread, for threads that work for it.")
+                       "The profilers of torch that watch this thread, for threads that work for it.")
       .def(py::init<>())
       .def("join", &Profiled::join,
-           "Have this thread watched, too; False where this torch offers no way. The thread that made the object must\n"
-           "wait until :meth:`leave`, and this one must not be watched yet.")
-      .def_static("leave", &Profiled::leave, "Have this thread watched by nothing.");
+           "Let the profilers watch the calling thread, too; False if this torch offers no way. The thread that made\n"
+           "the object must wait until :meth:`leave`, and the calling thread must not be watched yet.")
+      .def_static("leave", &Profiled::leave, "Remove all profilers from this thread.");
 }
 
 }  // namespace pymoe::bindings

@@ -84,7 +84,7 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   }
   std::vector<Position> positions(tensors, tensors + count);
   if (const auto found = known_.find(positions); found != known_.end()) return last_ = found->second;
-  if (schema_) check(tensors, count);  // runs Python only if it throws
+  if (schema_) check(tensors, count);  // this runs Python code only if it throws
   if (known_.size() >= most_known_) forget_unused();
   last_ = std::make_shared<Signature>(next_kind_++, positions);
   known_.emplace(std::move(positions), last_);

@@ -71,7 +71,7 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   // Takes over the inputs' references.
   TensorRequest(std::shared_ptr<const Signature> signature, Input* inputs, int64_t tensor_rows,
                 std::optional<Time> deadline, Duration head_start);
-  // Any thread, perhaps under a lock.
+  // May be called on any thread, even under a lock.
   ~TensorRequest() override;
 
   const Input* inputs() const { return many_ ? many_.get() : few_.data(); }
@@ -89,14 +89,14 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   // Number of rows of its tensors. A request without rows counts as one in its queue, or it would never become ready.
   const int64_t tensor_rows;
 
-  PyObject* outcome = nullptr;    // its result, or the exception that its batch raised
+  PyObject* outcome = nullptr;    // the result, or the exception that its batch raised
   PyObject* traceback = nullptr;  // traceback of that exception when the batch ended
   std::vector<PyObject*> parts;   // owned: results of the finished slices, for a request larger than a batch
-  bool dropped = false;           // nobody will ask for the outcome
+  bool dropped = false;           // true if the outcome will not be read
 
  private:
   std::array<Input, 2> few_;
-  std::unique_ptr<Input[]> many_;  // if there are more than two
+  std::unique_ptr<Input[]> many_;  // used if there are more than two
 };
 
 // The signatures that a pool has seen, with their numbers. Guarded by the GIL: calls into Python leave them consistent.

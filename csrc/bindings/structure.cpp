@@ -9,7 +9,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Structures that contain themselves never end.
+// Limits the depth, because a structure may contain itself.
 class Deeper {
  public:
   Deeper() {
@@ -96,7 +96,7 @@ class Split {
   std::vector<py::object> sequence(const py::object& output) {
     const Deeper deeper;
     std::vector<py::list> items(rows_.size());
-    for (py::handle item : py::tuple(output)) {  // the calls below may change a list
+    for (py::handle item : py::tuple(output)) {  // code that the calls below run may change a list
       const std::vector<py::object> parts = (*this)(py::reinterpret_borrow<py::object>(item));
       for (size_t i = 0; i < parts.size(); ++i) items[i].append(parts[i]);
     }
@@ -124,7 +124,7 @@ class Split {
     return results;
   }
 
-  // Zero for a tensor without memory.
+  // Returns zero for a tensor without memory.
   static size_t memory_of(const py::object& tensor) {
     try {
       return tensor.attr("untyped_storage")().attr("data_ptr")().cast<size_t>();

@@ -278,13 +278,13 @@ PyMethodDef submit_methods[] = {
      "submit_task(self: pymoe._runtime.TaskPool, *tensors: typing.Any, timeout: float | None = None, "
      "priority: float = 0.0) -> pymoe._runtime.RequestFuture\n\n"
      "Queue a request and return its future.\n\n"
-     "The tensors must not change until the request is done. One whose memory, shape or strides did (``x.data = y``,\n"
-     "``x.resize_()``) when its batch starts fails that batch with a RuntimeError, or with ``isolate`` its request\n"
-     "alone; a change while the batch is being gathered is not guarded against.\n\n"
+     "The tensors must not change until the request is done. If the memory, shape or strides of one have changed\n"
+     "when its batch starts (``x.data = y``, ``x.resize_()``), the batch fails with a RuntimeError, or with\n"
+     "``isolate`` only this request. Changes while the batch is being gathered are not noticed.\n\n"
      "Args:\n"
-     "    tensors: one for each argument of ``process_func``; equally many rows each, in the first dimension.\n"
-     "    timeout: seconds within which it must have started, or its future raises TimeoutError and it never runs.\n"
-     "    priority: head start in seconds, beside the pool's own.\n\n"
+     "    tensors: one for each argument of ``process_func``, all with the same number of rows (dimension 0).\n"
+     "    timeout: seconds within which the request must start; if it does not, its future raises TimeoutError.\n"
+     "    priority: head start in seconds, added to the priority of the pool.\n\n"
      "Raises:\n"
      "    ValueError: no tensor, rows that differ, a shape that the schema forbids, or more rows without an element "
      "than a\n"
@@ -351,13 +351,13 @@ void bind_task_pool(py::module_& module) {
             return pool_of(self.ptr(), "_is_exclusive_with")->strand() ==
                    pool_of(other.ptr(), "_is_exclusive_with")->strand();
           },
-          py::arg("other"), "True if batches of the two never overlap; so with itself.")
+          py::arg("other"), "Return whether batches of the two pools never overlap; True for the pool itself.")
       .def(
           "_idle_is_known", [](const py::object& self) { native(self.ptr()).pool->tell_idle(); },
-          "Who waits has been told that no runtime serves the pool.")
+          "Return whether waiting threads have been warned that no runtime serves the pool.")
       .def(
           "_statistics", [](const py::object& self) { return snapshot(native(self.ptr()).pool->statistics()); },
-          "The pool's counters, for pymoe.runtime.monitoring.statistics.");
+          "Return the pool's counters, for pymoe.runtime.monitoring.statistics.");
 }
 
 }  // namespace pymoe::bindings

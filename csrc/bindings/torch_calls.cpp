@@ -125,14 +125,14 @@ GradMode::~GradMode() {
   if (!changed_) return;
   try {
     set_grad(before_);
-  } catch (const py::error_already_set&) {  // a destructor could do nothing about it
+  } catch (const py::error_already_set&) {  // a destructor cannot handle the error
   }
 }
 
 void bind_thread_state(py::module_& module) {
-  module.def("thread_is_plain", thread_is_plain,
-             "True on a thread in the state in which threads begin, as far as torch is concerned; gradients may be on\n"
-             "or off.");
+  module.def(
+      "thread_is_plain", thread_is_plain,
+      "Return whether torch's state on this thread is the initial state of threads; gradients may be on or off.");
 }
 
 }  // namespace pymoe::bindings

@@ -7,8 +7,7 @@
 
 namespace pymoe::bindings {
 
-// A question about a thread, and the answer of a thread in its initial state (null: any
-// value that counts as false).
+// A function that reads a setting of the thread, and its value in a thread's initial state (null: any false value).
 struct Question {
   PyObject* function;
   PyObject* argument;  // or null
@@ -24,7 +23,7 @@ struct TorchCalls {
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   const std::vector<Question>* plain_state;
-  PyObject* cuda;         // the module; null if torch has none, as are the next two
+  PyObject* cuda;         // the module; null if torch has none, like the next two
   PyObject* cuda_device;  // of this thread
   PyObject* cuda_stream;
   PyObject* record;         // torch._C._profiler._RecordFunctionFast

@@ -44,7 +44,7 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
   std::mutex mutex_;
   std::vector<SeatPointer> seats_;
   size_t next_ = 0;
-  SeatPointer last_;  // the seat that was called last, while a next one must be told
+  SeatPointer last_;  // the seat that was called last, while the next one must be told
 };
 
 struct Seat {
@@ -56,9 +56,9 @@ struct Seat {
   SeatPointer before;
   std::shared_ptr<Turnstile> turnstile;
   std::atomic<bool> owes_call{false};
-  std::atomic<bool> left{false};  // its thread waits again, or is gone
+  std::atomic<bool> left{false};  // true if its thread waits again, or is gone
 
-  // True if its thread is ready to come.
+  // True if its thread is ready to return.
   bool call(SeatPointer predecessor, std::shared_ptr<Turnstile> through) {
     {
       const std::lock_guard lock(mutex);
@@ -149,7 +149,8 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // It was called, and its thread does not come: it passes on its own call and that of the thread before it.
+  // The seat was called, but its thread does not return: it passes on its own call, and the call of the thread before
+  // it.
   if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }

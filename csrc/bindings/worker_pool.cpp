@@ -75,14 +75,14 @@ class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
   const int created_ = generation();
 };
 
-// Everything is called under the GIL.
+// All members are called under the GIL.
 class PyWorkerPool {
  public:
   PyWorkerPool(int workers, int most, double still, double idle) {
     const runtime::Growth<SystemSync> growth{
         most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
         seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
-    const WithoutGil released;  // also while a late pool joins its workers: they go before `released`
+    const WithoutGil released;  // lives longer than the threads, which a late pool joins without the GIL
     auto threads = std::make_shared<Threads>(workers, with_thread_state, growth);
     keep_until_stopped(threads);
     threads_ = std::move(threads);
@@ -124,7 +124,7 @@ class PyWorkerPool {
   }
 
  private:
-  std::shared_ptr<Threads> threads_;  // they outlive this object until they have stopped
+  std::shared_ptr<Threads> threads_;  // the threads outlive this object until they have stopped
   const int created_ = generation();
 };
 
@@ -142,11 +142,11 @@ struct CallRaised : std::exception {
 // State that the innermost parallel_for of a thread shares with the calls that the thread makes for it.
 struct Helped {
   Calls* run = nullptr;
-  py::object interrupt;  // an interrupt in one of these calls
+  py::object interrupt;  // an interrupt that arrived in one of these calls
 };
 thread_local Helped* helped = nullptr;
 
-// During its lifetime, the thread makes calls of the run.
+// During the object's lifetime, the thread makes calls of the run.
 struct Helping {
   explicit Helping(Helped* now) : before(std::exchange(helped, now)) {}
   ~Helping() { helped = before; }
@@ -211,8 +211,8 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
     const WithoutGil released;
     run = Calls::start(workers->threads, count, call, limit);
   }
-  // Destroys the exceptions of the calls, or leaves them to a worker that is about to end: without the GIL, as the
-  // pool.
+  // Destroys the exceptions of the calls, or leaves them to a worker that is about to end. Runs without the GIL, like
+  // the pool.
   struct Released {
     ~Released() {
       const WithoutGil released;
@@ -240,15 +240,17 @@ void bind_worker_pool(py::module_& module) {
            "    concurrent.futures.CancelledError: the pool was shut down before the task had started.\n"
            "    RuntimeError: the process is a fork that has not got the pool's workers.");
 
-  py::class_<PyWorkerPool>(module, "WorkerPool",
-                           "Threads that run submitted functions, first come, first served.\n\n"
-                           "Dropping the last reference lets queued tasks run and does not wait for them; at\n"
-                           "interpreter exit queued tasks are cancelled and running ones waited for.")
-      .def(py::init<int, int, double, double>(), py::arg("workers"), py::arg("most") = 0, py::arg("still") = 0.008,
-           py::arg("idle") = 5.0,
-           "Start ``workers`` threads, and up to ``most`` while functions are queued and threads wait: use no "
-           "processor\n"
-           "for ``still`` seconds. Threads beyond ``workers`` end after ``idle`` seconds without work.")
+  py::class_<PyWorkerPool>(
+      module, "WorkerPool",
+      "Threads that run submitted functions, first come, first served.\n\n"
+      "When the last reference is dropped, queued tasks still run, and nothing waits for them. At\n"
+      "interpreter exit queued tasks are cancelled, and running ones are waited for.")
+      .def(
+          py::init<int, int, double, double>(), py::arg("workers"), py::arg("most") = 0, py::arg("still") = 0.008,
+          py::arg("idle") = 5.0,
+          "Start ``workers`` threads, and more, up to ``most``, while functions are queued and threads wait: a thread\n"
+          "waits if it has used no processor for ``still`` seconds. Threads beyond ``workers`` end after ``idle``\n"
+          "seconds without work.")
       // The function's parameter has no name, so that all keywords belong to the function.
       .def("submit", &PyWorkerPool::submit,
            "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`; RuntimeError after a shutdown.")
@@ -269,12 +271,11 @@ void bind_worker_pool(py::module_& module) {
       "parallel_for", &parallel_for, py::arg("pool"), py::arg("count"), py::arg("function"),
       py::arg("inline_limit") = 0.0,
       "Call ``function(i)`` for every ``i`` in ``range(count)``, on the workers of ``pool`` and on this thread.\n\n"
-      "No worker is called as long as this thread ends a call within every ``inline_limit`` seconds. A call may do "
-      "the\n"
-      "same again, however few workers there are.\n\n"
+      "No worker is called as long as this thread ends a call within every ``inline_limit`` seconds. Calls may\n"
+      "call this function, too, however few workers there are.\n\n"
       "Raises:\n"
-      "    BaseException: what the first call, by its number, raised, once all have ended. On Ctrl-C calls that have\n"
-      "        not started are left out and the others waited for; a second one does not wait.\n"
+      "    BaseException: the exception of the call with the lowest number, once all calls have ended. On Ctrl-C,\n"
+      "        calls that have not started are left out, and the others are waited for, unless there is a second one.\n"
       "    concurrent.futures.CancelledError: the pool was stopped before all calls had started, and none raised.\n"
       "    RuntimeError: the pool was shut down, or belongs to the parent of this process.");
 }

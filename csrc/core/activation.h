@@ -51,8 +51,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   const S twice = add_exact_product(p * (r * r) + r, S{2}, S{2});
-  // The lower bits of `shifted` are n; the shift pushes out its upper bits. The factors are 2 e^r and 2^(n - 1),
-  // because for the greatest x 2^n would overflow before the result does.
+  // The lower bits of `shifted` are n; the shift removes its upper bits. The factors are 2 e^r and 2^(n - 1), because
+  // for the greatest x 2^n would overflow before the result does.
   using Unsigned = std::make_unsigned_t<Integer>;
   const Unsigned exponent = (bit_cast<Unsigned>(shifted) + static_cast<Unsigned>(Steps::kBias - 1)) << Steps::kMantissa;
   return add_exact_product(twice, bit_cast<S>(exponent), S{1});

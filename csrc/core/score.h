@@ -26,7 +26,7 @@ struct ExpSteps;
 template <>
 struct ExpSteps<float> {
   using Integer = int32_t;
-  static constexpr float kLow = -104.0f, kHigh = 89.0f;  // past these the result is 0 or infinity
+  static constexpr float kLow = -104.0f, kHigh = 89.0f;  // beyond these limits the result is 0 or infinity
   static constexpr float kMagic = 12582912.0f;           // 1.5 * 2^23: adding it rounds to an integer
   static constexpr float kLog2E = 1.44269504088896341f;
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // high: 9 bits, so n times it is exact

@@ -22,12 +22,12 @@ struct BuildRoutingArguments {
   int32_t* slot;         // (T, K)
   int32_t* token;        // (S,), S = T * K
   int32_t* offsets;      // (E + 1,)
-  int32_t* workspace;    // build_routing_workspace(...) values, contents arbitrary
+  int32_t* workspace;    // build_routing_workspace(...) values of any content
   int64_t tokens;        // T
   int64_t choices;       // K
   int64_t num_experts;   // E
   int64_t capacity;      // at least 0; T * K or more drops nothing
-  bool foreign = false;  // experts of E or more are no error
+  bool foreign = false;  // experts of E or more are not an error
 };
 
 struct CountedRoutingArguments : BuildRoutingArguments {  // int32 experts, all in [0, E); no workspace
@@ -45,7 +45,7 @@ int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
 // Enqueues on `stream` (a cudaStream_t) and returns at once: one launch for up to 49152 choices and 1406 experts, else
 // two. Throws std::runtime_error if a launch is refused.
 void build_routing(const BuildRoutingArguments& arguments, void* stream);
-// The same for experts that the gate chose and counted, in one launch.
+// As build_routing, in one launch, for experts that the gate has chosen and counted.
 void build_routing_counted(const CountedRoutingArguments& arguments, void* stream);
 }  // namespace cuda
 

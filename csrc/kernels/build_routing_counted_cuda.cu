@@ -20,11 +20,11 @@ namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
-// An upper limit: each block reads all counts of the gate, so more blocks would read more.
+// Upper limit of blocks: each block reads all counts of the gate, so more blocks read more.
 constexpr int64_t kMostTiles = 128;
-constexpr int64_t kMostGroups = 32;  // whose parts one thread adds
+constexpr int64_t kMostGroups = 32;  // counts that one thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
-// Every pack has a thread, and half of the warps are left for other work.
+// With this limit every pack has a thread, and half of the warps are left for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
 
 // Sums of the counts of four experts, 16 bits each; each counts tokens, so 16 bits are enough.
@@ -35,14 +35,14 @@ struct Sort {
   const int32_t* experts;
   int32_t *slot, *token, *offsets, *load;
   const uint16_t* counts;
-  uint64_t reciprocal;  // of the choices per token, times 2^kShift and rounded up
+  uint64_t reciprocal;  // 1 / choices per token, times 2^kShift, rounded up
   int rows, num_experts, capacity;
   int tiles, packs;  // tiles of the gate; packs per tile
   int lanes_log2;    // the threads of a group: as many as packs, or up to twice as many; some then have no pack
-  int groups;        // of threads
+  int groups;        // number of groups of threads
   int each;          // tiles of the gate per block
   int tile;          // choices per block
-  int rounds;        // of 32 choices per warp
+  int rounds;        // rounds of 32 choices per warp
 
   // i / choices. The rounding adds less than i * choices / 2^kShift, which is less than 1, so it does not change the
   // integer part of a quotient.
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
     const int i = place(round);
     return round < s.rounds && i < end ? s.experts[i] : -1;
   };
-  const int in_first_round = expert_in(0);  // loaded while the gate's counts are
+  const int in_first_round = expert_in(0);  // loaded together with the gate's counts
   int32_t* const of_warp = of_warps + warp * stride;
 #pragma unroll 1
   for (int pack = lane; pack < s.packs; pack += kWarp) reinterpret_cast<uint4*>(of_warp)[pack] = uint4{};
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
 #pragma unroll 1
   for (int round = 0; round < s.rounds; ++round) {
     const int i = place(round), expert = next;
-    next = expert_in(round + 1);  // loaded while this round is placed
+    next = expert_in(round + 1);  // loaded while this round's choices are placed
     const unsigned same = __match_any_sync(kFullWarp, expert);
     const int rank = __popc(same & ((1u << lane) - 1u));
     const int32_t row = expert >= 0 ? first[expert] + of_warp[expert] + rank : 0;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
       if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
       __syncwarp();
     }
-    if (i >= end) continue;  // without a collective after this, and with all lanes in the next round
+    if (i >= end) continue;  // no collective follows, and all lanes take part in the next round
     const bool kept = row < limit[expert];
     s.slot[i] = kept ? row : -1;
     if (kept) s.token[row] = s.token_of(i);
@@ -228,8 +228,7 @@ void build_routing_counted(const CountedRoutingArguments& a, void* stream) {
   s.rows = static_cast<int>(a.tokens * a.choices);
   s.reciprocal = static_cast<uint64_t>(ceil_div(int64_t{1} << Sort::kShift, std::max<int64_t>(1, a.choices)));
   s.num_experts = static_cast<int>(a.num_experts);
-  s.capacity =
-      static_cast<int>(std::min<int64_t>(a.capacity, ChoiceCounts::kMostTokens));  // no expert has more choices
+  s.capacity = static_cast<int>(std::min<int64_t>(a.capacity, ChoiceCounts::kMostTokens));  // most choices of an expert
   s.tiles = static_cast<int>(counts.tiles);
   s.packs = static_cast<int>(packs);
   while ((1 << s.lanes_log2) < s.packs) ++s.lanes_log2;

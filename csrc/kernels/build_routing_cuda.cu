@@ -32,8 +32,8 @@ namespace {
 
 constexpr const char* kName = "build_routing";
 constexpr int kMostWarps = 32;
-constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16: counts have 16 bits there
-constexpr int kOneLaunchWarps = 16;                    // with fewer, counting everything in every block takes too long
+constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16, because counts have 16 bits there
+constexpr int kOneLaunchWarps = 16;                    // fewer warps take too long to count everything
 
 // The cut of the choices; a function of the sizes only.
 struct Plan {
@@ -47,7 +47,7 @@ struct Plan {
   int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // per block
 };
 
-constexpr int64_t kScanWords = kMostWarps;  // before the counters in shared memory
+constexpr int64_t kScanWords = kMostWarps;  // words before the counters in shared memory
 constexpr int64_t kSharedWords = kMostSharedBytes / static_cast<int64_t>(sizeof(int32_t)) - kScanWords;
 
 Plan make_plan(int64_t rows, int64_t experts) {
@@ -178,8 +178,8 @@ PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64
 
 // --- begin and end of rows ---
 
-// In: total[e], before[e]. Out: first[e], the tile's first row for expert e, in place of before; limit[e], the end of
-// the expert's rows, in place of total. `sums` has one word per warp.
+// Input: total[e], before[e]. Output: first[e], the tile's first row for expert e, replaces before; limit[e], the end
+// of the expert's rows, replaces total. `sums` has one word per warp.
 PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int32_t* total_to_limit,
                                int32_t* before_to_first) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -189,7 +189,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
     const int64_t expert = chunk + thread;
     const int32_t total = expert < experts ? total_to_limit[expert] : 0;
     const int32_t kept = total < capacity ? total : static_cast<int32_t>(capacity);
-    const int32_t within = scan_lanes<kWarp>(kept, lane, Sum{});  // including this expert, within the warp
+    const int32_t within = scan_lanes<kWarp>(kept, lane, Sum{});  // inclusive sum within the warp
     if (lane == kWarp - 1) sums[warp] = within;
     __syncthreads();
     const int32_t of_warps = scan_lanes<kWarp>(lane < warps ? sums[lane] : 0, lane, Sum{});
@@ -206,7 +206,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
 
 // Turns every warp's count of an expert's choices into the warp's first row for that expert.
 PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
-  constexpr int kAtOnce = 4;  // divides the number of warps; read together, because a read waits for an earlier write
+  constexpr int kAtOnce = 4;  // counts read together: a read waits for an earlier write. Divides the warps
   const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;
   for (int64_t expert = threadIdx.x; expert < experts; expert += threads) {
     int32_t row = first[expert];
@@ -295,14 +295,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
   for (int round = 0; round < rounds; ++round) {
     const int64_t i = tile.place(round);
     const int expert = next;
-    next = expert_in(round + 1);  // loaded while this round is placed
+    next = expert_in(round + 1);  // loaded while this round's choices are placed
     const unsigned same = __match_any_sync(kFullWarp, expert);
     const int rank = __popc(same & ((1u << lane) - 1u));
     const int32_t row = expert >= 0 ? of_warp[expert] + rank : 0;
     __syncwarp(kFullWarp);
     if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
     __syncwarp(kFullWarp);
-    if (i >= rows) continue;  // without a collective after this, and with all lanes in the next round
+    if (i >= rows) continue;  // no collective follows, and all lanes take part in the next round
     const bool kept = expert >= 0 && row < limit[expert];
     slot[i] = kept ? row : -1;
     if (kept) token[row] = static_cast<int32_t>(static_cast<uint32_t>(i) / static_cast<uint32_t>(choices));

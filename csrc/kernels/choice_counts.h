@@ -9,13 +9,13 @@ namespace pymoe {
 struct ChoiceCounts {
   uint16_t* values = nullptr;  // (tiles, stride)
   int64_t tiles = 0;
-  int64_t tokens = 0;  // per tile; fewer in the last
+  int64_t tokens = 0;  // tokens per tile; fewer in the last one
   int64_t stride = 0;  // the number of experts, rounded up to kCountPack; the surplus is zero
 
   static constexpr int64_t kCountPack = 4;  // loaded at once
   // An expert has at most one choice per token: with at most this many tokens every sum of counts fits into 16 bits.
   static constexpr int64_t kMostTokens = 65535;
-  static constexpr int64_t kMostExperts = 1024;  // build_routing keeps their counters in shared memory with the counts
+  static constexpr int64_t kMostExperts = 1024;  // build_routing can keep counters of so many in shared memory
 
   int64_t size() const { return tiles * stride; }
 };

@@ -39,7 +39,7 @@ struct CombineInput {
   int64_t choices;      // K
   int64_t rows;         // S, T * K or any other number
   int64_t hidden;       // H
-  DType dtype;          // of everything except weights and dweights
+  DType dtype;          // dtype of everything except weights and dweights
 };
 
 struct CombineArguments : CombineInput {
@@ -48,7 +48,7 @@ struct CombineArguments : CombineInput {
 
 struct CombineBackwardArguments : CombineInput {
   const void* grad;     // (T, H)
-  const int32_t* used;  // one value: the number of rows in use, offsets[E]
+  const int32_t* used;  // one value: offsets[E], the number of rows in use
   void* dy;             // (S, H), or null if not needed
   void* dweights;       // (T, K) in accumulate type, or null if not needed
 };

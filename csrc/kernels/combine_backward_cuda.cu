@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
 
   const int lane = static_cast<int>(threadIdx.x) % a.group, in_block = static_cast<int>(threadIdx.x) / a.group;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (blockDim.x / a.group) + in_block;
-  const bool there = token < a.tokens;  // no early return: the block meets at barriers
+  const bool there = token < a.tokens;  // no early return, because all threads of the block must reach the barriers
   const bool with_rows = a.dy != nullptr, with_weights = a.dweights != nullptr;
   const int32_t used = with_rows ? *a.used : 0;  // loaded together with the slots
   const T* grad = a.grad + token * a.hidden;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
     if (warps > 1) {
       __syncthreads();
       if (there && lane < kAtOnce && begin + lane < a.choices) {
-        S total = of_block[warp * kAtOnce + lane];  // from the group's first warp
+        S total = of_block[warp * kAtOnce + lane];  // read from the group's first warp
         for (int i = 1; i < warps; ++i) total = total + of_block[(warp + i) * kAtOnce + lane];
         a.dweights[token * a.choices + begin + lane] = total;
       }

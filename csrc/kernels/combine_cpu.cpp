@@ -26,8 +26,8 @@ int64_t grain(int64_t choices, int64_t row_bytes) {
 
 namespace pymoe::cpu {
 
-// Stores go through the caches. The system has just cleared new memory there, so stores past the caches, which dispatch
-// uses, were no faster here.
+// Stores go through the caches. The system has just cleared new memory in the caches, so stores that bypass them, as in
+// dispatch, were no faster here.
 void combine(const CombineArguments& a) {
   if (a.tokens == 0) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);

@@ -35,7 +35,7 @@ PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* 
       }
     }
     if constexpr (sizeof(T) == 2) {
-      constexpr int kLine = 64 / static_cast<int>(sizeof(T));  // a block of wide vectors is more than one
+      constexpr int kLine = 64 / static_cast<int>(sizeof(T));  // elements per cache line; a block has several lines
       for (int64_t k = 0; k < next.count; ++k) {
         for (int ahead = 0; ahead < kBlock; ahead += kLine) __builtin_prefetch(next.rows[k] + column + ahead);
       }

@@ -51,7 +51,7 @@ inline constexpr int kResident = kAtOnce <= 2   ? 5
                                  : kAtOnce <= 4 ? 4
                                                 : 3;
 
-// kInRounds: there are more choices than kAtOnce, and they are read again for every column.
+// kInRounds: there are more choices than kAtOnce, so slots and weights are read again for every column.
 template <typename T, int kBytes, int kAtOnce, bool kInRounds>
 __global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,

@@ -12,8 +12,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// Rows that go to an output larger than the caches are stored past them (non-temporal): a cached store would first read
-// the line that it overwrites, half again the traffic.
+// Rows of an output that is larger than the caches are stored with non-temporal stores: a cached store would first read
+// the line that it overwrites, which is half as much traffic again.
 #if defined(__SSE2__)
 // Outputs from this size on are streamed: they would evict everything else from a last-level cache.
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;

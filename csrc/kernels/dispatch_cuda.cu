@@ -21,8 +21,8 @@ namespace pymoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // words of a row that a thread holds
-constexpr int kSlots = 8;   // slots that a thread holds
+constexpr int kUnroll = 4;  // number of a row's words that a thread holds
+constexpr int kSlots = 8;   // number of slots that a thread holds
 constexpr int64_t kLargerThanL2 = int64_t{64} << 20;
 
 struct Shape {
@@ -31,8 +31,8 @@ struct Shape {
   int64_t rows;
   int64_t row_words;
   int group;      // threads that share a stretch of a row: kUnroll * group words
-  int groups;     // of a block, one per token
-  int stretches;  // of a row
+  int groups;     // groups of a block, one per token
+  int stretches;  // stretches of a row
 };
 
 template <typename Word, bool kStreaming>
@@ -102,7 +102,7 @@ template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
   using Word = word_of_bytes<kBytes>;
   Shape shape{a.tokens, a.choices, a.rows, a.row_bytes / kBytes, 0, 0, 0};
-  // Few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
+  // Use few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
   const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));

@@ -45,7 +45,7 @@ SwigluClamp<S> clamp_of(const ExpertActivationArguments& a) {
   return {static_cast<S>(a.clamp.limit), static_cast<S>(a.clamp.alpha), static_cast<S>(a.clamp.up_offset)};
 }
 
-// Calls f with the kind as a constant.
+// Calls f with the kind as a compile-time constant.
 template <typename F>
 void visit_kind(Activation kind, F&& f) {
   switch (kind) {

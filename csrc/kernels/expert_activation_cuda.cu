@@ -29,22 +29,22 @@ constexpr int kInverseBits = 24;
 // The assignment of chunks of rows to threads.
 struct Strips {
   int64_t rows, features;  // of the output
-  bool whole;              // chunks may be moved by one access
+  bool whole;              // true if a chunk is one access
   int step;                // distance between elements of gate: 2 if gate and up are interleaved
-  uint32_t tiles;          // blocks that share a row; more than one only if a block has one row
+  uint32_t tiles;          // number of blocks that share a row; more than one only if a block has one row
   RowGroup group;
   uint32_t inverse;  // 2^24 over the threads of a row, rounded up: a thread finds its row by a product, not a division
   int64_t blocks;
 
-  PYMOE_DEVICE int64_t to_up() const { return step == 1 ? features : 1; }  // from an element of gate to its up
+  PYMOE_DEVICE int64_t to_up() const { return step == 1 ? features : 1; }  // distance from gate to up
 };
 
-// A thread's chunks: `stride` elements from one to the next.
+// A thread's chunks, with `stride` elements from one to the next.
 template <typename T>
 struct Place {
   int64_t row, column;  // of the first chunk
   int stride, rest;     // rest: elements from `column` to the row's end, as far as the thread's chunks could reach
-  bool whole;           // every chunk is moved by one access
+  bool whole;           // true if every chunk is one access
 
   PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
 };
@@ -69,7 +69,8 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   return place;
 }
 
-// Chunks from `first` on, of those that begin at `from`; zeros past the row's end. All loads are issued together.
+// Loads chunks from number `first` on, of those that begin at `from`, with zeros past the row's end. All loads are
+// issued together.
 template <bool kWhole, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {

@@ -41,14 +41,14 @@ struct GateTopkArguments {
   GateOptions options;
   // Only for the CUDA twin. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
-  int64_t most_blocks = 0;    // in the grid; 0: the twin's own choice
-  ChoiceCounts counts{};      // with memory: written in place of `load`, whose memory then need not be cleared
+  int64_t most_blocks = 0;    // blocks in the grid; 0: the twin chooses
+  ChoiceCounts counts{};      // if it has memory, written instead of `load`, whose memory then need not be cleared
 
   PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
 };
 
 struct GateTopkBackwardArguments {
-  DType dtype;               // of logits and, unless `narrow`, of grad_logits
+  DType dtype;               // dtype of logits and, unless `narrow`, of grad_logits
   const void* logits;        // (T, E)
   const int32_t* experts;    // (T, K)
   const void* grad_weights;  // (T, K) accumulated dtype
@@ -56,13 +56,13 @@ struct GateTopkBackwardArguments {
   int64_t tokens;
   int64_t num_experts;
   int64_t choices;        // K >= 1
-  bool chosen_on_logits;  // the best expert is among the chosen, so renormalising needs no floor and no full softmax
+  bool chosen_on_logits;  // the best expert is chosen, so renormalising needs no floor and no full softmax
   GateOptions options;
   void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, for the CUDA twin
-  bool narrow = false;        // float32 logits, and gradients rounded to bf16 as operands of a later product
+  bool narrow = false;        // logits are float32, and gradients are rounded to bf16 for a later product
 };
 
-// f(TypeTag of the logits, TypeTag of their gradients).
+// Calls f(TypeTag of the logits, TypeTag of their gradients).
 template <typename F>
 void visit_gate_backward(const GateTopkBackwardArguments& a, F&& f) {
   if (a.narrow) return f(TypeTag<float>{}, TypeTag<BFloat16>{});
@@ -75,10 +75,10 @@ void gate_topk_backward(const GateTopkBackwardArguments& arguments);
 }  // namespace cpu
 
 namespace cuda {
-// The bytes of workspace that a call needs: none in usual shapes, whose rows fit into shared memory.
+// Returns the bytes of workspace that a call needs: none in usual shapes, whose rows fit into shared memory.
 int64_t gate_topk_workspace(const GateTopkArguments& arguments);
 int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments);
-// The counts that a call can write for build_routing, still without memory; no tiles if it cannot.
+// Returns the counts that a call can write for build_routing, still without memory; without tiles if it cannot.
 ChoiceCounts gate_topk_counts(const GateTopkArguments& arguments);
 // Enqueue on `stream` (a cudaStream_t) and return at once; throw std::runtime_error if a launch is refused.
 void gate_topk(const GateTopkArguments& arguments, void* stream);

@@ -6,7 +6,6 @@
 // unchosen experts, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch
 // of memory, once, in 16-byte stores for any E. For a renormalised softmax over logits, the usual gate, only the logits
 // of the chosen experts are read: the kernel moves little more than the gradients that it writes.
-// chosen are read: the kernel moves little more than the gradients that it writes.
 #include <algorithm>
 
 #include "kernels/cuda/lane_group.h"
@@ -19,11 +18,11 @@ namespace {
 constexpr const char* kName = "gate_topk_backward";
 constexpr int kThreads = 256;
 constexpr int kLanes = kSumLanes;   // per token
-constexpr int kValuesOfChoice = 3;  // buffered: score, gradient, a term of a sum
+constexpr int kValuesOfChoice = 3;  // buffered values: score, gradient, a term of a sum
 
 // The layout of a launch's memory.
 struct Layout {
-  void* rows;   // the buffers of one block after the other; null: in shared memory
+  void* rows;   // the buffers, one block after the other; null: they are in shared memory
   bool packed;  // rows of a block begin at multiples of 16 bytes
 };
 
@@ -132,7 +131,7 @@ class Token {
   }
 
   PYMOE_DEVICE void softmax_backward() {
-    S local = -std::numeric_limits<S>::infinity();  // the greatest of the numbers, without NaN
+    S local = -std::numeric_limits<S>::infinity();  // the greatest logit, ignoring NaN
     each_own_element([&](int64_t i) {
       const S value = logit(i);
       local = value > local ? value : local;

@@ -14,7 +14,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// Many choices: a partial sort of (key, column) pairs. Writes value and column of the best `choices`, `stride` apart.
+// For many choices: sorts (key, column) pairs partially, and writes value and column of the best `choices`, at
+// distances of `stride`.
 template <typename S>
 struct KeyedColumn {
   order_key_t<S> key;

@@ -59,11 +59,11 @@ template <typename S>
 struct Scratch {
   S* wide;                     // (tile, E): logits of a 16-bit dtype, widened
   S* scores;                   // (tile, E): scores of the tile's tokens
-  S* choice;                   // (tile, E): choice scores, with the remaining groups next to each other
+  S* choice;                   // (tile, E): choice scores, with those of the remaining groups next to each other
   S* candidates;               // (E, tile)
   order_key_t<S>* candidate;   // (E, tile): the column of each candidate
-  S* values;                   // (K, tile): of the chosen experts
-  order_key_t<S>* columns;     // (K, tile): of the chosen experts
+  S* values;                   // (K, tile): the values by which experts were chosen
+  order_key_t<S>* columns;     // (K, tile): their columns
   S* weights;                  // (K, tile)
   order_key_t<S>* group_keys;  // (groups, tile)
   int32_t* groups;             // (tile, groups): the remaining groups of each token, ascending
@@ -127,7 +127,7 @@ PYMOE_INLINE void lane_maxima(const S* row, int64_t size, S* maxima) {
   for (int v = 0; v < kVectors; ++v) store(maxima + v * kL, best[v]);
 }
 
-// Writes the candidates of row `t` of the tile, which are not below `bound`, and returns how many there are.
+// Writes the candidates of row `t` of the tile, which are not below `bound`, and returns their number.
 template <typename S>
 PYMOE_INLINE int64_t collect(const S* row, int64_t size, S bound, int t, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>, kWord = 64;
@@ -156,7 +156,7 @@ PYMOE_INLINE int64_t collect(const S* row, int64_t size, S bound, int t, const S
   return found;
 }
 
-// The best `choices` <= N of `size` columns, for each row of the tile, into scratch.values and scratch.columns.
+// Writes the best `choices` <= N of `size` columns, for each row of the tile, to scratch.values and scratch.columns.
 template <typename S, int N>
 void select_up_to(const S* const* rows, int64_t size, int64_t choices, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>, kMaxima = N <= 8 ? 16 : 32;
@@ -300,7 +300,7 @@ PYMOE_INLINE void finish_weights(const GateTopkArguments& a, const Scratch<S>& s
   if (a.options.renormalize) {
     divisor = vector_t<S>{};
     for (int64_t block = 0; block < a.choices;
-         block += kSumLanes) {  // blocks, so that rounding stays small for large K
+         block += kSumLanes) {  // summed in blocks, so that rounding stays small for large K
       vector_t<S> sum = {};
       for (int64_t j = block; j < a.choices && j < block + kSumLanes; ++j) sum += load(scratch.weights + j * kL);
       divisor += sum;
@@ -358,7 +358,7 @@ void gate_tokens(const GateTopkArguments& a, int64_t begin, int64_t end, unsigne
     for (int64_t first = begin; first < end; first += kLanes<S>) {
       const int count = end - first < kLanes<S> ? static_cast<int>(end - first) : kLanes<S>;
       const S* rows[kLanes<S>];
-      for (int t = 0; t < kLanes<S>; ++t) {  // past the last token it is repeated, but not written out
+      for (int t = 0; t < kLanes<S>; ++t) {  // past the last token, that token is repeated but not written out
         const int64_t token = first + (t < count ? t : count - 1);
         rows[t] = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts,
                               scratch.wide + t * a.num_experts);

@@ -27,27 +27,27 @@ namespace {
 
 constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 528;             // at most: four blocks on each of an H200's 132 multiprocessors
-constexpr int64_t kCountedBlocks = 256;      // the same if every block of build_routing reads the counts of each
-constexpr int64_t kMostCounted = 8192;       // experts whose slots are counted in shared memory
-constexpr int64_t kMostBuffered = 64 << 20;  // bytes of the workspace for rows; fewer blocks above it
+constexpr int64_t kBlocks = 528;             // most blocks: four on each of an H200's 132 multiprocessors
+constexpr int64_t kCountedBlocks = 256;      // the same if every block of build_routing reads the counts of each block
+constexpr int64_t kMostCounted = 8192;       // most experts whose slots are counted in shared memory
+constexpr int64_t kMostBuffered = 64 << 20;  // most bytes of rows in the workspace
 // Up to this number of tokens, 16 lanes per token, of which a block has 16, make at most two blocks on each of 132
 // multiprocessors: if rows are scored, a warp is then done sooner than with 8 lanes, which need fewer instructions for
 // many tokens.
 constexpr int64_t kFewTokens = 4224;
-constexpr int kHeldExperts = 512;
-constexpr int kHeldScores = 256;  // if the choice or the weights need the scores of the whole row
+constexpr int kHeldExperts = 512;  // most experts of a row that stays in registers
+constexpr int kHeldScores = 256;   // the same if the choice or the weights need the scores of the whole row
 
 // The layout of a launch's memory.
 struct Layout {
-  int32_t tiles;       // of threads / kLanes tokens each
+  int32_t tiles;       // tiles of threads / kLanes tokens
   int32_t each;        // consecutive tiles per block
   int32_t capacity;    // room for candidates of a token; 0: choose by passes
   int32_t group_size;  // experts per group; 0: no groups
-  int64_t row_keys;    // keys that a token buffers: E and one per group, or none
-  int64_t row_scores;  // scores that it keeps in shared memory: E and a few more, or none
+  int64_t row_keys;    // number of keys that a token buffers: E and one per group, or none
+  int64_t row_scores;  // number of scores that it keeps in shared memory: E and a few more, or none
   bool counts_in_shared;
-  void* rows;  // buffered keys, one token of a block after the other; null: in shared memory
+  void* rows;  // buffered keys, one token of a block after the other; null: they are in shared memory
 };
 
 // Calls f with the row of logits of a token, as a pointer to its dtype.
@@ -101,7 +101,8 @@ class Token {
   PYMOE_DEVICE int lane() const { return threadIdx.x % kLanes; }
   PYMOE_DEVICE bool inside(int32_t expert) const { return static_cast<uint32_t>(expert) < a_.num_experts; }
   PYMOE_DEVICE bool softmax() const { return a_.options.score == Score::kSoftmax; }
-  // Renormalised softmax weights need only the exponentials of the chosen experts, if the greatest is among them.
+  // Renormalised softmax weights need only the exponentials of the chosen experts, if the row's greatest logit is
+  // chosen.
   PYMOE_DEVICE bool sums_row() const {
     return kScoresRow && softmax() && !(a_.chooses_on_logits() && a_.options.renormalize);
   }
@@ -126,7 +127,7 @@ class Token {
   // Turns logits into keys of the choice.
   PYMOE_DEVICE void score_row() {
     if (sums_row()) {
-      S local = -std::numeric_limits<S>::infinity();  // the greatest of the numbers, without NaN
+      S local = -std::numeric_limits<S>::infinity();  // the greatest logit, ignoring NaN
       row_.each([&](Key slot, int32_t expert, int) {
         const S logit = bit_cast<S>(slot);
         if (inside(expert) && logit > local) local = logit;
@@ -143,7 +144,7 @@ class Token {
     }
     if (!kScoresRow || a_.chooses_on_logits()) {
       row_.map([&](Key slot, int32_t expert, int) {
-        const Key key = order_key(bit_cast<S>(slot));  // inside or not, to avoid a branch
+        const Key key = order_key(bit_cast<S>(slot));  // for experts inside or not, to avoid a branch
         return inside(expert) ? key : kNoKey<S>;
       });
       return;
@@ -286,9 +287,9 @@ class Token {
   const bool writes_;
   int32_t* const counts_;
   Key* const buffer_;
-  S* const row_scores_;  // of rows in registers whose choice depends on more than the logits
+  S* const row_scores_;  // for rows in registers whose choice depends on more than the logits
   S greatest_ = 0;       // the greatest logit
-  S sum_ = 1;            // of e^(logit - greatest) over the row, if needed
+  S sum_ = 1;            // the sum of e^(logit - greatest) over the row, if needed
   HeldRow<S, kLanes, kHeld> row_;
 };
 
@@ -357,7 +358,7 @@ struct Plan {
   int64_t workspace_bytes = 0;
 };
 
-// The kernel that serves a call.
+// Returns the kernel that serves a call.
 template <typename Sums, int kGroup, int kSlots, bool kWholeRow>
 struct Kernel {
   using S = Sums;

@@ -6,7 +6,7 @@
 // fit into one table go to further launches; empty blocks are omitted.
 //
 // The output, not the list, is cut over the grid, 16 KiB per block, so one large tensor and a thousand small ones are
-// distributed equally well. A block looks up its first and last byte in the table (all threads ask the same: a
+// distributed equally well. A block looks up its first and last byte in the table (all threads read the same entry: a
 // broadcast from the constant cache) and keeps the entries between them in shared memory. A thread owns four 16-byte
 // words of the output, finds the source of each, and copies whole words whose source is as aligned as the output with
 // four loads in flight; otherwise it reads as widely as the source's alignment allows and still writes 16 bytes. Words
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   if (thread == 0) starts[last + 1 - first] = table.starts[last + 1];
   __syncthreads();
 
-  const Byte* from[kUnroll];  // null: not one whole word of one source
+  const Byte* from[kUnroll];  // null: the word is not a whole word of one source
   int block[kUnroll];
   bool aligned = true;
 #pragma unroll

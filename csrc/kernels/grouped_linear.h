@@ -51,14 +51,14 @@ struct GroupedArguments {
   int64_t output_features;         // N
   int64_t experts;                 // E, below 2^30
   DType dtype;                     // of every tensor
-  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values, contents arbitrary; the CPU needs none
+  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values of any content; the CPU needs none
   const int32_t* order = nullptr;  // (S,), or null: rows are sorted
 };
 
 struct GroupedLinearArguments : GroupedArguments {
   MatrixView x;           // (S, H)
   MatrixView weight;      // (N, H) of expert 0
-  int64_t weight_stride;  // from one expert's weight to the next
+  int64_t weight_stride;  // stride from one expert's weight to the next
   MatrixView bias;        // (E, N); data may be null
 };
 
@@ -90,7 +90,7 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* s
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
-// The major compute capability of a device; Hopper's where kernels are emulated. Asks the runtime, not the device.
+// Returns the major compute capability of a device; Hopper's if kernels are emulated. Asks the runtime, not the device.
 int compute_capability(int device);
 }  // namespace cuda
 

@@ -48,7 +48,7 @@ struct Block {
   int64_t columns;
 };
 
-// Results of this size in bytes leave the caches before their next reader reads them.
+// From this size in bytes on, results leave the caches before they are read again.
 constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
@@ -91,7 +91,7 @@ void clear_rows_of_none(const GroupedLinearArguments& a, const std::vector<char>
   const int64_t used = a.offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
   auto* y = static_cast<char*>(a.out);
   if (a.order == nullptr) return fill_zero(y + used * row_bytes, (a.rows - used) * row_bytes);
-  if (used == a.rows || row_bytes == 0) return;  // empty memory may have no address
+  if (used == a.rows || row_bytes == 0) return;  // a tensor without elements may have no address
   for (int64_t row = 0; row < a.rows; ++row) {
     if (named[static_cast<size_t>(row)] == 0) memset(y + row * row_bytes, 0, static_cast<size_t>(row_bytes));
   }

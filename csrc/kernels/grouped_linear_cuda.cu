@@ -8,8 +8,8 @@
 //
 // Tiles of 128 x 256 would read fewer bytes. Compiled as an experiment, their 256 threads take 223 to 240 registers,
 // without a spill, so that a multiprocessor holds one block, with no other that multiplies while it finds its tile,
-// waits for its first stage and writes its result. There are none: torch makes the products of bf16, and what is left
-// for this kernel on such a GPU is fp16 and layers with biases.
+// waits for its first stage and writes its result. So they are not used: torch makes the products of bf16, and only
+// fp16 and layers with biases remain for this kernel on such a GPU.
 //
 // Rows in a given order are read and written at their places, which a thread looks up once per tile, or for every
 // depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are the same as
@@ -90,7 +90,7 @@ struct Output {
 };
 
 template <int kTileRows>
-inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // that share a multiprocessor
+inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // blocks that share a multiprocessor
 
 template <typename T, int kTileRows, bool kWeightAlongRows>
 __global__ void __launch_bounds__(kTensorThreads, kTensorBlocks<kTileRows>)
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kClearThreads)
 
 // A tile of a weight's gradient: the output's rows are grad's features, its columns x's, its depth the expert's rows.
 struct WeightTile {
-  int64_t expert, row, column, begin, depth, place;  // place: of its first element in the gradient
+  int64_t expert, row, column, begin, depth, place;  // place: the position of its first element in the gradient
   int rows, columns;
 
   PYMOE_DEVICE WeightTile(const GroupPlan& plan, int64_t input_features, int64_t output_features, int tile_rows,
@@ -300,7 +300,7 @@ template <typename T, typename Places>
 void linear(const GroupedLinearArguments& a, const Places& places, void* stream) {
   const GroupPlan plan = group_plan(a.workspace, a.experts);
   if (Places::kGiven) {
-    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements per thread, before blocks take more
+    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements per thread, until blocks take more
     launch(kName, clear_kernel<T>,
            {std::min(ceil_div(a.rows * a.output_features, kShare * kClearThreads), kMostBlocks), kClearThreads}, stream,
            a.out, plan, a.experts, a.rows, a.output_features);
@@ -357,7 +357,7 @@ void bias_grad(const GroupedBiasGradArguments& a, const Places& places, void* st
          a.grad.column_stride, places, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
 }
 
-// f(TypeTag of the dtype, places of the rows).
+// Calls f(TypeTag of the dtype, places of the rows).
 template <typename F>
 void for_kind(const GroupedArguments& a, F&& f) {
   visit_dtype(a.dtype,
@@ -399,7 +399,7 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
 }
 
 void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
-  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // packs per thread, before blocks take more
+  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // least packs per thread; more if there are too many blocks
   const int64_t row_packs = a.output_features * size_of(a.dtype) / 16, packs = a.rows * row_packs;
   launch(kName, complete_linear_kernel,
          {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks), kCompleteThreads}, stream, a.out,

@@ -30,8 +30,8 @@ struct QuantizedLinearArguments {
   int64_t outputs;         // N
   int64_t experts;         // E
   int64_t bits;            // 8 or 4
-  DType dtype;             // of x, bias and y: fp32, bf16 or fp16
-  void* workspace;         // quantized_linear_workspace bytes, 64-byte aligned for speed, contents arbitrary
+  DType dtype;             // dtype of x, bias and y: fp32, bf16 or fp16
+  void* workspace;         // quantized_linear_workspace bytes of any content, 64-byte aligned for speed
 };
 
 // The rounded form of a row's block of inputs: 128 integers and these numbers.
@@ -44,18 +44,18 @@ struct RoundedBlock {
 inline constexpr int64_t kRoundedInputs = 128;
 inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
 
-// The layout of a block's integers: for products by vectors, or for products by tiles (quantized_linear_amx.h) of
-// weights in 8 or 4 bits. At 4 bits tiles take pairs of bf16.
+// The layout of a block's integers: for products by vectors, or by tiles (quantized_linear_amx.h) with weights in 8 or
+// 4 bits. At 4 bits tiles take pairs of bf16.
 enum class Integers { kForVectors, kForTiles8, kForTiles4 };
 
 constexpr int64_t rounded_bytes(Integers integers) {
   return integers == Integers::kForTiles4 ? 2 * kRoundedBytes : kRoundedBytes;
 }
 
-// Some rows of one expert, rounded: one block of each, then the next block.
+// Some rounded rows of one expert: the first block of each row, then the second block of each, and so on.
 struct RoundedRows {
   const int8_t* codes;
-  int64_t codes_stride;  // bytes from a block to the next
+  int64_t codes_stride;  // bytes from one block to the next
   const RoundedBlock* rounded;
   int64_t rounded_stride;
   int64_t count;

@@ -106,7 +106,7 @@ struct RightCodes<4> {
   int64_t groups;
   alignas(64) uint8_t tiles[4][kQuantizedTile / kSumOutputs][kGroupBytes];
 
-  // For 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7): the order in which a word gives them.
+  // For 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7), the order of a word's codes.
   void take(const uint8_t* weight, int64_t some) {
     groups = some;
     for (int64_t g = 0; g < some; ++g) {
@@ -158,7 +158,7 @@ struct RightCodes<4> {
 
 // Four tiles of sums that are not yet added to y.
 struct WaitingSums {
-  const int32_t* sums = nullptr;  // in the order of RightCodes; null: there are none
+  const int32_t* sums = nullptr;  // in the order of RightCodes; null if there are none
   const RoundedBlock* rounded;    // of the first row
   const uint8_t* weight;          // the block's first group in the packed tile
   int64_t groups;
@@ -226,7 +226,7 @@ PYMOE_INLINE void add_sums(const WaitingSums& w) {
 template <int kBits, typename T, typename Tiles>
 void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                             int64_t row_stride, int64_t count) {
-  constexpr int64_t kChunk = 96;  // rows whose sums stay in the nearest caches
+  constexpr int64_t kChunk = 96;  // number of rows whose sums stay in the nearest caches
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
   constexpr int64_t kRowBytes = (kBits == 8 ? 1 : 2) * kRoundedBytes;
   const int64_t groups = quantized_groups(inputs);

@@ -26,14 +26,14 @@ struct Way {
   void (*round_block)(const T*, int64_t, int8_t*, RoundedBlock&);
   void (*multiply_tile)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t);
   int64_t row_bytes;    // of a block's integers
-  int64_t panel_bytes;  // integers of all blocks in one task: they are read for each tile
+  int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
 };
 
 template <typename T, int kBits>
 class Ways {
  public:
   const Way<T>& of(int64_t rows) const { return rows < kFewestTileRows ? few_ : many_; }
-  // The bytes that a block of a row has in memory.
+  // Returns the bytes of a block of a row in memory.
   int64_t row_bytes() const { return std::max(few_.row_bytes, many_.row_bytes); }
 
  private:
@@ -93,7 +93,7 @@ void multiply(const QuantizedLinearArguments& a) {
   const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs), row_bytes = ways.row_bytes();
   auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, row_bytes)
   auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * row_bytes);
-  // The rows of an expert begin at its first row, and their distance depends on the way.
+  // The rows of an expert begin at its first row, and their distance depends on the kind of product.
   const auto codes_of = [&](int64_t expert, int64_t row) {
     const int64_t begin = a.offsets[expert], its_bytes = ways.of(a.offsets[expert + 1] - begin).row_bytes;
     return codes + begin * row_bytes + (row - begin) * its_bytes;

@@ -323,7 +323,7 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, int64_t groups, const 
 template <int kBits>
 using MultiplyBlock = void (*)(const uint8_t*, int64_t, const int8_t*, const RoundedBlock*, float*);
 
-// The function for `rows` rows, 1 <= rows <= kMostRows.
+// Returns the function for `rows` rows, 1 <= rows <= kMostRows.
 template <int kBits>
 MultiplyBlock<kBits> multiply_block_for(int64_t rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {
@@ -347,11 +347,11 @@ PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, cons
   }
 }
 
-// Rows of one expert times one tile of its outputs.
+// Multiplies rows of one expert by one tile of its outputs.
 template <int kBits, typename T>
 void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out, int64_t row_stride,
                    int64_t count) {
-  constexpr int64_t kChunk = 96;  // rows whose sums and activations of a block stay in the nearest caches
+  constexpr int64_t kChunk = 96;  // number of rows whose sums and activations of a block stay in the nearest caches
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
   const int64_t groups = quantized_groups(inputs);
   alignas(64) float y[kChunk * kQuantizedTile];
@@ -366,7 +366,7 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
       const RoundedBlock* rounded = x.rounded + block * x.rounded_stride + chunk;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
       for (int64_t part = 0, r = 0; part < parts; ++part) {
-        const int64_t together = (size - r) / (parts - part);  // parts as equal as possible
+        const int64_t together = (size - r) / (parts - part);  // so that parts are as equal as possible
         multiply_block_for<kBits>(together)(weight, some, codes + r * kRoundedBytes, rounded + r,
                                             y + r * kQuantizedTile);
         r += together;

@@ -21,7 +21,7 @@
 namespace pymoe {
 
 inline constexpr int64_t kQuantizedTile = 64;   // outputs
-inline constexpr int64_t kQuantizedGroup = 32;  // inputs with one scale and minimum at 4 bits
+inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale and a minimum at 4 bits
 
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }

@@ -29,7 +29,7 @@ constexpr int64_t router_losses_workspace(int64_t tokens) { return 2 * ((tokens 
 
 // The common arguments of forward and backward.
 struct RouterLossesInput {
-  DType dtype;          // of logits and their gradients
+  DType dtype;          // dtype of logits and their gradients
   const void* logits;   // (T, E)
   int64_t tokens;       // T
   int64_t num_experts;  // E >= 1
@@ -42,7 +42,7 @@ struct RouterLossesInput {
 struct RouterLossesArguments : RouterLossesInput {
   void* balance;      // one value, accumulated dtype; 0 without load
   void* z;            // one value, accumulated dtype; 0 without with_z
-  double* workspace;  // router_losses_workspace(T) values, contents arbitrary
+  double* workspace;  // router_losses_workspace(T) values of any content
 };
 
 struct RouterLossesBackwardArguments : RouterLossesInput {

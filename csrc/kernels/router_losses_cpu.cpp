@@ -40,7 +40,7 @@ class Fraction {
     const auto load_of = [&](int64_t e) {
       return a.load_is_int64 ? static_cast<const int64_t*>(a.load)[e] : int64_t{static_cast<const int32_t*>(a.load)[e]};
     };
-    uint64_t sum = 0;  // unsigned: a load comes from the caller and may hold anything
+    uint64_t sum = 0;  // unsigned, because a load comes from the caller and may hold anything
     for (int64_t e = 0; e < a.num_experts; ++e) sum += static_cast<uint64_t>(load_of(e));
     const int64_t total = std::max<int64_t>(static_cast<int64_t>(sum), 1);
     for (int64_t e = 0; e < a.num_experts; ++e) {

@@ -63,7 +63,7 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
 // The result of one token's row; scores are e^(l - max) or sigmoid(l).
 template <typename S>
 struct RowStatistics {
-  S max;  // of the logits that are not NaN
+  S max;  // the greatest logit that is not NaN
   bool has_nan;
   S sum;                   // of e^(l - max)
   S score_sum, score_dot;  // of the scores before they are normalised, and of the scores times f

@@ -70,7 +70,7 @@ inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t
   return torch::stable::view(torch::stable::narrow(all, 0, 0, count), {shape, 2});
 }
 
-// Scratch memory of a call; it lives as long as this object. None if `count` is 0.
+// Scratch memory of a call, which lives as long as this object. There is none if `count` is 0.
 struct Workspace {
   std::optional<torch::stable::Tensor> values;
   Workspace(int64_t count, torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {

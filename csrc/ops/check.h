@@ -77,7 +77,7 @@ inline void require_same_device(const char* operator_name, const char* argument,
   require(tensor.device() == other.device(), operator_name, argument, " is on another device");
 }
 
-// All three checks; `like` is on the required device.
+// Makes all three checks; `like` is on the required device.
 inline void require_tensor(const char* operator_name, const char* argument, const Tensor& tensor, ScalarType dtype,
                            std::initializer_list<int64_t> sizes, const Tensor& like) {
   require_dtype(operator_name, argument, tensor, dtype);
@@ -85,7 +85,8 @@ inline void require_tensor(const char* operator_name, const char* argument, cons
   require_same_device(operator_name, argument, tensor, like);
 }
 
-// Both are contiguous. A kernel must not write to memory that it reads: threads would read what others have written.
+// Checks that two contiguous tensors do not overlap: if a kernel wrote to memory that it reads, threads would read what
+// others have written.
 inline void require_apart(const char* operator_name, const char* written_name, const Tensor& written,
                           const char* read_name, const Tensor& read) {
   const auto range = [](const Tensor& tensor) {
@@ -99,7 +100,7 @@ inline void require_apart(const char* operator_name, const char* written_name, c
           " in memory");
 }
 
-// The E + 1 offsets of experts' rows.
+// Returns the E + 1 offsets of experts' rows, after checking their tensor.
 inline const int32_t* checked_offsets(const char* operator_name, const Tensor& offsets, const Tensor& like) {
   require_tensor(operator_name, "offsets", offsets, ScalarType::Int, {-1}, like);
   require(offsets.size(0) >= 1, operator_name, "offsets must have E + 1 entries, got none");

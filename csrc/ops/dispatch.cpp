@@ -41,7 +41,7 @@ void dispatch_out(const Tensor& x, const Tensor& slot, const Tensor& offsets, Te
 
 Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows) {
   require(x.dim() == 2, kName, "x must have shape (T, H), got ", x);
-  constexpr int64_t kMostRows = INT32_MAX;  // limit of what a slot can name
+  constexpr int64_t kMostRows = INT32_MAX;  // slots are int32
   require(!rows || (*rows >= 0 && *rows <= kMostRows), kName, "rows must be at least 0 and at most ", kMostRows,
           ", got ", rows.value_or(0));
   Tensor out = empty({rows.value_or(slot.numel()), x.size(1)}, x.scalar_type(), x);

@@ -23,7 +23,7 @@ namespace pymoe::ops::grouped_linear_op {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
-constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the GPU counts experts in int32, rounded up
+constexpr int64_t kMostOffsets = int64_t{1} << 30;  // because the GPU counts experts in int32, rounded up
 
 // `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
@@ -55,7 +55,7 @@ int compute_capability(const Tensor& tensor) {
   return cuda::compute_capability(tensor.is_cpu() ? 0 : tensor.get_device_index());
 }
 
-// A step around torch's product; it has no twin on the CPU.
+// A step before or after torch's product; it has no CPU twin.
 template <typename Arguments>
 void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& arguments, const Tensor& tensor) {
   run(Twins<Arguments>{nullptr, step}, arguments, tensor);
@@ -64,7 +64,7 @@ void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& argumen
 // The end of each expert's rows, in the form that torch takes.
 Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
-// torch's product of the two, completed according to `a`.
+// Makes torch's product of the two, and completes it according to `a`.
 template <typename Arguments>
 Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {

@@ -24,7 +24,7 @@ struct Chosen {
   std::optional<Tensor> memory{};
 };
 
-// `counted`: count for build_routing, if the twin can.
+// `counted`: whether to count for build_routing, if the twin can.
 Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, const std::string& score,
               bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, bool counted);
 }  // namespace gate_topk_op

@@ -43,7 +43,7 @@ inline bool wanted() {
   return answer;
 }
 
-// By rows, or (`either`) by columns.
+// Contiguous by rows or, with `either`, by columns.
 inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, bool either = false) {
   const bool by_rows = m.column_stride == 1 && m.row_stride >= columns && aligned({m.row_stride});
   const bool by_columns = m.row_stride == 1 && m.column_stride >= rows && aligned({m.column_stride});

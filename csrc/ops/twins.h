@@ -11,7 +11,7 @@
 #include "ops/check.h"
 #include "ops/value_error.h"
 
-// Weak: absent from a CPU build of torch, which has no CUDA tensor that would need it.
+// Weak symbol: a CPU build of torch lacks it, and has no CUDA tensor that would need it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace pymoe::ops {
@@ -92,7 +92,7 @@ struct Translated<kFunction, Result (*)(Parameters...)> {
 #define PYMOE_OPERATOR(name, function, signature)      \
   PYMOE_OPERATOR_OF_THE_CPU(name, function, signature) \
   PYMOE_IMPLEMENT_ON_CUDA(name, function)
-// The same for an operator without a CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
+// As PYMOE_OPERATOR, for an operator without a CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
 #define PYMOE_OPERATOR_OF_THE_CPU(name, function, signature)                     \
   STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); } \
   STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {                               \

@@ -10,13 +10,13 @@ namespace pymoe::runtime {
 
 class ThreadActivity {
  public:
-  // For a thread that has not started, which counts as active.
+  // Makes the activity of a thread that has not started, which counts as active.
   ThreadActivity() = default;
   static ThreadActivity of_this_thread();
 
   // True if the thread, which must not have ended, has used a processor since the last call.
   bool advanced();
-  // True if it runs, or would run if it got a processor. Costs ten times as much.
+  // True if it runs, or would run if it got a processor. Takes ten times as long as advanced().
   bool ready() const;
 
  private:

@@ -1,14 +1,7 @@
 // The rule by which a queue of requests becomes a batch: the options of a pool, and the linger.
 //
-// The linger. Clients that wait for their answers come back in cohorts: the clients of one batch submit again when it
-// ends. A batcher that takes whatever is there runs half batches for ever, because two cohorts take turns; a batcher
-// that waits a fixed time for more delays single requests. This one knows how many requests were recently in flight at
-// once. It waits only while fewer than these are queued, and never once they all are. So a single client never waits,
-// and n clients in a closed loop get batches of n.
-//
-// The wait ends at the earliest of three limits: no request has arrived for as long as a batch takes (every client had
-// time to come back); the pool's `linger` since the oldest request; and patience, which halves after every useless wait
-// and doubles after every useful one.
+// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends; of the
+// three limits there, the adaptive one is called patience here.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +18,7 @@ struct BatchingOptions {
   using Duration = typename Sync::Duration;
 
   int64_t min_batch_size = 1;       // rows
-  int64_t max_batch_size = 4096;    // rows; a larger request is run in slices
+  int64_t max_batch_size = 4096;    // most rows of a batch; a larger request is run in slices
   std::optional<Duration> timeout;  // the longest wait of a request for min_batch_size rows; none: no limit
   Duration linger = std::chrono::milliseconds(5);
   int64_t capacity = 65536;  // largest number of requests in the queue
@@ -54,7 +47,7 @@ class Linger {
 
   explicit Linger(Duration limit) : limit_(limit) {}
 
-  // A request was queued; `in_flight` requests, it included, are queued or running.
+  // A request was queued; `in_flight` requests, including it, are queued or running.
   void arrived(Time now, int64_t in_flight) {
     last_event_ = now;
     expected_ = std::max(expected_, in_flight);
@@ -76,7 +69,7 @@ class Linger {
     batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
   }
 
-  // True if all requests are queued that were in flight when a batch last began, or since.
+  // True if as many requests are queued as were in flight when a batch last began, or since.
   bool complete(int64_t queued) const { return queued >= expected_; }
 
   // The time until which waiting is worthwhile for an incomplete queue whose oldest request arrived at `oldest`.
@@ -88,15 +81,15 @@ class Linger {
 
  private:
   static constexpr double kLeastPatience = 1.0 / 16;
-  // The time that threads need to wake up and come back, however short a batch is.
+  // The time that threads need to wake up and submit again, even if a batch is short.
   static constexpr std::chrono::microseconds kLeastGap{200};
 
   const Duration limit_;
   int64_t expected_ = 1;
-  int64_t promised_ = 1;  // expected_ when the last batch ended: whether waiting for it paid
+  int64_t promised_ = 1;  // expected_ when the last batch ended, to find out whether waiting for it paid
   double patience_ = 1;
-  Duration batch_{};   // a moving average of the times of batches
-  Time last_event_{};  // an arrival, or the end of a batch
+  Duration batch_{};   // moving average of the durations of batches
+  Time last_event_{};  // time of the last arrival, or of the last end of a batch
   Time last_end_{};
 };
 

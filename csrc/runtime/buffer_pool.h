@@ -24,7 +24,7 @@ namespace pymoe::runtime {
 class BufferPool {
  public:
   struct Statistics {
-    int64_t live_blocks;   // taken and not yet given back
+    int64_t live_blocks;   // bytes that are taken and not yet given back
     int64_t cached_bytes;  // kept for later callers
   };
 
@@ -96,7 +96,7 @@ class BufferPool {
     return true;
   }
 
-  // Takes out blocks of classes other than `spared` until `bytes` more fit; the caller frees the chain of them.
+  // Removes blocks of classes other than `spared` until `bytes` more fit; the caller frees the returned chain.
   Header* make_room(size_t bytes, int spared) noexcept {
     Header* chain = nullptr;
     for (int i = kClasses - 1; i >= 0 && cached_bytes_ + bytes > most_cached_bytes_; --i) {
@@ -119,7 +119,7 @@ class BufferPool {
     if (bytes > SIZE_MAX / 4) throw std::bad_alloc();
     const size_t units = bytes <= 4 * kAlignment ? 4 : (bytes + kAlignment - 1) / kAlignment;
     const int power = static_cast<int>(std::bit_width(units)) - 3;
-    const size_t quarters = (units + (size_t{1} << power) - 1) >> power;  // 4 to 8, and 8 is the next power's 4
+    const size_t quarters = (units + (size_t{1} << power) - 1) >> power;  // 4 to 8, where 8 is 4 of the next power
     return power * 4 + static_cast<int>(quarters) - 4;
   }
 

@@ -1,4 +1,4 @@
-// Completion: something that ends exactly once, and the waits for that end.
+// Completion: an operation that ends exactly once, and the waits for its end.
 //
 //     pending --claim()--> running --complete(error)--> done
 //
@@ -27,7 +27,7 @@
 
 namespace pymoe::runtime {
 
-// The outcome of something that was dropped before it had started.
+// The outcome of an operation that was dropped before it had started.
 class Cancelled : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -85,12 +85,12 @@ class Completion {
     return stage_.compare_exchange_strong(expected, Stage::kRunning, std::memory_order_acq_rel);
   }
 
-  // Called once, by the thread whose claim() returned true.
+  // Ends the operation and runs the callbacks. Called once, by the thread whose claim() returned true.
   void complete(std::exception_ptr error = nullptr) {
     for (const KeyedCallback& callback : end(std::move(error))) callback();
   }
 
-  // The same without the callbacks: the caller runs them.
+  // As complete(), but the caller runs the returned callbacks.
   [[nodiscard]] Callbacks end(std::exception_ptr error) {
     Callbacks wakers, callbacks;
     {
@@ -108,7 +108,7 @@ class Completion {
  protected:
   Completion() = default;
 
-  // Gives a claim back: its holder did not run the thing after all.
+  // Gives a claim back, because its holder did not run the operation.
   void unclaim() { stage_.store(Stage::kPending, std::memory_order_release); }
 
  private:
@@ -126,7 +126,7 @@ class Completion {
   }
 
   std::atomic<Stage> stage_{Stage::kPending};
-  mutable typename Sync::Mutex mutex_;  // guards the callbacks, error_ and the step to kDone
+  mutable typename Sync::Mutex mutex_;  // guards the callbacks, error_ and the transition to kDone
   mutable typename Sync::Condition ended_;
   Callbacks wakers_, callbacks_;
   std::exception_ptr error_;

@@ -11,7 +11,7 @@ constexpr size_t kLanes = 4;                        // of independent multiplica
 constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;       // 2^64 over the golden ratio
 constexpr uint64_t kOtherOdd = 0xC2B2AE3D27D4EB4F;  // a prime
 
-// For a given word it is a bijection of the state, and for a given state one of the word: no single change is lost.
+// For a given word, the step is a bijection of the state; for a given state, of the word. So no single change is lost.
 uint64_t mix(uint64_t state, uint64_t word) { return std::rotl(state ^ (word * kOtherOdd), 29) * kOdd; }
 
 struct Lanes {
@@ -24,8 +24,8 @@ struct Lanes {
   }
 };
 
-// Where a line of the middle lies, of `count` lines among which one is read each round: the fractions of multiples of
-// the golden ratio leave no gap that is much wider than others.
+// The position of the line that is read in a round, among `count` lines: the fractions of multiples of the golden ratio
+// leave no gap that is much wider than others.
 size_t place_in_part(uint64_t round, size_t count) {
   const uint64_t fraction = (round * kOdd) >> 32;
   return static_cast<size_t>((fraction * count) >> 32);
@@ -39,7 +39,7 @@ uint64_t fingerprint(const unsigned char* memory, size_t bytes, uint64_t round, 
   if (whole || bytes <= kWholeBytes) {
     for (size_t line = 0; line < full; ++line) lanes.add(memory + line * kLineBytes);
   } else {
-    const unsigned char* lines[kLines - 1] = {memory};  // asked for at once: most of them are far from the processor
+    const unsigned char* lines[kLines - 1] = {memory};  // prefetched together: most of them are in main memory
     constexpr size_t kParts = kLines - 2;
     for (size_t part = 0; part < kParts; ++part) {
       const size_t begin = 1 + part * (full - 1) / kParts, end = 1 + (part + 1) * (full - 1) / kParts;

@@ -31,9 +31,10 @@
 
 namespace pymoe::runtime {
 
-// Its jobs in the pool are tickets: each makes calls one after the other until none is left, or until something older
-// waits for a worker. There is one for each worker that has a call to make. In a pool that grows, as many tickets wait
-// in addition to the taken ones, so that the pool sees that there are more calls than its workers have started.
+// The run's jobs in the pool are tickets: each makes calls one after the other until none is left, or until an older
+// job waits for a worker. There is one ticket for each worker that has a call to make. In a pool that can grow, the
+// same number of tickets waits in addition, so that the pool sees that there are more calls than its workers have
+// started.
 template <typename Sync>
 class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
  public:
@@ -134,7 +135,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
 
   // --- all with the lock held; they release it for a while ---
 
-  // Makes calls until none is left, or until leave() tells it to leave the rest to others.
+  // Makes calls until none is left, or until leave() says to leave the rest to others.
   template <typename Leave>
   void work(Lock& lock, bool ticket, const Leave& leave) {
     while (next_ < count_) {
@@ -202,14 +203,15 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
   Ticket ticket_{*this};
   Watch watch_{*this};
   typename Sync::Mutex mutex_;  // guards the rest
-  // By the number of the call. All are kept to the end: destroying one may take a lock such as the interpreter's.
+  // Errors by the number of the call. All are kept to the end, because destroying one may take a lock such as the
+  // interpreter's.
   std::vector<std::pair<int, std::exception_ptr>> failures_;
   int next_ = 0;       // the next call to start
-  int running_;        // calls that have neither ended nor been dropped
-  int seen_;           // running_ when watch_ last looked
-  bool held_ = false;  // workers are not called yet
-  int posted_ = 0;     // tickets not yet taken by a worker
-  int tickets_ = 0;    // posted tickets, and tickets that workers have taken
+  int running_;        // number of calls that have neither ended nor been dropped
+  int seen_;           // value of running_ at the last check of watch_
+  bool held_ = false;  // true while workers are not called yet
+  int posted_ = 0;     // number of tickets that no worker has taken yet
+  int tickets_ = 0;    // number of posted tickets, including those that workers have taken
   bool cancelled_ = false;
 };
 

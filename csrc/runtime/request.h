@@ -44,17 +44,17 @@ class Request : public Completion<Sync> {
 
  private:
   friend class RequestQueue<Sync>;
-  using ByRank = std::multimap<Time, std::shared_ptr<Request>>;  // rank: arrival - head_start
+  using ByRank = std::multimap<Time, std::shared_ptr<Request>>;  // rank in the queue: arrival - head_start
   using ByTime = std::multimap<Time, Request*>;
 
   // Position in its queue; guarded like the queue.
   Time arrival_{};
   int64_t next_row_ = 0;  // the first row that no batch has taken yet
   bool queued_ = false;
-  bool in_batch_ = false;               // a batch that has not ended contains a part of it
-  bool given_up_ = false;               // parts that no batch has taken yet never run
+  bool in_batch_ = false;               // true if a running batch contains a part of the request
+  bool given_up_ = false;               // true if the parts that no batch has taken yet must never run
   typename ByRank::iterator place_;     // if queued_
-  typename ByTime::iterator deadline_;  // if queued_, not begun, and with a deadline
+  typename ByTime::iterator deadline_;  // position among the deadlines, while queued, not begun and with a deadline
 };
 
 template <typename Sync>
@@ -81,7 +81,7 @@ class BatchFunction {
   // True if a batch that threw `error` changed nothing, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
 
-  // Calls end() once; that ends the requests of a batch that are done, and so wakes the threads that wait for them.
+  // Calls end() once, which ends the finished requests of a batch and so wakes the threads that wait for them.
   virtual void deliver(const std::function<void()>& end) { end(); }
 };
 

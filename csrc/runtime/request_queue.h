@@ -42,7 +42,7 @@ class RequestQueue {
   int64_t rows() const { return rows_; }
   bool idle() const { return queue_.empty() && running_ == 0; }
 
-  // Rank of the request in front; only if there is one.
+  // Rank of the request in front. Call only if there is one.
   Time rank() const { return queue_.begin()->first; }
 
   void push(RequestPointer request, Time now) {
@@ -89,7 +89,7 @@ class RequestQueue {
     return batch;
   }
 
-  // Slices that take returned and that did not run: each request returns to its place.
+  // Takes back slices from take that did not run: each request returns to its place.
   void put_back(std::span<const Slice<Sync>> batch) {
     for (size_t i = batch.size(); i-- > 0;) {
       const auto& [request, begin, end] = batch[i];
@@ -107,7 +107,7 @@ class RequestQueue {
     }
   }
 
-  // A slice that take returned has run, or will not run. Returns true if its request was given up meanwhile.
+  // Notes that a slice from take has run, or will not run. Returns true if its request was withdrawn meanwhile.
   bool returned(Request<Sync>& request) {
     request.in_batch_ = false;
     return request.given_up_;
@@ -134,7 +134,7 @@ class RequestQueue {
     return result;
   }
 
-  // A batch has ended: `requests` of its requests are done, `took` is its duration.
+  // Notes that a batch has ended: `requests` of its requests are done, `took` is its duration.
   void ended(int64_t requests, Time now, typename Sync::Duration took) {
     running_ -= requests;
     linger_.ended(now, took);
@@ -163,7 +163,7 @@ class RequestQueue {
     }
   }
 
-  // kNever if no request in the queue has a deadline.
+  // The earliest deadline of a queued request; kNever if there is none.
   Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
 
   // Removes every request that has not begun; with `begun_too` also requests of which a batch had a part, and whose
@@ -212,10 +212,11 @@ class RequestQueue {
     if (oldest_ == request.arrival_) oldest_.reset();
     if (request.head_start != request.head_start.zero()) --with_head_start_;
     request.queued_ = false;
-    queue_.erase(request.place_);  // may be the last reference: after everything else
+    queue_.erase(request.place_);  // may be the last reference, so it is dropped after everything else
   }
 
-  // Without head starts this is the request in front. With them it is searched for, once after it has left.
+  // The oldest request. Without head starts it is the request in front; with them it is searched for, once after it has
+  // left.
   Time oldest_arrival() const {
     if (with_head_start_ == 0) return queue_.begin()->second->arrival_;
     if (!oldest_) {
@@ -231,7 +232,7 @@ class RequestQueue {
   int64_t rows_ = 0;                    // rows in the queue, not taken
   int64_t running_ = 0;                 // requests begun and not done
   int64_t with_head_start_ = 0;         // requests in the queue
-  mutable std::optional<Time> oldest_;  // arrival of the oldest request in the queue; none: unknown
+  mutable std::optional<Time> oldest_;  // arrival of the oldest request in the queue; none if unknown
   Linger<Sync> linger_;
 };
 

@@ -12,7 +12,7 @@
 namespace pymoe::runtime {
 
 // Counts of values in buckets that grow with the value: exact up to 3, then four buckets for every power of two, so
-// that a quantile computed from it is off by an eighth at most.
+// that a quantile computed from them is off by an eighth at most.
 class Histogram {
  public:
   static constexpr int kBuckets = 252;

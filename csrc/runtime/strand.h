@@ -5,7 +5,7 @@
 //            rank and runs one batch for each time that a worker takes it.
 // Posting    A strand posts itself when a batch is ready, and for the time at which one will be (timeout, linger). A
 //            post is a hint: the worker that takes it looks again, so an unnecessary post does no harm. Nothing is
-//            posted while a batch runs; the thread that ran it looks afterwards.
+//            posted while a batch runs; the thread that ran it checks afterwards.
 // Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
 //            for a request of another strand keeps looking there until the request is done, since it may be the
 //            only thread that can run it.
@@ -34,8 +34,8 @@ namespace pymoe::runtime {
 template <typename Sync>
 class TaskPool;
 
-// Help by a waiting thread, which may run batches meanwhile. Inside a batch (of another strand) it must: it blocks that
-// strand, and may be the only thread that can continue.
+// Help by a waiting thread, which may run batches while it waits. Inside a batch (of another strand) it must help,
+// because it blocks that strand and may be the only thread that can continue.
 enum class Help { kNo, kYes, kInBatch };
 
 template <typename Sync>
@@ -81,7 +81,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
         pool->cancel_all("the request was cancelled: the runtime was shut down before it had started");
       }
       const std::lock_guard lock(mutex_);
-      made = plan(Sync::now());  // needed if a request that is too large for one batch has begun
+      made = plan(Sync::now());  // needed if a request has begun that is too large for one batch
     }
     carry_out(made);
   }
@@ -112,7 +112,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     while (!request.done()) {
       refuse_on_runner();
       if (how != Help::kNo && help(lock)) continue;
-      // Before attach, this thread may be a worker to which the strand is about to be attached, and the only one.
+      // True if, before attach, this thread may be the only worker to which the strand is about to be attached.
       if (how == Help::kNo || (how == Help::kYes && workers_ && !workers_->on_worker())) {
         lock.unlock();
         request.wait_until(until);
@@ -143,7 +143,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     try {
       if (help(lock)) return;
     } catch (const Interrupted&) {
-      return;  // the batch is queued again, and posted
+      return;  // the batch is back in the queue, and posted
     }
     const Plan made = plan(Sync::now());
     lock.unlock();
@@ -260,9 +260,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return best;
   }
 
-  // Runs one batch, if one is ready and no thread runs any; true if it did something. The lock is released meanwhile,
-  // and stays so if the batch was interrupted and Interrupted is thrown, since the thread that helped is needed
-  // elsewhere.
+  // Runs one batch, if one is ready and no thread runs any; true if it did something. The lock is released meanwhile.
+  // If the batch was interrupted, Interrupted is thrown and the lock stays released, because the thread that helped is
+  // needed elsewhere.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();
@@ -274,7 +274,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     Taken taken{std::move(pool), queue, start, {}, {}};
     taken.batch = queue->take(start, taken.expired);
     taken.pool->taken(taken.batch, taken.expired, start);
-    if (!taken.batch.empty()) {  // otherwise all had expired, and other threads may run batches meanwhile
+    if (!taken.batch.empty()) {  // otherwise all requests had expired, and other threads may run batches meanwhile
       running_ = true;
       runner_ = Sync::this_thread();
     }
@@ -294,7 +294,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   // --- without the lock ---
 
   void carry_out(const Plan& made) {
-    // Workers that have stopped refuse it: then nothing is left for them to run.
+    // Workers that have stopped refuse the post; then nothing is left for them to run.
     if (made.post) made.workers->post(this->shared_from_this(), made.rank);
     if (made.at != kNever) made.workers->post_at(made.at, this->shared_from_this());
     if (made.deadline != kNever) {
@@ -380,15 +380,15 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   mutable typename Sync::Mutex mutex_;
   std::vector<Pool*> pools_;
   Workers workers_, timer_;  // null: not attached
-  bool draining_ = false;    // queued requests are ready, however few
-  bool running_ = false;     // a batch runs, on the thread runner_
+  bool draining_ = false;    // true if queued requests are ready, however few
+  bool running_ = false;     // true while a batch runs, on the thread runner_
   typename Sync::ThreadId runner_{};
-  bool posted_ = false;               // a post that no worker has taken yet
+  bool posted_ = false;               // true if no worker has taken the last post yet
   Time armed_ = kNever;               // the earliest time for which a post waits
   Time armed_deadline_ = kNever;      // the same for a deadline
-  int64_t unfinished_ = 0;            // requests submitted and not done
+  int64_t unfinished_ = 0;            // number of submitted requests that are not done
   int watching_ = 0;                  // threads in watch()
-  typename Sync::Condition changed_;  // for these threads, and for threads that wait for the end
+  typename Sync::Condition changed_;  // signalled for these threads, and for threads that wait for the end
 };
 
 }  // namespace pymoe::runtime

@@ -1,4 +1,4 @@
-// What the runtime needs from the machine: locks, waits, time and threads, as one parameter.
+// Everything that the runtime needs from the machine (locks, waits, time and threads), as one template parameter.
 //
 // Every class of the runtime takes a `Sync`, so that one source serves the product and its tests: SystemSync uses the
 // operating system; the tests use fibers, a seeded scheduler and a clock that advances when no fiber can run

@@ -13,8 +13,8 @@
 //            another expert run it on the only worker. Waiting from inside a batch for a request of the strand
 //            that runs it can never end: std::logic_error.
 // Closing    close refuses further requests: submit throws StoppedError. Its strand opens it again.
-// Gone       The destructor completes requests that are still queued with Cancelled.
-// Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
+// Destruction The destructor completes requests that are still queued with Cancelled. Threads All functions may be
+// called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
 
 #include <atomic>
@@ -58,7 +58,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     {
       const std::lock_guard lock(strand_->mutex_);
       strand_->remove(this);
-      clear(left, true);  // no batch runs: it would hold the pool
+      clear(left, true);  // no batch runs, because it would hold the pool
     }
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
@@ -193,7 +193,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     finish_expired(expired);
   }
 
-  // True the first time: a client that waits for a pool that nobody serves is told once.
+  // True the first time: a client that waits for a pool without a runtime is told only once.
   bool tell_idle() { return !told_idle_.exchange(true); }
 
   const std::string& name() const { return name_; }
@@ -212,7 +212,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   // --- the strand's part; its mutex is held ---
 
-  // The queue whose batch is next, if one is ready by `now`.
+  // Returns the queue with the next batch, if one is ready by `now`.
   Queue* ready_queue(Time now) {
     Queue* best = nullptr;
     for (auto& [kind, queue] : queues_) {
@@ -241,7 +241,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
   }
 
-  // Requests and rows have left the queue: there is room.
+  // Notes that requests and rows have left the queue, so that there is room.
   void left_queue(int64_t requests, int64_t rows) {
     queued_ -= requests;
     statistics_.queued.add(-requests);
@@ -251,7 +251,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     if (strand_->watching_ > 0) strand_->changed_.notify_all();
   }
 
-  // A batch was taken from a queue, at `now`.
+  // Notes that a batch was taken from a queue, at `now`.
   void taken(const std::vector<Slice<Sync>>& batch, const Requests& expired, Time now) {
     int64_t rows = 0, requests = static_cast<int64_t>(expired.size());
     for (const auto& request : expired) rows += request->rows;
@@ -266,7 +266,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     left_queue(requests, rows);
   }
 
-  // A batch has ended: returns the requests that are done, with their errors.
+  // Notes the end of a batch; returns the requests that are done, with their errors.
   std::vector<std::pair<RequestPointer, std::exception_ptr>> settle(Queue& queue, std::span<const Slice<Sync>> batch,
                                                                     std::span<const Outcome> outcomes, Time start,
                                                                     Time end) {

@@ -90,7 +90,7 @@ class Waits {
     const ThreadId me = Sync::this_thread();
     if (!is_free_for(turn, me)) {
       waits_.push_back({me, nullptr, nullptr, &turn, false});
-      if (wanting_++ > 0) changed_.notify_all();  // threads that wait for us now wait for the turn's holder
+      if (wanting_++ > 0) changed_.notify_all();  // threads that wait for this one now wait for the turn's holder
       while (!is_free_for(turn, me) && Sync::now() < until) changed_.wait_until(lock, until);
       --wanting_;
       forget_wait(me);
@@ -127,7 +127,8 @@ class Waits {
 
   // --- with the lock held ---
 
-  // The latest of a thread's waits; the others belong to batches that it helps with.
+  // The latest of a thread's waits. Earlier ones belong to the outer batches, if the thread helps with batches while it
+  // waits.
   const Wait* wait_of(ThreadId thread) const {
     for (size_t i = waits_.size(); i-- > 0;) {
       if (waits_[i].thread == thread) return &waits_[i];
@@ -176,9 +177,9 @@ class Waits {
   }
 
   mutable typename Sync::Mutex mutex_;
-  std::vector<Wait> waits_;           // in the order in which they began
-  std::vector<Held> held_;            // in the order in which they were entered
-  int wanting_ = 0;                   // threads that wait for turns
+  std::vector<Wait> waits_;           // the waits, in the order in which they began
+  std::vector<Held> held_;            // the turns, in the order in which they were entered
+  int wanting_ = 0;                   // number of threads that wait for turns
   typename Sync::Condition changed_;  // signals changes to them
 };
 

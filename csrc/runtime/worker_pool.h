@@ -54,8 +54,8 @@ struct Job {
 
 template <typename Sync>
 struct Growth {
-  int most = 0;                     // largest number of threads; a pool with no fewer workers does not grow
-  typename Sync::Duration still{};  // a thread that does nothing for this long waits
+  int most = 0;                     // largest number of threads; a pool grows only if it has fewer workers
+  typename Sync::Duration still{};  // a thread that does nothing for this long counts as waiting
   typename Sync::Duration idle{};   // added threads end after this long without a job
 };
 
@@ -64,7 +64,7 @@ class WorkerPool {
  public:
   using Time = typename Sync::Time;
   using Rank = Time;
-  // Every worker runs this: `around(work)` must call work() once, and may set up and tear down around it.
+  // Every worker runs `around(work)`, which must call work() once, and may set up and tear down around it.
   using Around = std::function<void(const std::function<void()>& work)>;
 
   explicit WorkerPool(int workers, Around around = {}, Growth<Sync> growth = {})
@@ -129,7 +129,7 @@ class WorkerPool {
     std::vector<std::shared_ptr<Job>> dropped;
     {
       const std::lock_guard lock(mutex_);
-      if (how == Stop::kDrain) release_due();  // no worker may have looked since a job's time came
+      if (how == Stop::kDrain) release_due();  // perhaps no worker has checked since a job's time came
       stopping_ = true;
       while (!timed_.empty()) dropped.push_back(pop(timed_));
       while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
@@ -160,7 +160,7 @@ class WorkerPool {
     return true;
   }
 
-  // True if a job of smaller rank waits for a worker: it should go first. May be out of date.
+  // True if a job of smaller rank waits for a worker and should go first. May be out of date.
   bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
 
   // The current number of workers.
@@ -176,13 +176,13 @@ class WorkerPool {
  private:
   using Lock = std::unique_lock<typename Sync::Mutex>;
 
-  // By rank. Ranks mostly grow from one push to the next, so a search begins at the end.
+  // Jobs by rank. Ranks mostly grow from one push to the next, so a search begins at the end.
   using Jobs = std::multimap<Rank, std::shared_ptr<Job>>;
 
   struct Worker {
     typename Sync::Activity activity;  // tells whether it does something, and when it was last seen active
     Time since{};
-    typename Sync::Thread thread;   // for the thread that starts it, then for the thread that joins it
+    typename Sync::Thread thread;   // written by the thread that starts it, read by the one that joins it
     typename Sync::ThreadId id{};   // guarded by mutex_, like the rest; invalid while the thread does not run
     typename Sync::Condition wake;  // called has become true
     bool called = false;
@@ -250,7 +250,7 @@ class WorkerPool {
       }
       if (surplus_ > 0 && workers() > base_ && !stopping_) {
         --surplus_;
-        successor = call_idle();  // this worker may have been called for the job
+        successor = call_idle();  // because this worker may have been called for the job
         if (successor == nullptr) successor = call_timekeeper();
         retire(self);
       } else {
@@ -265,7 +265,7 @@ class WorkerPool {
     return job;
   }
 
-  // False if the worker is superfluous and had nothing to do for long.
+  // False if the worker is superfluous and has been idle for long.
   bool sleep(Worker& self, Lock& lock) {
     self.called = false;
     if (timed_.empty() || timekeeper_ != nullptr) {
@@ -305,9 +305,9 @@ class WorkerPool {
   }
 
   void watch();                     // the watcher's thread
-  Time look(Lock& lock, Time now);  // returns when to look again
+  Time look(Lock& lock, Time now);  // returns the time of the next check
   void join_retired(Lock& lock);
-  // The number of jobs that could run and that no worker is about to take.
+  // The number of jobs that could run but that no worker is about to take.
   size_t unserved(Time now) const {
     if (!idle_.empty() || timekeeper_ != nullptr) return 0;
     return ready_.size() + (!timed_.empty() && !(now < timed_.begin()->first));
@@ -344,7 +344,8 @@ class WorkerPool {
     first_rank_.store(ready_.empty() ? Rank::max() : ready_.begin()->first, std::memory_order_relaxed);
     return job;
   }
-  // A sleeping worker that must look again: the caller then notifies it, best without the lock. Null if none sleeps.
+  // Returns a sleeping worker that must check again; the caller then notifies it, preferably without the lock. Null if
+  // none sleeps.
   Worker* call_idle() {
     if (idle_.empty()) return nullptr;
     Worker* worker = idle_.back();
@@ -359,7 +360,7 @@ class WorkerPool {
   void refuse_on_worker() const {
     if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
   }
-  // After request_stop: the watcher starts and joins workers until it ends, and no thread does after it.
+  // Called after request_stop: the watcher starts and joins workers until it ends, and no thread does so after that.
   void join() {
     const std::lock_guard joining(join_mutex_);
     if (watcher_.joinable()) watcher_.join();
@@ -390,13 +391,13 @@ class WorkerPool {
   std::vector<Worker*> idle_;
   Worker* timekeeper_ = nullptr;
   bool stopping_ = false;
-  int running_ = 0;                   // threads that have not ended
+  int running_ = 0;                   // number of threads that have not ended
   typename Sync::Condition ended_;    // running_ has reached 0
   bool watched_ = false;              // the watcher is awake, or about to be
   typename Sync::Condition watch_;    // watched_ has become true
-  Time crowded_since_ = Time::max();  // since when more than base_ threads do something
-  int surplus_ = 0;                   // workers that are to end instead of taking a job
-  typename Sync::Mutex join_mutex_;   // held while threads are joined for good, mutex_ within
+  Time crowded_since_ = Time::max();  // time since which more than base_ threads do something
+  int surplus_ = 0;                   // number of workers that must end instead of taking a job
+  typename Sync::Mutex join_mutex_;   // held while threads are joined for good; mutex_ is taken inside
   typename Sync::Thread watcher_;
 };
 

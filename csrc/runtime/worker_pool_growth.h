@@ -65,13 +65,13 @@ auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
   const size_t wanted = std::min(unserved(now), room);
   int active = 0;
   for (const auto& worker : workers_) {
-    // Checked closely: a thread that only lacks a processor also does something.
+    // Checked with ready(), too: a thread that only lacks a processor also does something.
     const bool closely = wanted > 0 && now - worker->since >= growth_.still;
     if (worker->activity.advanced() || (closely && worker->activity.ready())) worker->since = now;
     active += now - worker->since < growth_.still;
   }
   active = std::min(active, workers() - static_cast<int>(idle_.size()));
-  const typename Sync::Duration took = Sync::now() - now;  // considerable if many threads wait
+  const typename Sync::Duration took = Sync::now() - now;  // a considerable time if many threads wait
   if (active <= base_) crowded_since_ = Time::max();
   crowded_since_ = std::min(crowded_since_, now);
   surplus_ = now - crowded_since_ < growth_.still * 10 ? 0 : active - base_;

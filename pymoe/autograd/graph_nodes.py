@@ -144,7 +144,7 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
 
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
-_NATIVE: set[type] = set()  # types of nodes that no class of Python makes
+_NATIVE: set[type] = set()  # types of nodes that are made in C++
 _latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
 _found = False
 

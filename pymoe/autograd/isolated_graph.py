@@ -154,7 +154,7 @@ class IsolatedCall:
         self._guard: torch.Tensor | None = None  # keeps the entry node alive
         self._leaf_arguments: list[torch.Tensor] = []
         self.aliases: list[Alias] = []
-        self.outputs: Any = ()  # the function's outputs, but always a tuple
+        self.outputs: Any = ()  # the function's outputs, always as a tuple
         self.roots: list[GradientEdge] = []  # edges of `fresh` outputs, then of `written` aliases
         self.leaves: list[torch.Tensor] = []
         self.tied: set[int] = set()  # ids of outputs whose memory other tensors share

@@ -269,7 +269,7 @@ def restore() -> None:
         if _calling:
             _is_changed = True
             return
-        if isinstance(vars(torch.random)["default_generator"], _Default):  # unless somebody has set another one
+        if isinstance(vars(torch.random)["default_generator"], _Default):  # unless other code has replaced it
             vars(torch.random)["default_generator"] = torch.default_generator
         torch.random.__class__ = types.ModuleType
         if isinstance(torch.cuda.default_generators, _CudaDefaults):

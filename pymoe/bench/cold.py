@@ -21,7 +21,7 @@ from pymoe.bench.calls import Sample, mapped, same_layout_copy, tensors_in
 TIMES_THE_CACHE = 3
 MOST_COPIES = 2048
 CALLS_IN_GRAPH = 20
-"""Least number of calls in a graph; every copy of the inputs is used."""
+"""Minimum number of calls in a graph; more if it takes more to use every copy of the inputs."""
 
 
 class Rotating:

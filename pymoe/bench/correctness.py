@@ -65,10 +65,12 @@ class Verdict:
 
 
 def verify(operator: Operator, case: BenchCase, sample: Sample) -> Verdict:
-    """Compare native and reference on ``sample``: outputs, and gradients if the case times them.
+    """Compare native and reference results on ``sample``: the outputs, and the gradients if the case measures a
+    backward pass.
 
-    An output that ``operator`` promises to be exact must agree bit for bit; others, and gradients, within its
-    tolerance. Gradients of 16-bit dtypes are compared with the gradients of the reference in float32, as in the tests.
+    Outputs that ``operator`` promises to be exact must agree bit for bit; other outputs and gradients must agree within
+    its tolerance. Gradients of 16-bit dtypes are compared with the gradients of the reference in float32, as in the
+    tests.
     """
     expected, expected_gradients = gradients(operator.reference, sample)
     actual, actual_gradients = gradients(operator.native, sample)

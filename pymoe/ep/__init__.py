@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer spread over the ranks of a process group.
+"""Expert parallelism: spreads the experts of a layer over the ranks of a process group.
 
 :func:`shard` turns the layers of a model into :class:`ShardedMoE`. To follow a token: :meth:`ShardedMoE.forward` ->
 :mod:`pymoe.ep.agreement` (count exchange) -> :mod:`pymoe.ep.dispatcher` (which rows travel) ->

@@ -1,12 +1,12 @@
-"""Checks that all ranks of a group do the same, and the count exchange that precedes the rows of every call.
+"""Checks that all ranks of a group do the same, and exchanges counts before the rows of every call.
 
 Before functions such as ``shard`` change a model, :func:`assert_same_on_all_ranks` compares descriptions of it.
 
 Before the rows of a call travel, a :class:`CountExchange` tells every rank how many rows go where, and compares the
 calls: one all-gather of int32 numbers, and one read of them by the host, unless rows travel in padded buffers. Messages
-have the same length for all layers of a group, so that ranks in different layers understand each other, too. Where
-ranks disagree in a forward, all of them raise; the all-to-all of the rows would hang or mix rows up. Backward passes
-exchange no counts: ranks that run those of several calls in different orders are not noticed.
+have the same length for all layers of a group, so that even ranks in different layers can read each other's. If ranks
+disagree in a forward, all of them raise; otherwise the all-to-all would hang or mix rows up. Backward passes exchange
+no counts: it is not noticed if ranks run the backward passes of several calls in different orders.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
 class GroupError(RuntimeError):
     """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
 
-    Where ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
-    raises it, from the same call, before any row was sent: the group can be used afterwards. (The rank that has failed
-    raises its own error.) Where rows or counts did not arrive, because a rank has died or is late, the group cannot be
-    used any more.
+    If ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
+    raises this, from the same call, before any row was sent: the group can be used afterwards. (The rank that has
+    failed raises its own error.) If rows or counts did not arrive, because a rank has died or is late, the group cannot
+    be used any more.
     """
 
     def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
@@ -71,19 +71,20 @@ def lost_rank(sharding: ExpertSharding, what: str, error: BaseException) -> Grou
 # Comparison of descriptions, where a model is changed.
 
 Description = dict[str, dict[str, Any]]
-"""For every kind of thing (such as ``"layer"``) a description of each, by name."""
+"""For every kind of object (such as ``"layer"``), a description of each object, by name."""
 
 
 def assert_same_on_all_ranks(
     function: str, group: dist.ProcessGroup, mine: Description, problem: Exception | None
 ) -> None:
-    """Raise on all ranks of a group unless all of them give equal descriptions.
+    """On all ranks of a group, raise unless their descriptions are equal.
 
     Args:
         function: the public function that the ranks have called.
         group: the ranks; all of them call this.
         mine: this rank's description.
-        problem: the reason why this rank cannot go on; this rank raises it, the others :class:`GroupError`.
+        problem: the error for which this rank cannot continue; this rank raises it, the others raise
+            :class:`GroupError`.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (None if problem is None else describe_error(problem), mine), group=group)
@@ -109,7 +110,7 @@ def _raise_unless_equal(function: str, kind: str, mine: dict[str, Any], theirs: 
 
 
 def _difference(here: Any, there: Any) -> str:
-    """Return the first difference: a part of layers that both ranks have, or else the whole descriptions."""
+    """Return the first difference: a property of a layer that both ranks have, or else the whole descriptions."""
     if isinstance(here, dict) and isinstance(there, dict):
         part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
         return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
@@ -117,7 +118,7 @@ def _difference(here: Any, there: Any) -> str:
     return f"{here} here and {there}"
 
 
-# State that all layers over one group share. All ranks call shard in the same order, so all count alike.
+# State that all layers over one group share. All ranks call shard in the same order, so they count alike.
 
 
 @dataclass
@@ -238,7 +239,9 @@ def call_signature(
 
 
 def message_length(counts: int) -> int:
-    """Return the length of a rank's message, in int32 numbers, for so many counts, such as the loads of experts."""
+    """Return the length of a rank's message, in int32 numbers, for this number of counts (such as the loads of
+    experts).
+    """
     return -(-(HEADER + counts) // BLOCK) * BLOCK
 
 
@@ -259,9 +262,9 @@ class CountExchange:
     Args:
         sharding: of the layer.
         signature: of the call; None if this rank cannot make it, and tells the others why.
-        counts: (n,) int32, ``sharding.num_counts`` of them: the load of each expert here, then rows for destinations.
+        counts: (n,) int32, n = ``sharding.num_counts``: the load of each expert here, then rows for destinations.
         tokens: T.
-        error: the reason why this rank cannot go on.
+        error: the reason why this rank cannot continue.
     """
 
     def __init__(
@@ -273,7 +276,7 @@ class CountExchange:
         error: BaseException | None = None,
     ) -> None:
         self._sharding = sharding
-        state = _states.get(sharding.group)  # none where this process has unpickled the layer
+        state = _states.get(sharding.group)  # there is none if this process has unpickled the layer
         length = message_length(max(sharding.num_counts, 0 if state is None else state.max_counts))
         device = torch.device(sharding.mesh.device_type) if counts is None else counts.device
         if signature is not None and counts is not None:
@@ -282,7 +285,7 @@ class CountExchange:
         else:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
-        self._message = message  # must be there until the work is done
+        self._message = message  # must stay alive until the work is done
         try:
             self._work = all_gather(self._gathered, message, sharding.group)
         except RuntimeError as lost:
@@ -304,7 +307,7 @@ class CountExchange:
         """Wait for the messages of all ranks, compare their signatures, and return their counts.
 
         Raises:
-            GroupError: ranks disagree, one of them cannot go on, or one is gone.
+            GroupError: ranks disagree, one of them cannot continue, or one is gone.
         """
         sharding = self._sharding
         messages: list[list[int]] = self.wait().tolist()  # the one read of a call
@@ -325,7 +328,9 @@ def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
-    """Add to errors of this rank, raised after its counts were sent, that the others do not learn of them."""
+    """Add a note to errors of this rank that are raised after its counts were sent: the other ranks do not learn of
+    them.
+    """
     try:
         yield
     except GroupError:
@@ -354,7 +359,7 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
         messages: of every rank, or the first ``HEADER`` numbers of each.
 
     Raises:
-        GroupError: ranks disagree, or one of them cannot go on.
+        GroupError: ranks disagree, or one of them cannot continue.
     """
     failed = tuple(rank for rank, message in enumerate(messages) if message[HEADER - 2] == FAILED)
     if failed:
@@ -383,7 +388,7 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
 def _options_number(options: tuple[Any, ...]) -> int:
     text = ", ".join(f"{name}={value!r}" for name, value in zip(options[::2], options[1::2], strict=True))
     number = zlib.crc32(text.encode()) & 0x7FFFFFFF
-    if len(_options) >= MAX_OPTIONS:  # coefficients that change in every step would fill it without end
+    if len(_options) >= MAX_OPTIONS:  # coefficients that change in every step would fill the cache without end
         _options.clear()
         _options_number.cache_clear()
     _options[number] = text
@@ -392,13 +397,13 @@ def _options_number(options: tuple[Any, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 numbers on a device; those of recent calls are there already."""
+    """Return int32 numbers on a device; numbers of recent calls are kept there."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _failure_message(sharding: ExpertSharding, error: BaseException | None, length: int) -> list[int]:
-    """Return a message that carries an error's text in place of counts, a character a number."""
+    """Return a message that carries an error's text in place of counts, one character per number."""
     text = "" if error is None else describe_error(error)
     header = [layer_number(sharding.title), *[0] * (HEADER - 3), FAILED, 0]
     return (header + [ord(character) for character in text] + [0] * length)[:length]

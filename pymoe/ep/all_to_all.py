@@ -1,10 +1,10 @@
-"""The all-to-all of rows: how many rows each rank sends to each, and the exchange itself, chunk by chunk.
+"""The all-to-all of rows: how many rows each rank sends to each other, and the exchange itself, chunk by chunk.
 
-A :class:`RowPlan` follows from the counts that all ranks have exchanged. An :class:`AllToAll` has two ends. At the rank
-of the tokens all rows are in one tensor, sorted by the rank that they go to, chunk after chunk; at the rank of the
-experts every chunk is a tensor of its own. So a dispatch starts all chunks and waits for each by itself, and a combine
-starts each chunk by itself and waits for all. The gradient of either is the other, so backward passes overlap with
-computation as forward passes do, and can be differentiated again.
+A :class:`RowPlan` follows from the counts that all ranks have exchanged. An :class:`AllToAll` has two ends. On the rank
+of the tokens all rows are in one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a
+separate tensor. So a dispatch starts all chunks and waits for each by itself, and a combine starts each chunk by itself
+and waits for all. Each is the gradient of the other, so backward passes overlap with computation as forward passes do,
+and can be differentiated again.
 
 Autograd connects the start of an exchange with the wait for it by handles, tensors without elements: rows that are
 still under way are not values that it may read.
@@ -36,18 +36,18 @@ class RowCounts(NamedTuple):
 
     sharding: ExpertSharding
     sent: list[list[int]]
-    """(chunks, R): the rows that this rank sends to each."""
+    """(chunks, R): the number of rows that this rank sends to each rank."""
     received: list[list[int]]
-    """(chunks, R): the rows that it receives from each."""
+    """(chunks, R): the number of rows that it receives from each rank."""
 
 
 class WeightSends(NamedTuple):
-    """The experts whose weights travel in a call, to the ranks that take clones of them."""
+    """The experts whose weights are sent in a call, to the ranks that take clones of them."""
 
     experts: list[list[int]]
-    """(R,): the experts of this rank that each rank takes a clone of."""
+    """(R,): the experts of this rank that each rank clones."""
     counts: RowCounts
-    """One chunk: the number of experts that this rank sends to each, and that it receives from each."""
+    """One chunk: the number of experts that this rank sends to each rank, and receives from each."""
 
 
 class RowPlan:
@@ -60,7 +60,7 @@ class RowPlan:
         capacity_factor: of the layer, or None.
 
     Raises:
-        GroupError: a rank, this or another, would receive too many rows.
+        GroupError: a rank would receive too many rows.
     """
 
     weight_sends: WeightSends | None = None
@@ -108,7 +108,7 @@ class RowPlan:
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the expert of each received row of a chunk, (n, 1) int32 within the chunk, and their number.
 
-        Rows come rank by rank, those of each sorted by expert.
+        Rows come rank by rank, and the rows of each rank are sorted by expert.
         """
         rows = torch.tensor(self.rows_by_expert(chunk), dtype=torch.int64)
         experts = rows.shape[1]
@@ -118,9 +118,10 @@ class RowPlan:
         return indices.repeat_interleave(rows, output_size=total)[:, None], experts
 
     def without_dropped(self, routing: Routing, experts_TK: Tensor) -> Routing:
-        """Return a routing that keeps the first rows of each expert, as many as this rank may send.
+        """Return a routing that keeps, for each expert, the first rows up to the number that this rank may send.
 
-        ``build_routing`` has one capacity for all experts; where a group shares it, each rank has its own for each.
+        ``build_routing`` has one capacity for all experts; if a group shares the capacity, each rank has its own limit
+        for each expert.
 
         Args:
             routing: of all choices.
@@ -133,7 +134,7 @@ class RowPlan:
         offsets = torch.cat([limit_E.new_zeros(1), limit_E.cumsum(0, dtype=torch.int32)])
         slot_TK = torch.where(place_TK < limit_E[chosen], offsets[chosen] + place_TK, -1)
         token_TK = torch.arange(chosen.shape[0], dtype=torch.int32, device=chosen.device)[:, None].expand_as(chosen)
-        # Dropped choices write to one more row, which is left out.
+        # Dropped choices write to an additional row, which is left out.
         rows = slot_TK.numel()
         token = routing.token.new_full((rows + 1,), -1)
         token[torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()] = token_TK.reshape(-1)
@@ -165,10 +166,10 @@ def _within_capacity(
 ) -> list[list[int]]:
     """Return (R, E): the part of the loads that fits the experts' capacity."""
     experts = sharding.num_experts
-    if sharding.scope == "rank":  # each rank as if it were alone
+    if sharding.scope == "rank":  # each rank limits its own rows
         limits = [capacity(factor, count, top_k, experts) for count in tokens]
         return [[min(n, limit) for n in load] for load, limit in zip(loads, limits, strict=True)]
-    # An expert takes the first rows of all ranks, the tokens of lower ranks before those of higher ones.
+    # An expert takes rows in the order of ranks, until its capacity is reached.
     left = [capacity(factor, sum(tokens), top_k, experts)] * experts
     kept = []
     for load in loads:
@@ -250,7 +251,7 @@ class AllToAll:
 
     def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
         if chunk in self._under_way:
-            # A backward pass for other gradients has started it and did not wait. It writes to the same memory.
+            # Another backward pass has started this exchange and did not wait for it; it writes to the same memory.
             self.wait(chunk)
         try:
             group = self.counts.sharding.group
@@ -345,8 +346,8 @@ def wait_combine(handles: Sequence[Tensor], exchange: AllToAll) -> Tensor:
 def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialised rows (count, width), large ones on the CPU in pages of 2 MiB, as operators allocate theirs.
 
-    Fresh memory costs a page fault every 4 KiB where it is first written, which is more than the copy that writes it.
-    Where the system has no large pages, the request for them changes nothing.
+    Fresh memory costs a page fault per 4 KiB at the first write, which takes longer than the copy itself. If the system
+    has no large pages, the request for them has no effect.
 
     Args:
         count: number of rows.

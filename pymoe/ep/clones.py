@@ -1,9 +1,9 @@
 """Clones of hot experts for one call (the shadow experts of FasterMoE, He et al., PPoPP 2022).
 
-Every rank plans them by itself: the counts have been exchanged, and the plan is a pure function of them, in integers
-only, so it costs no message. The rows of clones travel in one more chunk, the last. The weights of a clone are sent
-once, to the ranks that compute with it, while these compute with their own experts, and its gradient comes back once.
-So a clone pays off from a number of rows that depends on the machine: ``min_rows_to_clone``.
+Every rank makes the same plan without a message, because it is a pure function, in integers, of the counts that were
+exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the ranks that
+compute with it, while these compute with their own experts, and its gradient comes back once. So a clone pays off from
+a number of rows on that depends on the machine: ``min_rows_to_clone``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
 def plan_clones(
     counts: Tensor, clones: int, *, min_rows_to_clone: int = 1, owner: Sequence[int] | None = None
 ) -> Shares:
-    """Return the shares of ranks when those with few rows take clones of the experts of those with many.
+    """Return the shares of ranks if ranks with few rows take clones of experts from ranks with many.
 
     Greedy: while the fullest rank can give at least ``min_rows_to_clone`` rows of one expert to the emptiest rank that
-    may take another clone, it gives as many as bring neither of them across the mean, of the expert of which that is
-    the most. So the fullest rank never gets fuller. Ties go to the lower rank and the lower expert.
+    may take another clone, it gives as many as possible without taking either rank across the mean, from the expert
+    where that number is largest. So the fullest rank never gets fuller. Ties go to the lower rank and the lower expert.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
@@ -65,7 +65,7 @@ def plan_clones(
 def _hosts_and_quotas(
     rows: Sequence[int], owners: Sequence[int], ranks: int, clones: int, min_rows_to_clone: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the hosts of each expert, and the rows of it that each of them computes.
+    """Return the hosts of each expert, and the number of its rows that each host computes.
 
     Args:
         rows: (E,), of each expert.
@@ -101,7 +101,7 @@ def _hosts_and_quotas(
 
 
 class RowPlanWithClones(RowPlan):
-    """The rows of a call with the clones that :func:`plan_clones` finds; arguments are those of :class:`RowPlan`."""
+    """The rows of a call with the clones that :func:`plan_clones` finds; takes the arguments of :class:`RowPlan`."""
 
     def __init__(
         self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None
@@ -127,7 +127,7 @@ class RowPlanWithClones(RowPlan):
         return [[rows[e][place] for e, place in clones] for rows in self._rows]
 
     def in_send_order(self, routing: Routing) -> Routing:
-        """Return a routing in which the rows for clones are behind all others, sorted by the rank they go to.
+        """Return a routing in which rows for clones come after all others, sorted by destination rank.
 
         The first rows for an expert go to its owner, and the next to the ranks of its clones.
 
@@ -170,7 +170,8 @@ class RowPlanWithClones(RowPlan):
             min_rows_to_clone=sharding.min_rows_to_clone,
         )
         self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), as Shares has them
-        # By rank: its clones, each an expert and its place among the hosts of it; sorted as their weights arrive.
+        # By rank: its clones, each as the expert and its position among the expert's hosts, in the order in which
+        # weights arrive.
         self._clones: list[list[tuple[int, int]]] = [[] for _ in range(sharding.ranks)]
         for expert in sharding.order or range(sharding.num_experts):
             for place, rank in enumerate(hosts[expert][1:], 1):
@@ -188,10 +189,10 @@ class RowPlanWithClones(RowPlan):
 
 
 class WeightBroadcast:
-    """The weights of a call's clones under way, in one exchange with a row of all parameters for each expert.
+    """The exchange of the weights of a call's clones: one row per expert, with all of its parameters.
 
-    It starts before a rank computes with its own experts and ends when the rows for the clones are needed; so does the
-    exchange of their gradients in a backward pass.
+    It starts before a rank computes with its own experts and ends when the clones are needed; the exchange of their
+    gradients in a backward pass does the same.
 
     Args:
         sends: the experts whose weights travel.
@@ -221,7 +222,7 @@ class WeightBroadcast:
         rows, weights = call(_WaitRowsAndWeights, handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
         parts = iter(weights.split(sizes, dim=1))
-        # Each is copied, since kernels expect the weights of the experts one after the other in memory.
+        # Each is copied, because kernels expect the weights of experts to be contiguous in memory.
         return rows, [None if shape is None else next(parts).reshape(-1, *shape).contiguous() for shape in self._shapes]
 
 
@@ -251,7 +252,8 @@ class _Pack(torch.autograd.Function):
                 gradients.append(None)
                 continue
             total = torch.zeros(shape, dtype=dtype, device=grad.device)
-            # A rank takes an expert at most once, so each call adds once to an expert: sums run in the order of ranks.
+            # A rank clones an expert at most once, so each call adds once per expert, and sums run in the order of
+            # ranks.
             for experts, rows in zip(ctx.sent, part.split([len(experts) for experts in ctx.sent]), strict=True):
                 if experts:
                     index = torch.tensor(experts, device=grad.device)

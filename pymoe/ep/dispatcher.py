@@ -1,6 +1,6 @@
-"""Token dispatchers: which rows of a call travel, in which order, and how the rows that come back become its output.
+"""Token dispatchers: which rows of a call are sent, in which order, and how the returned rows become its output.
 
-- :class:`TokenDispatcher` sends a row for each choice, sorted by expert; the counts of all ranks say how to receive it.
+- :class:`TokenDispatcher` sends a row for each choice, sorted by expert; receivers use the counts of all ranks.
 - :class:`DeduplicatingDispatcher` sends a token once to each rank of which it chose experts, with their indices.
 - :class:`PaddedDispatcher` sends the same number of rows in every call, so that the host reads nothing.
 """
@@ -49,7 +49,7 @@ class TokenDispatcher:
 
     @property
     def own_counts(self) -> Tensor:
-        """(n,) int32: the counts that the other ranks are told, the load of the gate first."""
+        """(n,) int32: the counts that are sent to the other ranks; the load of the gate comes first."""
         return self.gate.load
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
@@ -69,7 +69,7 @@ class TokenDispatcher:
         routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
-            # The order of rows does not depend on the counts of others.
+            # The order of rows does not depend on the counts of other ranks.
             rows_SH = ops.dispatch(rows_TH, routing)
             self.plan = self._make_plan(exchange)
         else:
@@ -111,7 +111,7 @@ class TokenDispatcher:
         return torch.full((), self.plan.dropped, dtype=torch.int32, device=self.gate.load.device)
 
     def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
-        """Return (E,) int64, the load of all ranks, and this one's share of a loss over their tokens, times R."""
+        """Return (E,) int64, the load of all ranks, and R times this rank's share of a loss over their tokens."""
         group_tokens = sum(self.plan.tokens)
         share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
         load = torch.tensor(self.plan.group_load(), dtype=torch.int64).to(self.gate.load.device)
@@ -119,7 +119,7 @@ class TokenDispatcher:
 
     @property
     def _own_capacity(self) -> int | None:
-        """Most slots that an expert takes of this rank's, if that does not depend on other ranks."""
+        """The most slots of this rank that an expert takes, if that does not depend on other ranks."""
         if self.capacity_factor is None or self.group_has_capacity:
             return None
         return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)
@@ -132,8 +132,8 @@ class TokenDispatcher:
 class IndexedRows(NamedTuple):
     """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
 
-    The rank that receives them finds out from the indices alone what to compute, as a layer of one process does from a
-    router's choices: its own experts are numbered from 0 on within a chunk, and larger numbers stand for none.
+    The receiving rank needs only the indices to know what to compute, as a layer in one process needs only the router's
+    choices: its own experts are numbered from 0 within a chunk, and larger numbers mean no expert.
     """
 
     rows: Tensor
@@ -141,7 +141,8 @@ class IndexedRows(NamedTuple):
     indices: Tensor
     """(N, K) int32, the experts of each row, within the chunk."""
     weights: Tensor | None
-    """(N, K), of these experts' outputs; None where a row has one expert, whose output goes back unchanged."""
+    """(N, K), the weights of these experts' outputs; None if each row has one expert, whose output is returned
+    unchanged."""
     max_computed: int
     """Upper bound of the number of valid indices."""
 
@@ -150,7 +151,7 @@ class IndexedDispatcher(TokenDispatcher):
     """Send rows with the indices of their experts, and with weights if these are to be applied there."""
 
     indices_SK: Tensor
-    """(S, K) int32, for every row of the send buffer the indices of its experts where it goes."""
+    """(S, K) int32: for every row of the send buffer, the indices of its experts on the destination rank."""
     max_computed: list[int]
     """(chunks,): upper bound of the rows that the experts of each chunk compute here."""
 
@@ -180,14 +181,14 @@ class IndexedDispatcher(TokenDispatcher):
 class DeduplicatingDispatcher(IndexedDispatcher):
     """Send a row for each rank, and chunk, in which a token chose experts; the arguments are the base class's.
 
-    The rank of the experts sums what a token chose there, in the order of its choices; the rank of the token adds up
-    these sums. Grouped so, a sum of K terms is rounded otherwise than in one process, which adds one after the other:
-    outputs and gradients of inputs are equal to rounding. Gradients of weights and experts are sums and products of the
-    same numbers in the same order: equal bits.
+    The rank of the experts sums the outputs that a token chose there, in the order of its choices; the rank of the
+    token adds up these sums. This groups a sum of K terms in another way than one process does, which adds one term
+    after the other, so outputs and gradients of inputs are equal only to rounding. Gradients of weights and experts are
+    sums and products of the same numbers in the same order, so they have the same bits.
 
-    The counts end with the number of rows that go to each rank, chunk by chunk. Where a group shares a capacity, they
-    are counted before any choice is dropped, as that depends on the counts of all ranks: some rows may travel for
-    nothing.
+    The counts end with the number of rows that go to each rank, chunk by chunk. If a group shares a capacity, they are
+    counted before any choice is dropped, because drops depend on the counts of all ranks: some rows may be sent in
+    vain.
     """
 
     weights_travel = True
@@ -200,7 +201,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         if (limit := self._own_capacity) is not None:
             kept_TK = ops.build_routing(gate.experts, sharding.num_experts, capacity=limit).slot >= 0
             self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)
-        # The first of a token's choices for a destination has the row; the others find it by that one.
+        # The first of a token's choices for a destination has the row; its other choices refer to that one.
         same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]
         first_TK = same_TKK.to(torch.uint8).argmax(2)
         has_row_TK = first_TK == torch.arange(self.top_k, device=first_TK.device)
@@ -230,13 +231,15 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         return rows_SH
 
     def _drop(self, kept: list[int]) -> None:
-        """Leave out all choices of each expert except for the first ones, ``kept`` of them."""
+        """Keep only the first ``kept`` choices of each expert."""
         limit_E = torch.tensor(kept, dtype=torch.int32).to(self.gate.experts.device)
         kept_TK = _first_choices(self.gate.experts, limit_E, self.ops)
         self._to_TK = torch.where(kept_TK, self._to_TK, self.sharding.num_destinations)
 
     def _make_indices(self) -> Tensor:
-        """Return (S, K) int32: for every row the indices of the experts that its token chose where it goes."""
+        """Return (S, K) int32: for every row, the indices of the experts that its token chose on the destination
+        rank.
+        """
         none = self.sharding.num_experts
         starts = self.routing.offsets
         rows = torch.arange(self.routing.token.shape[0], dtype=torch.int32, device=starts.device)
@@ -257,9 +260,9 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 class PaddedDispatcher(IndexedDispatcher):
     """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to know the counts.
 
-    Rows that do not fit are dropped as those past an expert's capacity are, in the order of tokens; empty rows have no
-    index. Shapes follow from shapes alone. The counts of all ranks stay on the device. Differences between the calls
-    of ranks are noted there, and read by :func:`check_calls`.
+    Rows that do not fit are dropped in the order of tokens, like rows past an expert's capacity; empty rows have no
+    index. Shapes follow from shapes alone. The counts of all ranks stay on the device. Differences between the calls of
+    ranks are noted there, and read by :func:`check_calls`.
 
     The arguments are those of the base class, and:
 
@@ -312,7 +315,7 @@ class PaddedDispatcher(IndexedDispatcher):
         return self._messages[:, HEADER - 1].sum(dtype=torch.int64)
 
     def _left_by_group(self) -> Tensor:
-        """Return (E,) int32: how many of this rank's choices of each expert a capacity of the group leaves."""
+        """Return (E,) int32: how many of this rank's choices of each expert fit into the group's capacity."""
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts
@@ -323,7 +326,7 @@ class PaddedDispatcher(IndexedDispatcher):
         return (limit - before_E).clamp(min=0)
 
     def _assign_rows(self, kept_TK: Tensor | None) -> None:
-        """Give rows to the first choices for each destination, and to these rows the indices of their experts."""
+        """Assign rows to the first choices for each destination, and the indices of experts to these rows."""
         sharding = self.sharding
         tables = sharding.tables(self.gate.experts.device)
         chosen_TK = self.gate.experts.long()
@@ -336,7 +339,7 @@ class PaddedDispatcher(IndexedDispatcher):
         )
         to = to_TK.long()
         slot_TK = torch.where(filled.slot >= 0, tables.first_row[to] + filled.slot - filled.offsets[to], -1)
-        # Choices that are left out write to one more row.
+        # Choices that are left out write to an additional row.
         at = torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()
         indices = slot_TK.new_full((rows + 1,), sharding.num_experts)
         indices[at] = tables.index_in_chunk[chosen_TK].reshape(-1)
@@ -348,7 +351,7 @@ class PaddedDispatcher(IndexedDispatcher):
         self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
 
     def _note_difference(self) -> None:
-        """Note on the device the headers of the first call that was not the same on all ranks."""
+        """Note on the device the headers of the first call in which ranks disagreed."""
         headers = self._messages[:, :HEADER]
         differ = (headers[:, : HEADER - 1] != headers[:1, : HEADER - 1]).any()
         noted = self._notes["headers"]
@@ -370,7 +373,9 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
 
 
 def device_notes(sharding: ExpertSharding, device: torch.device) -> Record:
-    """Return the notes of a layer on its device: the rows that overflowed, and the headers of ranks that disagreed."""
+    """Return the notes of a layer on its device: the number of rows that overflowed, and the headers of ranks that
+    disagreed.
+    """
     return Record(
         overflowed=torch.zeros((), dtype=torch.int64, device=device),
         headers=torch.zeros(sharding.ranks, HEADER, dtype=torch.int32, device=device),
@@ -380,11 +385,11 @@ def device_notes(sharding: ExpertSharding, device: torch.device) -> Record:
 def check_calls(model: nn.Module) -> None:
     """Raise if ranks did not make the same calls of layers with ``transport="padded"`` since the last check.
 
-    Such layers compare nothing before rows travel, as the host would have to read it. Each notes on its device the
-    first call in which ranks disagreed about the layer, its options, dtypes, or the need for gradients. This function
-    reads the notes, once for the whole model, and clears them; so call it now and then, where the host waits for the
-    device in any case. It is not a collective call. Ranks that disagree about sizes may wait for each other, or end in
-    an error of the process group, before they come here.
+    Such layers compare nothing before rows are sent, because the host would have to read it. Each notes on its device
+    the first call in which ranks disagreed about the layer, its options, dtypes, or the need for gradients. This
+    function reads the notes, once for the whole model, and clears them. Call it now and then, at a point where the host
+    waits for the device anyway. It is not a collective call. Ranks that disagree about sizes may wait for each other,
+    or end in an error of the process group, before they come here.
 
     Args:
         model: any module; layers with ``transport="exact"`` have nothing to check.

@@ -37,11 +37,11 @@ def mark_replaced(parameter: nn.Parameter, function: str) -> None:
 
 
 class ShardedExperts(Experts):
-    """The experts of one rank, of a :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group.
+    """One rank's experts of a :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group.
 
     Its parameters have the names and shapes of the whole layer's. They are DTensors, cut along the experts
-    (``Shard(0)`` on the group's mesh); ``to_local()`` has this rank's. After :func:`pymoe.ep.redistribute` the expert
-    at position p is ``sharding.order[p]``; ``state_dict()`` has expert e at position e.
+    (``Shard(0)`` on the group's mesh); ``to_local()`` returns this rank's part. After :func:`pymoe.ep.redistribute` the
+    expert at position p is ``sharding.order[p]``; ``state_dict()`` has expert e at position e.
     """
 
     sharding: ExpertSharding
@@ -55,7 +55,8 @@ class ShardedExperts(Experts):
 
         Args:
             sharding: of the layer.
-            made: the parameters that were sharded before, by the ids of their originals: shared ones stay shared.
+            made: the parameters that were sharded before, by the ids of their originals, so that shared ones stay
+                shared.
         """
         self.sharding = sharding
         all_sharded_experts.add(self)
@@ -83,7 +84,7 @@ class ShardedExperts(Experts):
     def forward(  # type: ignore[override]
         self, handles: tuple[Tensor, ...], dispatcher: TokenDispatcher, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Tensor, ...]:
-        """Apply to the rows of every chunk their experts, as soon as they are there, and send the results back.
+        """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
             handles: of the rows of each chunk under way, then of the weights that travel with them.
@@ -135,7 +136,7 @@ class ShardedExperts(Experts):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_own_layout(self, given: Tensor, parameter: DTensor) -> Tensor:
-        """Return the value of a parameter in a file or another model in the layout and order of this one."""
+        """Return a parameter's value from a file or another model, in the layout and order of this one."""
         order = self.sharding.order
         if isinstance(given, DTensor):
             if order is None:
@@ -143,7 +144,7 @@ class ShardedExperts(Experts):
             if (given.device_mesh, given.placements) == (parameter.device_mesh, parameter.placements):
                 return in_placed_order(given, self.sharding)
             given = given.full_tensor()
-        # From whole tensors, as a model in one process saves them, each rank takes its part.
+        # Each rank takes its part of whole tensors, as a model in one process saves them.
         if order is not None:
             given = given[torch.tensor(order, device=given.device)]
         return distribute_tensor(
@@ -160,12 +161,13 @@ class ShardedExperts(Experts):
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
-        """Return (N, H): for every row the output of its expert, which follows from the plan."""
+        """Return (N, H): for every row the output of its expert, which the plan determines."""
         if w_in.shape[0] == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out)
-        # Products take rows in the order of experts, and those of an expert in the order of ranks: then every sum over
-        # rows is that of one process with the tokens of all ranks. On the CPU they find them where they are; on CUDA,
-        # where torch's grouped product may be the faster one and takes sorted rows alone, rows move.
+        # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
+        # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
+        # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
+        # sorted rows.
         ops = operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
@@ -188,8 +190,8 @@ class ShardedExperts(Experts):
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
 
-        Rows of an expert are computed in the order in which they came, rank by rank, so that sums over them are those
-        of one process with the tokens of all ranks. A row without an expert becomes zero.
+        The rows of an expert are computed in the order in which they came, rank by rank, so that sums over them equal
+        the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
         if w_in.shape[0] == 0:
@@ -218,8 +220,8 @@ class ShardedExperts(Experts):
         return own.split([len(by_rank[self.sharding.rank]) for by_rank in self.sharding.chunk_experts])
 
     def _with_divided_gradient(self, local: Tensor) -> Tensor:
-        # In the graph of the call, and not by a hook of the parameter: that one would be lost with a parameter that
-        # Module.to() or load_state_dict(assign=True) replaces, and be called twice for one that layers share.
+        # In the graph of the call, not in a hook of the parameter: the hook would be lost when Module.to() or
+        # load_state_dict(assign=True) replaces the parameter, and would run twice for a parameter that layers share.
         divisor = self.gradient_divisor
         if divisor is None or divisor == 1:
             return local
@@ -230,10 +232,10 @@ class ShardedExperts(Experts):
 
 
 def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:
-    """Return ``rows``, of which there are none, in the graph of parameters and weights.
+    """Return ``rows``, which is empty, as part of the graph of parameters and weights.
 
-    These get their gradients, without elements, and the backward pass takes part in the exchanges. The gradient of a
-    flattened part has the layout of the part; without ``flatten`` its strides are 0, and autograd copies such DTensors.
+    So these get gradients, and the backward pass takes part in the exchanges. The gradient of a flattened part has the
+    layout of the part; without ``flatten`` its strides are 0, and autograd copies such DTensors.
     """
     nothing: Any = sum(part.flatten().sum() for part in parts if part is not None)
     return rows + torch.as_tensor(nothing).to(rows.dtype)
@@ -244,7 +246,7 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
     if local.device.type != "cpu":
         local.copy_(torch.empty(shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)[list(experts)])
         return
-    # On the CPU random numbers do not depend on the sizes of draws, so the whole need not be in memory at once.
+    # On the CPU random numbers do not depend on the sizes of draws, so the whole tensor need not be in memory at once.
     places = {expert: place for place, expert in enumerate(experts)}
     for expert in range(shape[0]):
         drawn = torch.empty(shape[1:], dtype=local.dtype).uniform_(-bound, bound)

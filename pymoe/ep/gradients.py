@@ -1,4 +1,6 @@
-"""Gradients of models whose experts are spread over ranks: their mean over all ranks, and clipping by one norm."""
+"""Gradients of models whose experts are spread over ranks: takes their mean over all ranks, and clips them by one
+norm.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,21 @@ def data_parallel(
 
     For a loss L_r on rank r of R, every parameter p gets ``(1 / R) * sum over r of dL_r / dp``, the gradient of the
     mean of all losses. Gradients of parameters of which each rank has a copy (router, attention, ...) are averaged over
-    all ranks. An expert's gradient has come from all ranks of its group already, with their rows: it is summed over the
-    ranks that have the same expert, and divided by R, too. So a learning rate means the same for all parameters, on any
+    all ranks. An expert's gradient already includes the rows of all ranks of its group. It is summed over the ranks
+    that have the same expert, and divided by R, too. So a learning rate has the same effect for all parameters, on any
     number of ranks.
 
-    Ranks that have the same experts take those of the first of them, as all ranks of DDP take the parameters of rank 0,
-    unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must be the same on all
-    ranks, as without experts.
+    Ranks with the same experts take the weights of the first of these ranks, as all ranks of DDP take the parameters of
+    rank 0, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must be the same
+    on all ranks, as without experts.
 
-    Gradients accumulate over several backward passes as in the module that does the work: with DDP's ``no_sync()``, or
-    with ``set_requires_gradient_sync(False)`` of FSDP. ``torch.amp.GradScaler`` raises with ``"ddp"``: some
-    gradients are DTensors and others are not.
+    Gradients accumulate over several backward passes as usual in DDP and FSDP: with ``no_sync()`` or
+    ``set_requires_gradient_sync(False)``. ``torch.amp.GradScaler`` raises with ``"ddp"``: some gradients are DTensors
+    and others are not.
 
     Args:
-        model: the model that was given to :func:`shard`. Cast it before, as for DDP and FSDP by themselves, copy it
-            before, and make optimizers afterwards.
+        model: the model that was given to :func:`shard`. Cast or copy it before this call, and make optimizers after
+            it, as with DDP and FSDP alone.
         mesh: two dimensions, ranks with the same experts and ranks of an expert-parallel group, in this order:
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))``, where ``model`` has been sharded over
             ``mesh["ep"]`` or the group of the same ranks; or that one dimension alone.
@@ -68,7 +70,7 @@ def data_parallel(
         TypeError: ``mesh`` is not a mesh, a block is not a module, or ``options`` name other ranks.
         ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer or has been given to this before,
             or an argument is out of range.
-        GroupError: ranks that should have the same experts have others, or other placements of them.
+        GroupError: ranks that should have the same experts have different ones, or different placements of them.
     """
     checks.choice("data_parallel", "kind", kind, ("ddp", "fsdp"))
     experts = _experts_of(model, mesh)
@@ -108,7 +110,7 @@ def clip_grad_norm_(
     Args:
         parameters: of the model; parameters without a gradient count as zero.
         max_norm: the greatest norm.
-        norm_type: the p of the p-norm, above 0; ``math.inf`` for the largest element.
+        norm_type: the p of the p-norm, greater than 0; ``math.inf`` for the largest element.
         error_if_nonfinite: raise if the norm is infinite or not a number.
         group: ranks that have other parameters of the same model, such as stages of a pipeline, whose gradients belong
             to the norm, too.
@@ -117,7 +119,7 @@ def clip_grad_norm_(
         The norm before clipping, a scalar in float64 for gradients of any dtype.
 
     Raises:
-        TypeError: ``parameters`` are not tensors, or a number is not one.
+        TypeError: ``parameters`` are not tensors, or ``max_norm`` or ``norm_type`` is not a number.
         ValueError: ``max_norm`` is negative, or ``norm_type`` is not above 0.
         RuntimeError: with ``error_if_nonfinite``, the norm is not finite.
     """
@@ -157,7 +159,7 @@ def _number(name: str, value: object, meaning: str, is_right: Callable[[float], 
 def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
     """Return the p-th power of the p-norm of all gradients; the norm itself for infinity."""
     largest = p == float("inf")
-    # By mesh and placements, in the same order on all ranks, also where some have no gradient.
+    # By mesh and placements, in the same order on all ranks, even if some ranks have no gradient.
     gradients: dict[Any, list[Tensor]] = {None: []}
     for parameter in parameters:
         gradient = parameter.grad
@@ -172,7 +174,7 @@ def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup 
     reduce = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, own in gradients.items():
-        # In 16 bits the norm of each gradient would be rounded to 16 bits, too.
+        # For 16-bit gradients, torch would round each norm to 16 bits, too.
         own = [torch.linalg.vector_norm(one, p, dtype=torch.float32) if one.itemsize == 2 else one for one in own]
         norm = nn.utils.get_total_norm(own, p).to(device, torch.float64)
         part = norm if largest else norm**p
@@ -249,7 +251,9 @@ def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExpert
 
 @torch.no_grad()
 def _broadcast_from_first_replica(experts: dict[str, ShardedExperts], mesh: DeviceMesh) -> None:
-    """Give all ranks that have the same experts the weights of the first of them, as DDP does for other parameters."""
+    """Give all ranks with the same experts the weights of the first of these ranks, as DDP does for other
+    parameters.
+    """
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return
     group = mesh.get_group(0)
@@ -299,10 +303,10 @@ def _ddp(
 
 
 class _ReplicaAverage:
-    """Average the gradients of experts over the ranks that have the same ones; a hook before each forward of DDP.
+    """Average the gradients of experts over the ranks with the same ones; a hook before each forward of DDP.
 
-    A new gradient is divided already, and added to the accumulated one. The mean is taken over the sum, which does not
-    change the part that has been averaged before: so DDP treats its own parameters.
+    A new gradient is already divided, and is added to the accumulated one. The mean of the sum does not change the part
+    that was averaged before. DDP does the same with its own parameters.
     """
 
     def __init__(self, experts: list[ShardedExperts], mesh: DeviceMesh) -> None:
@@ -312,9 +316,9 @@ class _ReplicaAverage:
         self._hooks: list[RemovableHandle] = []
 
     def __call__(self, wrapped: nn.Module, _: Any) -> None:
-        # As DDP does, in the forward: a backward pass belongs to it, wherever it is called.
+        # In the forward, as DDP does: a later backward pass belongs to it, wherever that is called.
         self._synchronises = wrapped.require_backward_grad_sync  # type: ignore[assignment]
-        # Anew in every forward, since parameters may have been replaced, frozen or thawed.
+        # Again in every forward, because parameters may have been replaced, frozen or unfrozen.
         for hook in self._hooks:
             hook.remove()
         parameters = {id(own): own for one in self._experts for own in one.parameters() if own.requires_grad}
@@ -350,7 +354,7 @@ def _fsdp(
 
 
 def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Return True if fully_shard is applied to experts: several ranks have the same ones, or it is to cast them."""
+    """Return whether fully_shard is applied to experts: because several ranks have the same ones, or to cast them."""
     return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
 
 
@@ -361,7 +365,9 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _move_to_mesh(experts: ShardedExperts, mesh: DeviceMesh) -> None:
-    """Make parameters DTensors on another mesh of the same ranks: fully_shard cuts those on a part of its own."""
+    """Make parameters DTensors on another mesh of the same ranks, because fully_shard only cuts parameters on a part of
+    its own mesh.
+    """
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):
             moved = DTensor.from_local(

@@ -1,8 +1,8 @@
-"""ShardedMoE: the mixture-of-experts layer whose experts are spread over the ranks of a group.
+"""ShardedMoE: a mixture-of-experts layer whose experts are spread over the ranks of a group.
 
 The order of a call: gate; start of the count exchange; rows gathered into the send buffer; one read of the counts of
 all ranks; dispatch started; shared experts; chunk by chunk: wait, compute, start the combine; the weighted sum. With
-``transport="padded"`` nothing is read.
+``transport="padded"`` the host reads nothing.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from pymoe.ops.transforms import in_torch_func
 class ShardedMoE(MoE):
     """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it from one.
 
-    Its calls are collective: every rank of the group calls the layer equally often, each with its own tokens, of which
-    there may be none, and runs the backward passes of the same calls in the same order. Backward passes are not
-    compared: gradients are wrong if ranks run the backward passes of several calls in different orders. Attributes,
-    options and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
+    Its calls are collective: every rank of the group calls the layer the same number of times, each with its own tokens
+    (possibly none), and runs the backward passes of the same calls in the same order. Backward passes are not compared:
+    gradients are wrong if ranks run the backward passes of several calls in different orders. Attributes, options and
+    ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
     A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
-    travel in padded buffers. A rank that raises later, or in a backward pass, cannot tell them: they wait for its rows
-    until its process ends or the group's timeout is over, and raise :class:`GroupError` then; the group cannot be used
-    any more. So let a process end that has raised.
+    travel in padded buffers. A rank that raises later, or in a backward pass, cannot tell them: the others wait for its
+    rows until its process ends or the group's timeout is over, and then raise :class:`GroupError`; the group cannot be
+    used any more. So end a process after an error.
 
-    It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (which leaves a gap in the graph for it),
-    and can be differentiated any number of times; not inside the transforms of :mod:`torch.func`, nor in forward mode.
+    It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
+    differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
     """
 
     experts: ShardedExperts
     sharding: ExpertSharding
     """The ranks of the experts, such as ``owner`` and ``own_experts``, and the options of :func:`pymoe.ep.shard`."""
     last_rows: list[int] | None = None
-    """(R,): the number of rows that each rank computed in the last call, those of clones included; None before the
-    first, and with ``transport="padded"``."""
+    """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
+    first call, and with ``transport="padded"``."""
     notes: Record
-    """Notes on the device, with ``transport="padded"``."""
+    """Notes of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
+    ``transport="padded"`` uses them."""
     _loads: list[list[int]] | Tensor | None = None
 
     @property
@@ -92,7 +93,7 @@ class ShardedMoE(MoE):
             ValueError: the same.
             RuntimeError: inside a transform of :mod:`torch.func`, or in forward mode.
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
-                more rows than its room.
+                more rows than ``room``.
         """
         sharding = self.sharding
         try:
@@ -125,11 +126,11 @@ class ShardedMoE(MoE):
         return f"{super().extra_repr()}, ranks={sharding.ranks}, own experts: {own}{way}"
 
     def _weight_of_input_dtype(self) -> Tensor:
-        return self.router.weight  # the experts may be cut once more, in a wider dtype, until they are called
+        return self.router.weight  # between calls FSDP may keep experts in a wider dtype
 
     def _compared_options(self) -> tuple[Any, ...]:
         router, losses = self.router, self.losses
-        of_router: tuple[Any, ...] = "router", type(router).__name__  # others have options of their own
+        of_router: tuple[Any, ...] = "router", type(router).__name__  # routers of other classes have their own options
         of_losses: tuple[Any, ...] = "losses", type(losses).__name__
         if isinstance(router, Router):
             of_router = (
@@ -156,15 +157,15 @@ class ShardedMoE(MoE):
         weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
 
         handles = dispatcher.start(rows_SH, weights_TK)
-        del rows_SH  # the exchange holds it as long as it is needed
+        del rows_SH  # the exchange keeps it alive as long as it is needed
         shared: list[Tensor] = []
 
         def compute_shared() -> None:
             if self.shared is not None:
                 shared.append(self.shared(rows_TH))
 
-        # Weights of clones leave when the experts are called, where FSDP has gathered them; without clones shared
-        # experts do not wait for that.
+        # Weights of clones are sent when the experts are called, after FSDP has gathered them; without clones, shared
+        # experts need not wait for that.
         meanwhile = compute_shared if self.sharding.clones else None
         if meanwhile is None:
             compute_shared()
@@ -182,8 +183,8 @@ class ShardedMoE(MoE):
     def _with_losses(self, gate: Gate, logits_TE: Tensor, dispatcher: TokenDispatcher) -> tuple[Tensor, RouterLosses]:
         if self.sharding.scope == "rank":
             return self.losses(gate, logits_TE)  # type: ignore[no-any-return]
-        # The mean over ranks of the losses that each injects is that of all tokens, also where ranks have more or fewer
-        # of them.
+        # Each rank injects a loss whose mean over ranks is the loss of all tokens, even if ranks have different numbers
+        # of tokens.
         load, share = dispatcher.group_load_and_share()
         return self.losses(gate, logits_TE, load=load, share=share)  # type: ignore[no-any-return]
 
@@ -197,10 +198,10 @@ def update_sharding(model: nn.Module, experts: set[ShardedExperts], **changes: A
 
 
 def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared: Any, rows_TH: Tensor) -> None:
-    """Check shapes, devices and dtypes of parameters, without a read of their values, before counts are sent.
+    """Before counts are sent, check shapes, devices and dtypes of parameters, without reading their values.
 
-    After that other ranks send their rows and wait for answers: an operator that refused parameters then would leave
-    them waiting, and a rank without experts would not even notice a mistake that all ranks have made.
+    After that, other ranks send their rows and wait for answers: an operator that refused parameters then would leave
+    them waiting, and a rank without experts would not notice a mistake that all ranks have made.
 
     Args:
         sharding: of the layer.
@@ -210,7 +211,7 @@ def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared:
 
     Raises:
         ValueError: a parameter does not have the layer's shape on this rank, or is on another device; or experts that
-            layers share have moved with another of them alone.
+            several layers share were moved for only one of the layers.
         TypeError: a parameter has another dtype than the rows, and autocast does not cast it.
     """
     if sharding.order is not experts.sharding.order and sharding.order != experts.sharding.order:
@@ -226,7 +227,7 @@ def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared:
 
 def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
     if isinstance(module, FSDPModule):
-        return  # until it is called, its parameters are cut once more, elsewhere, and in a wider dtype
+        return  # outside of calls FSDP keeps the parameters cut once more and in a wider dtype: nothing to compare
     for name, size in module.sizes().items():
         parameter = getattr(module, name)
         if parameter is not None:

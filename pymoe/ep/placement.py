@@ -44,7 +44,7 @@ class Shares(NamedTuple):
     hosts: tuple[tuple[int, ...], ...]
     """(E,): the ranks that compute rows of an expert, its owner first."""
     rows: Tensor
-    """(R, E, P) int64, P the most hosts of an expert: the rows of a source rank for an expert that its p-th host
+    """(R, E, P) int64, P being the largest number of hosts: the rows of a source rank for an expert that its p-th host
     computes. A source's rows go to the hosts in this order: its first ``rows[s, e, 0]`` to ``hosts[e][0]``."""
 
     def destinations(self) -> Tensor:
@@ -77,16 +77,16 @@ def contiguous(experts: int, ranks: int) -> Placement:
 
 
 def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
-    """Return a placement under which the fullest rank has little more than the mean of ``load``.
+    """Return a placement that balances ``load`` over the ranks.
 
     This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). While there are places for replicas, the
     expert with the most rows per copy gets one more copy; then the copies, heaviest first, each go to the emptiest rank
-    with a free place. Unlike there no rank holds two copies of an expert, since the second would take no rows off it: a
+    with a free place. Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve it: a
     copy that finds no other rank with a free place is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
     without replicas as many as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
 
-    The fullest rank never has more of ``load`` than under :func:`contiguous`, which is returned where it is as good:
-    then nothing moves. Ties go to the lower expert and the lower rank.
+    The fullest rank never has more of ``load`` than under :func:`contiguous`, which is returned if it is as good, so
+    that nothing moves. Ties go to the lower expert and the lower rank.
 
     Args:
         load: (E,) int32 or int64 on the CPU, rows of each expert in the past, none negative.
@@ -162,8 +162,8 @@ def share_evenly(counts: Tensor, placement: Placement) -> Shares:
 def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) -> Shares:
     """Return shares in which every host gets its quota of rows, and as few rows as possible travel.
 
-    A source that is a host of an expert keeps its own rows for it, up to its quota; the others fill the quotas that are
-    left, sources and hosts in their order.
+    A source that is a host of an expert keeps its own rows, up to its quota. The other sources fill the remaining
+    quotas, with sources and hosts in order.
 
     Args:
         counts: (R, E) int64 on the CPU, rows of each source rank for each expert.

@@ -1,10 +1,10 @@
-"""redistribute: move experts to other ranks while training goes on, with the state that optimizers keep for them.
+"""redistribute: moves experts to other ranks during training, together with the state that optimizers keep for them.
 
-``state_dict()`` of an optimizer has the state of expert e at position e, as that of the layer has its weights;
-``load_state_dict`` takes it so. An optimizer that is made after a move is found at its first step, or in the next call
-of ``redistribute``. One that was left out of a move, or has loaded a state before it was found, would go on with the
-state of other experts, and one that was made before ``shard`` with parameters that no layer uses any more: its next
-step raises.
+``state_dict()`` of an optimizer has the state of expert e at position e, as the layer's has its weights;
+``load_state_dict`` expects the same. An optimizer that is made after a move is found at its first step, or in the next
+call of ``redistribute``. The next step of an optimizer raises if it was left out of a move, or loaded a state before it
+was found (it would use the state of other experts), or was made before ``shard`` (it would update parameters that no
+layer uses any more).
 """
 
 from __future__ import annotations
@@ -43,44 +43,44 @@ def redistribute(
 ) -> nn.Module:
     """Move experts to the ranks that a placement names, with their gradients and optimizer state.
 
-    In place, between two steps: parameters stay the objects that they are, so optimizers, DDP and FSDP go on with them.
-    Training goes on as if nothing had happened, to the bit of outputs, gradients and weights. Only the rank that
-    computes an expert changes, and with it :attr:`ShardedMoE.sharding`.
+    This works in place, between two steps: parameters stay the same objects, so optimizers, DDP and FSDP keep working.
+    Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes, and with
+    it :attr:`ShardedMoE.sharding`.
 
     ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement, so a
     checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
     process. Under a placement other than the first, ``state_dict()`` and ``load_state_dict()`` exchange experts: every
-    rank must call them, and as the former returns copies, the latter is needed after
+    rank must call them, and since ``state_dict()`` returns copies, ``load_state_dict()`` is needed after
     ``torch.distributed.checkpoint.load``. Parameters themselves (``full_tensor()``) are in the order of
     ``sharding.order``.
 
     The call is collective, over the group of the layers and, after :func:`data_parallel`, over the ranks with copies of
-    the experts. They compare their arguments; then experts travel, and when all have arrived, every rank puts them in
-    their places. If a rank raises or dies before that, nothing has changed on any of them. It takes memory for weights,
-    gradients and optimizer state of a rank's experts once more. Call it between ``optimizer.step()`` and the next
-    forward: a backward pass of a graph from before raises, and gradients that FSDP has yet to sum over ranks
-    (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, those with moving averages among
-    them, keep their placement until they are moved, too.
+    the experts. Ranks compare their arguments; then experts are sent, and when all have arrived, every rank puts them
+    in their places. If a rank raises or dies before that, nothing has changed on any rank. The call needs additional
+    memory for the weights, gradients and optimizer state of a rank's experts. Call it between ``optimizer.step()`` and
+    the next forward: a backward pass of a graph from before raises, and gradients that FSDP has yet to sum over ranks
+    (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, such as moving averages, keep
+    their placement until they are moved, too.
 
     Args:
-        model: the model that was given to :func:`shard`; also within ``DistributedDataParallel``.
+        model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
         placement: for all layers, or for layers by their names in ``model``; layers without one stay as they are.
             :func:`pymoe.ep.placement.place` makes it from loads, such as ``torch.tensor(layer.last_loads).sum(0)`` or
             those of :class:`pymoe.ep.simulate.LoadRecorder`. Without replicas, and with as many experts on each rank
             as ``torch.chunk`` gives it. :func:`pymoe.ep.placement.contiguous` restores the first placement.
-        optimizer: the optimizer of these experts, or several. One that has state for them and is left out raises at its
-            next step. One that is made later works; if it is to load a state before its first step, give it to this
-            function first, with the placement in force. (``set_state_dict`` makes a step before.)
+        optimizer: the optimizer of these experts, or several. An optimizer with state for them that is left out raises
+            at its next step. One that is made later works; to load a state into it before its first step, first give it
+            to this function with the placement in force. (``set_state_dict`` makes a step before.)
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: ``model`` holds no sharded layer, not one that ``placement`` names, or not all that share
-            parameters; a placement does not fit a layer, or has replicas; ``optimizer`` has state that is not
-            stacked as the parameters are, or has been left out before.
-        GroupError: ranks give unequal arguments, or one of them cannot go on.
+        ValueError: ``model`` holds no sharded layer, lacks a layer that ``placement`` names, or lacks a layer that
+            shares parameters with one of its layers; a placement does not fit a layer, or has replicas; ``optimizer``
+            has state that is not stacked as the parameters are, or has been left out before.
+        GroupError: ranks give unequal arguments, or one of them cannot continue.
     """
     layers = _layers_of(model)
     moves: list[_StackedTensor] = []
@@ -108,7 +108,7 @@ def redistribute(
     try:
         arrived = [moved.move(moved.local) for moved in moves]
         for group in _groups(layers):
-            dist.barrier(group)  # a rank may fail until then, and none has changed anything
+            dist.barrier(group)  # until here a rank may fail, and no rank has changed anything
     except RuntimeError as lost:
         raise lost_rank(next(iter(layers.values())).sharding, "experts that change their ranks", lost) from lost
     with torch.no_grad():
@@ -125,7 +125,7 @@ def redistribute(
 
 
 class _StackedTensor(NamedTuple):
-    """A tensor that is stacked along experts, and the move of its rows."""
+    """A tensor that is stacked along experts, and the move that applies to its rows."""
 
     name: str
     kind: str
@@ -234,7 +234,7 @@ def _stacked(
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            with torch.no_grad():  # the memory itself, in which autograd counts changes
+            with torch.no_grad():  # the tensor itself, so that autograd counts the change
                 found.append(_StackedTensor(title, kind, local_tensor(tensor), move))
     return found
 
@@ -249,12 +249,12 @@ def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
 # Optimizers.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
-"""The optimizers whose files are converted, and the number of moves of experts after which their state is right."""
+"""The optimizers whose state dicts are converted, and the number of moves of experts that their state has followed."""
 _hooks: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """Check every optimizer before its steps from now on, for experts that have moved and parameters that are gone."""
+    """From now on, check every optimizer before its steps, for experts that have moved and parameters that are gone."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -296,7 +296,7 @@ def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        if function and parameter.requires_grad and parameter.grad is None:  # something else may use it still
+        if function and parameter.requires_grad and parameter.grad is None:  # it may still be used elsewhere
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
                 f"parameters in the place of the experts' own, got one from before, which would never train them"

@@ -41,9 +41,9 @@ def shard(
     Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by the ranks, and ranks may have
     none. Expert parameters become DTensors (``Shard(0)`` on the mesh) with the shapes and names that they had, so
     ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Router and shared experts stay on
-    every rank. Make optimizers afterwards: the next step of one from before raises. Every rank must hold the same
-    model: the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory
-    by ``to_empty``, and initialised or loaded then.
+    every rank. Make optimizers afterwards: the next step of an earlier one raises. Every rank must hold the same model:
+    the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory by
+    ``to_empty``, and initialised or loaded then.
 
     A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, and the
     host reads at most one tensor of counts; the rank of a token sums its choices, in their order. Sums of rows over an
@@ -57,40 +57,41 @@ def shard(
         model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
             their ``experts`` are refused.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
-            process group. All of them call this; a rank that gives something without a group, such as None, cannot tell
-            the others, which wait for the group's timeout.
+            process group. All of them call this. A rank that passes something without a group, such as None, cannot
+            tell the others, which then wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
-            experts. While one is under way, the experts of the one before compute, forward and backward. At most as
-            many as a rank has experts; a larger number is reduced to that.
+            experts. While one is under way, the experts of the one before compute, forward and backward. It is reduced
+            to the number of experts of a rank if it is larger.
         scope: the tokens over which capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as in data
             parallelism. ``"group"``: all of them, as in one process; tokens of lower ranks come first, and the mean
             over ranks of the losses is that of all tokens.
-        room: the most rows that a rank may receive in a call, a row for each choice also with ``deduplicate``. If one
-            would receive more, every rank raises :class:`GroupError` before anything is allocated for them. None: no
-            limit. See ``transport`` for its meaning with padded buffers.
-        clones: the most experts of other ranks of which a rank may take clones for one call (FasterMoE's shadow
-            experts). :func:`pymoe.ep.clones.plan_clones` plans the clones of every call from its own loads, without
-            another message. The weights of a clone travel to its rank once and their gradients once back, in one more
-            exchange in each direction; their rows travel in one more chunk, the last, so that weights arrive while
-            ranks compute with shared experts and their own. ``moe.last_rows`` has the rows that each rank computed.
-            Outputs and gradients of inputs keep their bits. The gradient of an expert that had clones is the sum of one
-            gradient from each rank, the clones' added in the order of ranks and then to the owner's: that of one
-            process to rounding, the same in every run. Rows are gathered after the loads have been read, not meanwhile.
+        room: the most rows that a rank may receive in a call, counted as one row per choice even with ``deduplicate``.
+            If a rank would receive more, every rank raises :class:`GroupError` before anything is allocated for them.
+            None: no limit. See ``transport`` for its meaning with padded buffers.
+        clones: the most experts of other ranks that a rank may clone for one call (FasterMoE's shadow experts).
+            :func:`pymoe.ep.clones.plan_clones` plans the clones of every call from its own loads, without another
+            message. The weights of a clone travel to its rank once and their gradients once back, in one more exchange
+            in each direction; their rows travel in one more chunk, the last, so that weights arrive while ranks compute
+            with shared experts and their own. ``moe.last_rows`` has the rows that each rank computed. Outputs and
+            gradients of inputs keep their bits. The gradient of an expert that had clones is the sum of one gradient
+            from each rank, the clones' added in the order of ranks and then to the owner's: equal to one process's up
+            to rounding, and the same in every run. Rows are gathered after the loads have been read, not at the same
+            time.
         min_rows_to_clone: the fewest rows for which an expert is cloned, at least 1. None: P / (2 H) for experts of P
-            numbers, 1.5 F for gated ones: from there on the weights of a clone take no longer to travel than the rows
-            that they replace. The page on the costs of expert parallelism derives it.
+            numbers, 1.5 F for gated ones: from there on, sending the weights of a clone takes no longer than sending
+            the rows that it replaces. The page on the costs of expert parallelism derives this.
         deduplicate: send a token once to each rank of which it chose experts (in every chunk in which it did), and
             their weighted sum back, in place of a row for each choice. Indices of experts and weights travel with the
             rows, 12 K bytes a row in a forward and backward pass (20 K in float64). Sums are grouped by rank: outputs
             and gradients of inputs equal one process's to rounding, an output to (K + 3) u times the sum of its terms'
             sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. Not with ``clones``.
-        transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once a
+        transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once per
             call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not,
             and the host reads nothing, so shapes follow from shapes. ``room`` must be given: 2 T K for ranks of at most
-            T tokens gives each pair of ranks twice its even share. Rows from a rank to a rank in a chunk past that
-            number are dropped, in the order of tokens and choices, after those past a capacity and like them;
-            ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` adds them up. Where nothing is dropped
-            so, all bits are those of ``"exact"``. Ranks that disagree are not noticed before rows travel:
+            T tokens gives each pair of ranks twice its even share. Rows beyond that number, for one pair of ranks in
+            one chunk, are dropped like rows past a capacity, and after these, in the order of tokens and choices;
+            ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` sums them up. If none are dropped, all
+            bits are those of ``"exact"``. Disagreements of ranks are not noticed before rows are sent: see
             :func:`check_calls`. Not with ``clones`` or ``deduplicate``.
 
     Returns:
@@ -101,8 +102,8 @@ def shard(
         ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
             range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, or one
             with a hook on its experts or a ``forward`` of its own.
-        GroupError: the ranks do not give equal arguments and layers, their routers or shared experts differ, or one of
-            them has failed; so every rank raises.
+        GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
+            failed. Then every rank raises.
     """
     mesh = _mesh_of(mesh, model)
     problem: Exception | None = None
@@ -216,7 +217,7 @@ def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Check that ranks have the same order in the mesh, by which DTensors cut, and in the group, by which rows go."""
+    """Check that ranks have the same order in the mesh, which DTensors use, and in the group, which the rows use."""
     listed, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
     if listed != group:
         raise ValueError(f"shard: mesh must list its ranks in the order of their group, {group}, got {listed}")
@@ -248,7 +249,7 @@ def _layers_of(model: Any) -> dict[str, MoE]:
 
 
 def _described(layer: MoE) -> dict[str, Any]:
-    """Return the properties that must be equal on all ranks, by their names in errors."""
+    """Return the properties that must be equal on all ranks, by their names in error messages."""
     said: dict[str, Any] = {"options": repr(layer)}
     for name, parameter in layer.experts.named_parameters():
         said |= {

@@ -1,7 +1,7 @@
-"""The sharding of a layer's experts over a group of ranks: which rank has which experts, and how they change ranks.
+"""The sharding of a layer's experts over a group of ranks: which rank has which experts, and how experts change ranks.
 
-Experts are numbered as in one process. Parameters are stacked along positions, of which each rank has a range; the
-placement in force says which expert is at which position. All ranks hold equal descriptions.
+Experts are numbered as in one process. Parameters are stacked along positions, and each rank has a range of positions;
+the current placement says which expert is at which position. All ranks hold equal descriptions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Scope = Literal["rank", "group"]
-"""The tokens over which capacity and auxiliary losses are taken: each rank's own, or those of the group."""
+"""The tokens over which capacity and auxiliary losses are computed: each rank's own tokens, or the tokens of all ranks
+of the group."""
 Transport = Literal["exact", "padded"]
 """``"exact"`` sends as many rows as were chosen, ``"padded"`` the same number in every call."""
 
@@ -30,7 +31,7 @@ class RoutingTables(NamedTuple):
     destination: Tensor
     """(E,): the destination of each expert's rows, its chunk times R plus its rank."""
     index_in_chunk: Tensor
-    """(E,): the index of each expert among those of its chunk on its rank."""
+    """(E,): the index of each expert among the experts that its rank has in the same chunk."""
     first_row: Tensor
     """(chunks * R + 1,): the first row for each destination, with :attr:`ExpertSharding.padded_rows` for each."""
     all_rows: Tensor
@@ -139,7 +140,7 @@ class ExpertSharding:
 
     @cached_property
     def send_positions(self) -> Tensor | None:
-        """(E,) int32: the place of every expert in :attr:`send_order`; None if each is in its own."""
+        """(E,) int32: the index of every expert in :attr:`send_order`; None if that is the order of the experts."""
         if self.send_order == list(range(self.num_experts)):
             return None
         places = torch.empty(self.num_experts, dtype=torch.int32)
@@ -195,27 +196,27 @@ class ExpertSharding:
 
 
 # Positions of stacked tensors: parameters, their gradients and optimizer state alike are DTensors, cut along the
-# experts. FSDP cuts the experts of a rank once more, among the ranks that have the same ones.
+# experts. FSDP cuts the experts of a rank again, among the ranks that have the same ones.
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Return this rank's part, in the graph."""
+    """Return this rank's part of a parameter, as part of the autograd graph."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, or of its gradient, outside of the graph; the memory is the same."""
+    """Return this rank's part of a parameter, or of its gradient, outside of the graph, in the same memory."""
     return local_tensor(parameter.detach())
 
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """Say which positions of a stacked tensor each rank of a group has."""
+    """The positions of a stacked tensor that each rank of a group has."""
 
     own: range
     """Positions of this rank."""
     group: dist.ProcessGroup | None
-    """All ranks that have some; None if they are not known."""
+    """All ranks that have positions; None if they are not known."""
     ranges: list[range]
     """Positions of each rank of the group."""
 
@@ -230,7 +231,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
     Raises:
         ValueError: the parameter is not cut along its experts alone.
     """
-    # FSDP's placement on the ranks with the same experts is not a Shard, and has a dimension as well.
+    # FSDP's placement on the ranks with the same experts is not a Shard, but also has a dimension.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
         seen = parameter.placements if isinstance(parameter, DTensor) else type(parameter).__name__
         raise ValueError(f"MoE {sharding.title}: experts must be a DTensor cut along the experts, got {seen}")
@@ -254,12 +255,12 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
 
 
 class ExpertMove:
-    """Exchange experts between positions. Every rank of the group makes it, and calls it for the same tensors.
+    """Exchanges experts between positions. Every rank of the group makes one, and calls it for the same tensors.
 
     Args:
         layout: of the tensors.
         before: (E,), the expert at each position.
-        after: (E,), the expert that is to be there.
+        after: (E,), the expert at each position after the move.
 
     Raises:
         ValueError: the ranks that have the positions are not known.

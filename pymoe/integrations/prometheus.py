@@ -9,11 +9,11 @@ prometheus-client``).
     register(runtime)
     start_http_server(9100, addr="127.0.0.1")
 
-``register`` takes a :class:`pymoe.remote.ExpertServer` as well: the series of its runtime, and those of its calls.
+``register`` also takes a :class:`pymoe.remote.ExpertServer`, for the series of its runtime and of its calls.
 
 Every series of a pool has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
-"Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds, as
-those of the runtime's own histograms do, so that counts are exact.
+"Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds, like
+those of the runtime's own histograms, so that counts are exact.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RuntimeCollector:
     """A collector for prometheus-client that reads the pools whenever it is scraped.
 
     Args:
-        runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or several by name; the
-            name is the label ``runtime``, and that of a single one is ``default``.
+        runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or a dict of several by name.
+            The name is the label ``runtime``; for a single one it is ``default``.
 
     Raises:
         ImportError: prometheus-client is not installed.
@@ -146,7 +146,7 @@ def serve(runtimes: Any, port: int) -> None:
 
 
 def cumulative(buckets: Sequence[Bucket], ends: tuple[float, ...]) -> list[tuple[str, float]]:
-    """Return Prometheus' buckets: for each end, how many values lie in buckets that end there or before."""
+    """Return Prometheus' buckets: for each upper end, the number of values in buckets that end there or before."""
     everything = sum(one.count for one in buckets)
     counts = [sum(one.count for one in buckets if one.high <= end * (1 + 1e-9)) for end in ends]
     return [*((str(float(end)), count) for end, count in zip(ends, counts, strict=True)), ("+Inf", everything)]

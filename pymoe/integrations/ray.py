@@ -1,4 +1,4 @@
-"""Servers of experts that Ray places on machines and starts again, through the package ray (``pip install ray``).
+"""Servers of experts that Ray places on machines and restarts, through the package ray (``pip install ray``).
 
 ::
 
@@ -12,13 +12,13 @@
         served.follow(mixture)  # as actors die and come back elsewhere
         train(mixture)
 
-Each server is in an actor with a name. Ray starts it again when it or its machine dies, or when a client has its server
-drain (``python -m pymoe.remote drain``), where the resources are that it asks for, and it goes on from its newest
-checkpoint, if the folder is one that all machines see. ``ray.kill`` ends it for good. Requests do not pass through Ray:
-they go to the server over gRPC.
+Each server is in a named actor. Ray restarts the actor when it or its machine dies, or when a client drains its server
+(``python -m pymoe.remote drain``), on a machine with the requested resources. It continues from its newest checkpoint,
+if all machines see the folder. ``ray.kill`` ends it for good. Requests do not pass through Ray: they go to the server
+over gRPC.
 
-Ray's own messages are pickles: whoever can reach a cluster's ports can run code on it. It is for clusters that are cut
-off from strangers, whatever this package does.
+Ray's own messages are pickles: anyone who can reach a cluster's ports can run code on it. So Ray is only for clusters
+that strangers cannot reach, whatever this package does.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = ["ServedExperts", "serve"]
 
 MISSING = "pymoe.integrations.ray needs ray: pip install ray"
 LOOK_S = 10.0
-"""The longest that one look at where an actor is may take."""
+"""Timeout in seconds for asking where an actor is."""
 FOREVER = -1
-"""Of Ray's ``max_restarts`` and ``max_task_retries``."""
+"""The value of Ray's ``max_restarts`` and ``max_task_retries`` that means no limit."""
 
 logger = logging.getLogger("pymoe.remote")
 
@@ -61,29 +61,29 @@ class ExpertActor:
         threading.Thread(target=self._end_with_server, name="pymoe-ray-actor", daemon=True).start()
 
     def _end_with_server(self) -> None:
-        """End the process once a client has had the server drain: an actor without a server is none."""
+        """End the process after a client has drained the server, because an actor without a server is useless."""
         self._server.wait()
         if not self._drains:
             logger.warning("a client has had the server drain: the actor ends")
             logging.shutdown()
-            os._exit(1)  # which Ray takes for a failure, so that it starts the actor again
+            os._exit(1)  # Ray treats this as a failure and restarts the actor
 
     def address(self) -> str:
-        """Return where the server listens, in this life of the actor."""
+        """Return the address of the server since the actor's latest start."""
         return self._server.address
 
     def save(self) -> int:
-        """Save the experts; return how many were updated since the last time."""
+        """Save the experts; return how many of them were updated since the last save."""
         return self._server.save()
 
     def drain(self) -> None:
-        """Answer what is under way, save, and stop; the actor stays, for whoever calls this to end it."""
+        """Answer pending requests, save, and stop. The caller of this must end the actor."""
         self._drains = True
         self._server.drain()
 
 
 def own_address() -> str:
-    """Return the address of this machine that the others of the cluster use."""
+    """Return the address at which other machines of the cluster reach this one."""
     import ray
 
     return str(ray.util.get_node_ip_address())
@@ -101,20 +101,21 @@ def serve(
     namespace: str | None = None,
     **options: Any,
 ) -> Any:
-    """Start an actor that serves the experts that ``make()`` returns, and return its handle, of Ray.
+    """Start an actor that serves the experts returned by ``make()``, and return Ray's handle of the actor.
 
     Args:
-        name: by which clients find it; its experts are saved in a folder of that name.
-        make: returns one or several :class:`~pymoe.runtime.ExpertBackend`; called again whenever the actor starts.
-        host: where it listens: an address of its machine; empty for the one that other machines know it by, which needs
+        name: the name by which clients find the actor; its experts are saved in a folder of this name.
+        make: returns one or several :class:`~pymoe.runtime.ExpertBackend`; it is called whenever the actor starts.
+        host: the address of its machine on which it listens; empty for the one that other machines use, which requires
             ``tls`` and ``token``.
-        tls: see :class:`~pymoe.remote.ExpertServer`; the files are read where the actor runs. So are the next three.
-        token: what clients must show.
-        checkpoints: a folder that every machine sees on which it may run.
+        tls: see :class:`~pymoe.remote.ExpertServer`; the files are read on the actor's machine. The next three
+            arguments apply there, too.
+        token: the token that clients must send.
+        checkpoints: a folder that every machine sees on which the actor may run.
         save_every: seconds between checkpoints.
-        namespace: of Ray, for the name.
-        options: of Ray's actors: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``...
-            It is started again without end (``max_restarts=-1``) unless they say otherwise.
+        namespace: the Ray namespace of the name.
+        options: options of Ray actors: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``... By default
+            the actor is restarted without limit (``max_restarts=-1``).
 
     Raises:
         ImportError: ray is not installed.
@@ -133,13 +134,12 @@ def serve(
 
 
 class ServedExperts:
-    """The experts of servers that Ray runs, wherever these are.
+    """The experts of servers that Ray runs, on any machine.
 
     Args:
-        names: of :func:`serve`.
-        namespace: of Ray.
-        timeout: seconds to wait for each actor at first.
-        options: of :func:`pymoe.remote.connect`; requests are not sent again (``retries=False``) unless they say so.
+        names: the names that were given to :func:`serve`. namespace: of Ray.
+        timeout: seconds to wait for each actor at the beginning.
+        options: options of :func:`pymoe.remote.connect`; by default requests are not retried (``retries=False``).
 
     Raises:
         ImportError: ray is not installed.
@@ -178,14 +178,14 @@ class ServedExperts:
         return str(ray.get(actor.address.remote(), timeout=timeout))
 
     def backends(self) -> Sequence[RemoteBackend]:
-        """Return the experts of all servers, as they are now."""
+        """Return the present experts of all servers."""
         return [backend for there in self._connections.values() for backend in there.backends()]
 
     def follow(self, mixture: MixtureOfExpertBackends, every: float = 1.0) -> None:
-        """Replace backends of ``mixture`` by those of the same name whenever an actor has come back elsewhere.
+        """Whenever an actor has come back elsewhere, replace the backends of ``mixture`` by those with the same names.
 
-        A thread looks every ``every`` seconds, until :meth:`close`. Meanwhile the mixture leaves out what is gone.
-        Several mixtures may be followed, then with the shortest of their times.
+        A thread checks every ``every`` seconds, until :meth:`close`. In between, the mixture leaves out backends that
+        are gone. Several mixtures may be followed, at the shortest of their intervals.
         """
         self._mixtures.append(mixture)
         self._every = min(self._every, every)
@@ -222,7 +222,7 @@ class ServedExperts:
         logger.info("%s: now at %s", name, address)
 
     def close(self) -> None:
-        """Follow no longer, and hang up. The actors go on."""
+        """Stop following, and close the connections. The actors keep running."""
         self._end.set()
         if self._follower is not None:
             self._follower.join()

@@ -53,9 +53,9 @@ class MixtureOfExpertBackends(nn.Module):
     an error. A backend that nobody serves, or whose server cannot be reached, is left out in the same way, at once, and
     comes back at once.
 
-    backward pass asks all experts whose answers were used at once; missing gradients are zero. A backward
-    request that has begun updates its expert even if the mixture does not wait for it. Invalid arguments raise before
-    backends that they began with. The gate's parameters stay the same objects, so an optimizer that holds them
+    **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
+    Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
+    backends with which they began. The gate's parameters stay the same objects, so an optimizer that holds them
     continues to work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` holds
     the gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
 
@@ -97,7 +97,7 @@ class MixtureOfExpertBackends(nn.Module):
         gate: the module.
         router_losses: those of the last call; None before.
 
-    A call raises what follows.
+    A call raises the following errors.
 
     Raises:
         TypeError, ValueError: arguments that do not fit the schema, logits of another shape, or non-finite values with

@@ -113,7 +113,7 @@ def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
 def mix(y: Tensor, routing: Routing, weights_TK: Tensor) -> Tensor:
     """Return (T, ...): each row's weighted sum of its answers ``y`` (S, ...); differentiable in both.
 
-    Answers that did not come are zeros. Sums run in the order of a row's choices.
+    Missing answers are zeros. Sums run in the order of a row's choices.
     """
     rows, choices = routing.slot.shape
     if not y.numel():

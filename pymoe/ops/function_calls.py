@@ -68,7 +68,7 @@ def _transformable(function: _Function) -> _Function:
 
 
 def is_recorded(*values: Any) -> bool:
-    """Return whether somebody may ask for a derivative of a result that is computed from ``values``.
+    """Return whether a result that is computed from ``values`` may be differentiated.
 
     This is possible if one of the tensors requires grad in grad mode, inside the transforms of :mod:`torch.func`,
     inside a ``forward_ad.dual_level``, and in an exported graph, which may later get other tensors than its example.

@@ -121,7 +121,7 @@ class _Run:
     def call(self, number: int) -> None:
         if known.state is not self.state:
             self.helped = True
-            if known.state is None:  # the first call of this worker: nobody else changes its state
+            if known.state is None:  # the first call of this worker; only calls change its state
                 known.state = current()
         state = self.states[number] if self.states else self.state
         try:

@@ -1,4 +1,4 @@
-"""Weights the losses that layers inject (``pymoe.nn.inject_loss``) by the micro-batch's share of the rows.
+"""Weights the losses that layers inject (``pymoe.nn.inject_loss``) by each micro-batch's share of the rows.
 
 They do not pass through the loss of the pipeline, so they are not scaled with it.
 """
@@ -25,12 +25,12 @@ def is_weighted(layer: nn.Module) -> bool:
 
 
 def keeps_counts(layer: nn.Module) -> bool:
-    """Return whether a forward of the layer leaves more than its output: counts, statistics, an injected loss."""
+    """Return whether a forward of the layer has effects besides its output: counts, statistics, an injected loss."""
     return isinstance(layer, (MoE, Router, AuxiliaryLosses))
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
-    """Weight auxiliary losses in ``module`` by the running micro-batch while a stage's ``function`` runs."""
+    """While a stage's ``function`` runs, weight the auxiliary losses in ``module`` for the running micro-batch."""
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
     return partial(_weighted, function, losses) if losses else function
 

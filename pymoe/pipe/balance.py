@@ -48,7 +48,7 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | int | None = None,
 ) -> list[int]:
-    """Return layers per stage that make the slowest stage as fast as can be, by the times of :func:`profile_times`.
+    """Return the layers per stage that minimise the time of the slowest stage, measured by :func:`profile_times`.
 
     Args:
         partitions: the number of stages.
@@ -58,11 +58,11 @@ def balance_by_time(
         device: where to measure; None: where the model is.
 
     Returns:
-        What ``Pipe`` takes as ``balance``.
+        The argument ``balance`` of ``Pipe``.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
-        ValueError: there are more stages than layers, or less than one; ``timeout`` is negative.
+        ValueError: there are more stages than layers, or no stage; ``timeout`` is negative.
     """
     _check(partitions, module)
     times = profile_times(module, sample, timeout=timeout, device=device)
@@ -78,10 +78,10 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: torch.device | str | int | None = None,
 ) -> list[int]:
-    """Return layers per stage that make the largest stage as small as can be, by the bytes of :func:`profile_sizes`.
+    """Return the layers per stage that minimise the size of the largest stage, measured by :func:`profile_sizes`.
 
-    ``param_scale`` is how many copies of its parameters training holds: 2 for parameters and gradients (SGD), 3 with
-    momentum, 4 for Adam.
+    ``param_scale`` is the number of copies of the parameters that training holds: 2 for parameters and gradients (SGD),
+    3 with momentum, 4 for Adam.
 
     Args:
         partitions: the number of stages.
@@ -92,11 +92,11 @@ def balance_by_size(
         device: where to measure; None: where the model is.
 
     Returns:
-        What ``Pipe`` takes as ``balance``.
+        The argument ``balance`` of ``Pipe``.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
-        ValueError: there are more stages than layers, or less than one; ``chunks`` is less than 1; ``param_scale`` is
+        ValueError: there are more stages than layers, or no stage; ``chunks`` is less than 1; ``param_scale`` is
             negative.
     """
     _check(partitions, module)
@@ -137,7 +137,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Bytes that a layer holds. What several layers share counts for the first of them."""
+    """Bytes that a layer holds. Memory that several layers share is counted for the first of them."""
 
     name: str
     parameters: int
@@ -158,12 +158,12 @@ def profile_times(
     """Time the layers of a model: run a copy layer by layer, forward and backward, again and again.
 
     The model, its gradients and torch's random generators are left as they were; hooks of modules run with the copy.
-    Layers are timed in the mode they are in, training or not. After one pass that is not counted, passes are made until
-    ``timeout`` is over: at least one.
+    Layers are timed in their present mode, training or not. The first pass is not counted; then passes are repeated
+    until ``timeout`` is over, at least once.
 
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
-        sample: an input: a micro-batch, best of the size that it will have.
+        sample: an input, preferably a micro-batch of the size to train with.
         timeout: seconds.
         device: where to run; None: where the model is.
 
@@ -195,9 +195,9 @@ def profile_sizes(
 ) -> list[LayerSize]:
     """Run a copy of a model forward once, for the first of ``chunks`` micro-batches, and count what each layer holds.
 
-    Activations are what autograd saves for the backward pass, by storages: a view holds all of what it is a view of.
-    Tensors that layers keep by other means are not counted. Works on every device; the model and torch's random
-    generators are left as they were.
+    Activations are the tensors that autograd saves for the backward pass. Whole storages are counted, so a view counts
+    as its base. Tensors that layers keep by other means are not counted. Works on every device; the model and torch's
+    random generators are left as they were.
 
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
@@ -230,11 +230,11 @@ def profile_sizes(
 
 
 class _Storages:
-    """Counts the bytes of storages, each once."""
+    """Counts the bytes of storages, each storage once."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._seen: dict[int, Any] = {}  # kept, so that no other gets the address of one
+        self._seen: dict[int, Any] = {}  # kept alive, so that no other storage gets the address of one
 
     def add(self, tensors: Sequence[torch.Tensor]) -> int:
         """Count the tensors. Return how many of their bytes are new."""
@@ -289,7 +289,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def now(*devices: torch.device) -> float:
-    """Return the time in seconds after all that the devices have been given to do."""
+    """Return the time in seconds, once the devices have finished their work."""
     for device in devices:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
@@ -333,7 +333,7 @@ def _copied(
 ) -> Iterator[tuple[list[tuple[str, nn.Module]], Any, torch.device]]:
     """Copy the model's layers, with their names, and its input to a device. Yields both, and the device.
 
-    Within the block gradients are on, skips go through ``skips``, and the generators of random numbers are copies.
+    Within the block gradients are on, skips go through ``skips``, and random generators are copies.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
@@ -367,15 +367,15 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-# The best cut of a row of costs.
+# The best way to cut a list of costs.
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
-    """Cut a row of costs into consecutive blocks, so that the greatest sum of a block is as small as can be.
+    """Cut a list of costs into consecutive blocks, so that the greatest sum of a block is minimal.
 
-    The slowest stage sets the pace of a pipeline: that is what is minimised, exactly. Of several ways to reach it the
-    one with the least sum of squared costs is taken (the most even one); of several of these the one with the most even
-    numbers of layers. No block is empty. Sums are exact, also of floats.
+    The slowest stage sets the pace of a pipeline, so this sum is minimised exactly. Among several solutions the one
+    with the least sum of squared sums is taken (the most even one), and among several of these the one with the most
+    even numbers of layers. No block is empty. Sums are exact, also of floats.
 
     Args:
         costs: of every layer, in any unit; not negative.
@@ -386,7 +386,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 
     Raises:
         TypeError: ``partitions`` is not an integer.
-        ValueError: there are more blocks than layers, less than one, or a cost is negative or not finite.
+        ValueError: there are more blocks than layers, or no block, or a cost is negative or not finite.
     """
     check_partitions(partitions, len(costs))
     if any(not math.isfinite(cost) or cost < 0 for cost in costs):
@@ -394,7 +394,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     sums, _ = _exact_sums(costs)
     limit, layers = _least_maximum(sums, partitions), len(costs)
     Way = tuple[int, int, tuple[int, ...]]
-    # By number of layers: the least squares of costs and of sizes, and the sizes of blocks.
+    # For each number of layers: the least sums of squares (of block costs, then of block sizes), and the block sizes.
     best: dict[int, Way] = {0: (0, 0, ())}
     for blocks_left in reversed(range(partitions)):
         further: dict[int, Way] = {}
@@ -425,14 +425,16 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
-    """Return the sums of the first 0, 1, ... costs in a unit that makes them integers, and how many of it are 1."""
+    """Return the sums of the first 0, 1, ... costs in a unit in which they are integers, and the size of 1 in this
+    unit.
+    """
     ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
     unit = math.lcm(*[denominator for _, denominator in ratios])
     return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit
 
 
 def _least_maximum(sums: Sequence[int], partitions: int) -> int:
-    """Return the least limit at which blocks that take all they can reach the end, found by bisection."""
+    """Find by bisection the least limit at which ``partitions`` greedily filled blocks hold all costs."""
     low, high = 0, sums[-1]
     while low < high:
         limit, end = (low + high) // 2, 0

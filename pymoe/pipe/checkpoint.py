@@ -1,6 +1,7 @@
 """Saves checkpoints of pipes from stages on any number of processes, and loads them into the model or another split.
 
-Keys are the model's own, so the checkpoint of a pipe is one of the model. With ``torch.distributed.checkpoint``::
+Keys are the model's own, so the checkpoint of a pipe is a checkpoint of the model. With
+``torch.distributed.checkpoint``::
 
     save(pipe, folder, stages=[rank], optimizer=optimizer)                      # in every process
     load(other_pipe, folder, stages=[0, 1], optimizer=other_optimizer)          # on more or fewer
@@ -31,20 +32,20 @@ INDEX = "model.safetensors.index.json"
 def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str, Any]:
     """Return the stages' part of the model's ``state_dict``, under the model's names.
 
-    It has all that their modules save: parameters, buffers, extra state, and what ``_save_to_state_dict`` or state-dict
-    hooks make instead of them (packed weights, clones). What belongs to no stage, as a parameter that the forward never
-    uses, is in the part of each.
+    It contains everything that their modules save: parameters, buffers, extra state, and what ``_save_to_state_dict``
+    or state-dict hooks make instead of them (packed weights, clones). An entry that belongs to no stage, such as a
+    parameter that the forward never uses, is in every stage's part.
 
-    In a process that runs some of the stages the others keep their initial values, so ``pipe.state_dict()`` is out of
-    date for them.
+    In a process that runs only some of the stages, the other stages keep their initial values, so ``pipe.state_dict()``
+    is out of date for them.
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
         stages: their numbers; None: all.
 
     Raises:
-        ValueError: the model makes a tensor of which cannot be said to which stages it belongs, and not all are asked
-            for.
+        ValueError: not all stages are asked for, and it cannot be known to which stages a tensor belongs that the model
+            makes.
     """
     owned, state = _Owned(pipe, stages), pipe.state_dict(keep_vars=True)
     return {
@@ -70,10 +71,12 @@ class _Owned:
         self._known = {*map(id, self._tensors.values())}
 
     def has(self, name: str, value: Any = None) -> bool:
-        """Return whether ``value`` of this name, or what a module misses under this name, belongs to the stages."""
+        """Return whether ``value``, which has this name, belongs to the stages; without a value, whether the missing
+        name does.
+        """
         if id(value) in self._known:
             about = {id(value)}
-        elif name in self._tensors:  # somebody has saved a copy
+        elif name in self._tensors:  # a state-dict hook of the model has saved a copy
             about = {id(self._tensors[name])}
         else:
             owner, _, last = name.rpartition(".")
@@ -141,7 +144,7 @@ def load(
     Raises:
         torch.distributed.checkpoint.CheckpointException: files or keys are missing, there are keys that the model does
             not have, or sizes differ.
-        RuntimeError: modules of these stages miss keys, or do not take some of those that they save.
+        RuntimeError: modules of these stages miss keys, or do not load some of the keys that they save.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -169,7 +172,7 @@ def _state(pipe: Any, stages: Iterable[int] | None, optimizer: torch.optim.Optim
 
 
 def _planner(pipe: Any) -> Any:
-    """Return a planner that refuses files with more than the model loads."""
+    """Return a planner that refuses files with keys that the model does not load."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):
@@ -185,7 +188,9 @@ def _planner(pipe: Any) -> Any:
 
 
 def _by_name() -> Any:
-    """Return options for optimizer states by parameter names: a split changes parameter numbers."""
+    """Return options that key optimizer states by parameter names, because a split changes the numbers of
+    parameters.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -194,8 +199,9 @@ def _by_name() -> Any:
 def save_safetensors(
     pipe: Any, folder: str | Path, *, stages: Iterable[int] | None = None, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Export stages as safetensors: a file a process, and an index that says what is in which (the layout of sharded
-    models on the Hugging Face hub). Every process of the group calls it, and a tensor is written once, under one name.
+    """Export stages as safetensors: one file per process, and an index that says which tensor is in which file (the
+    layout of sharded models on the Hugging Face hub). Every process of the group calls it, and a tensor is written
+    once, under one name.
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
@@ -259,7 +265,7 @@ def load_safetensors(module: nn.Module, source: str | Path) -> None:
     found: dict[str, Any] = {}
     for file in files:
         found.update(safetensors.load_file(file))
-    # A tensor with several names was written under one.
+    # A tensor with several names was written under one of them.
     state = module.state_dict(keep_vars=True)
     written = {id(value): found[name] for name, value in reversed(state.items()) if name in found}
     found.update({name: written[id(value)] for name, value in state.items() if id(value) in written})

@@ -21,20 +21,21 @@ class MicroBatch:
     count: int
     """The number of micro-batches of this mini-batch."""
     weight: float
-    """Its share of the rows of the mini-batch: what a mean over its rows counts in the mean over all."""
+    """Its share of the rows of the mini-batch: the weight of a mean over its rows in the mean over all rows."""
     checkpointing: bool = False
-    """The graph of this forward is not kept, and it is recomputed, unless it changes what cannot be put back."""
+    """True if the graph of this forward is not kept: the forward is recomputed, unless it changes something that cannot
+    be put back."""
     recomputing: bool = False
-    """The forward is run again for its graph: whatever counts forwards must leave this one out."""
+    """True if the forward is run again for its graph: code that counts forwards must not count this one."""
     stage: int = 0
-    """The stage that runs: a module that several stages contain is called by each."""
+    """The stage that runs; a module in several stages is called by each of them."""
     is_last: bool | None = None
     """True if no other micro-batch of the mini-batch comes to this stage after it; None: they come by their index."""
     mini_batch: object = None
-    """An object that all micro-batches of a mini-batch have, and no others; None: not known."""
+    """An object that identifies the mini-batch: all its micro-batches have the same one; None: not known."""
 
     def in_run(self, *, checkpointing: bool = False, recomputing: bool = False) -> MicroBatch:
-        """Return the same micro-batch in another run, in less time than ``dataclasses.replace`` takes."""
+        """Return a copy with other flags for another run; faster than ``dataclasses.replace``."""
         return MicroBatch(
             self.index,
             self.count,
@@ -52,12 +53,14 @@ class _ThreadMicroBatch(threading.local):
 
 
 this_thread = _ThreadMicroBatch()
-"""``this_thread.micro_batch`` is what this thread runs, for those who set it themselves; see :func:`count_threads`."""
+"""``this_thread.micro_batch`` is the micro-batch that this thread runs. Callers that set it themselves must use
+:func:`count_threads`."""
 _lock = threading.Lock()
 _threads = 0  # the number of threads that run pipelines now
 
 
-# torch.compile would take what a thread's variable holds for a constant, but looks at a number of the module each time.
+# torch.compile would treat the value of a thread-local variable as a constant, but it reads a number of the module at
+# every call.
 @compiler_disable
 def _of_this_thread() -> MicroBatch | None:
     return this_thread.micro_batch
@@ -66,7 +69,7 @@ def _of_this_thread() -> MicroBatch | None:
 def micro_batch() -> MicroBatch | None:
     """Return the micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward.
 
-    All calls within one forward get the same object; every mini-batch has new ones.
+    All calls within one forward return the same object; every mini-batch has new objects.
     """
     return _of_this_thread() if _threads > 0 else None
 

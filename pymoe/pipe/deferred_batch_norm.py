@@ -1,12 +1,13 @@
-"""Batch norms whose running statistics are those of mini-batches in a pipeline of micro-batches.
+"""Batch norms for pipelines: they are called once per micro-batch, but their running statistics describe whole
+mini-batches.
 
-A batch norm in a pipeline is called once per micro-batch. Each call normalises its rows by their own statistics; but an
-ordinary one would also update its running statistics each time, by a variance that lacks the differences between the
-means of micro-batches, and count every micro-batch as a batch. The deferred one collects over a mini-batch and updates
-them once, by mean and variance of all rows.
+A batch norm in a pipeline is called once per micro-batch. Each call normalises its rows by their own statistics. An
+ordinary batch norm would also update its running statistics in each call, with a variance that ignores how the means of
+micro-batches differ, and would count every micro-batch as a batch. The deferred one collects statistics over a
+mini-batch and updates the running ones once, with mean and variance of all rows.
 
-The name and the idea are those of torchgpipe (Kim et al., 2020). Statistics of parts are combined as in Chan, Golub
-and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", in fp64.
+Name and idea come from torchgpipe (Kim et al., 2020). Statistics of parts are combined as in Chan, Golub and LeVeque
+(1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", in fp64.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class _Collected(NamedTuple):
-    """Statistics of the rows of some micro-batches for every channel, in fp64."""
+    """Statistics of the rows of some micro-batches, for every channel, in float64."""
 
     rows: int
     mean: Tensor
@@ -50,11 +51,12 @@ class _StageStatistics:
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
         self.calls = 0
-        # By call, as a module may be in a stage several times, and by micro-batch, as these may come in any order.
+        # Keyed by call, because a module may be in a stage several times, and by micro-batch, because these come in any
+        # order.
         self.collected: dict[int, dict[int, _Collected]] = {}
 
     def next_call(self, forward: context.MicroBatch) -> int:
-        """Return the number of this call among those of one forward, from 0."""
+        """Return the number of this call within one forward, from 0."""
         before = self.forward
         if forward is not before:
             is_next = before is not None and forward.mini_batch is before.mini_batch
@@ -69,9 +71,9 @@ class DeferredBatchNorm(BatchNormBase):
     """A batch norm that updates its running statistics once per mini-batch.
 
     In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. Running statistics
-    move with the last micro-batch, by mean and unbiased variance of all rows of the mini-batch, and
-    ``num_batches_tracked`` goes up by one: what ``nn.BatchNorm`` does with all rows at once. A recomputed forward
-    counts nothing; a mini-batch that failed leaves nothing behind.
+    are updated with the last micro-batch, from mean and unbiased variance of all rows of the mini-batch, and
+    ``num_batches_tracked`` goes up by one: as ``nn.BatchNorm`` does for all rows at once. A recomputed forward is not
+    counted; a mini-batch that failed changes nothing.
 
     Everywhere else it is ``nn.BatchNorm``: outside of a pipeline, in evaluation, with one micro-batch, without running
     statistics. Parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
@@ -79,13 +81,14 @@ class DeferredBatchNorm(BatchNormBase):
     Args:
         num_features: the channels C.
         eps: added to the variance, under the root.
-        momentum: how far a mini-batch moves the running statistics; None: these are the mean over all mini-batches.
-        affine: there are a weight and a bias for each channel.
-        track_running_stats: there are running statistics; otherwise every batch is normalised by its own.
+        momentum: the weight of a mini-batch in the running statistics; None: they are the mean over all mini-batches.
+        affine: whether there are a weight and a bias for each channel.
+        track_running_stats: whether there are running statistics; without them every batch is normalised by its own.
         device: of parameters and buffers.
         dtype: likewise.
 
-    Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has made takes what it took before.
+    Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has converted takes the same input as
+    before.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -109,18 +112,18 @@ class DeferredBatchNorm(BatchNormBase):
     def _normalise(self, input: Tensor, running_mean: Tensor) -> tuple[Tensor, _Collected]:
         """Return the input normalised by its own statistics, and these."""
         rows = input.numel() // input.size(1)
-        if running_mean.dtype in HALF_DTYPES:  # too coarse for the differences between micro-batches
+        if running_mean.dtype in HALF_DTYPES:  # 16 bits are too coarse for the differences between micro-batches
             output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
             with torch.no_grad():
                 dims = [dim for dim in range(input.dim()) if dim != 1]
                 variance, mean = torch.var_mean(input.detach().float(), dims)
         else:
-            # "Running" statistics with a momentum of 1 are those of this batch, at no cost.
+            # With a momentum of 1, the "running" statistics are those of this batch, at no extra cost.
             mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
             output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
 
-    # Each micro-batch has another index, and would be compiled anew.
+    # The index differs for each micro-batch, so torch.compile would compile each anew.
     @compiler_disable
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _StageStatistics())
@@ -129,7 +132,7 @@ class DeferredBatchNorm(BatchNormBase):
         of_call[forward.index] = statistics
         if forward.index == forward.count - 1 if forward.is_last is None else forward.is_last:
             batch: _Collected | None = None
-            for index in sorted(of_call):  # the order in which they came must not change a bit
+            for index in sorted(of_call):  # results must not depend on the order in which they came
                 batch = of_call[index].plus(batch)
             assert batch is not None
             del stage.collected[call]
@@ -152,7 +155,7 @@ class DeferredBatchNorm(BatchNormBase):
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *rest = reduced
         state = {name: value for name, value in state.items() if name != "_unfinished"}
-        if (converted := _converted_from(type(self))) is not None:  # pickle cannot find its class by name
+        if (converted := _converted_from(type(self))) is not None:  # pickle cannot find the class by its name
             make, arguments = _make, (converted,)
         return make, arguments, state, *rest
 
@@ -185,7 +188,7 @@ def convert_deferred_batch_norm(module: Module) -> Module:
 
     Raises:
         TypeError: there is a ``SyncBatchNorm``, which takes its statistics from several processes; a lazy batch norm
-            that has not seen an input; or a class with a ``forward`` of its own. Nothing has been changed then.
+            that has not seen an input; or a class with a ``forward`` of its own. Nothing is changed in that case.
     """
     found = {
         name: layer

@@ -1,6 +1,4 @@
-"""The questions that a pipe answers about itself, the answers as data and as a picture, and the names that other
-packages have for them.
-"""
+"""Descriptions of a pipe, as data and as a picture, also under the names that other packages use."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ _R = TypeVar("_R")
 
 
 def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a decorator: the function takes keywords under other names, too, ``also_called(other="its own")``.
+    """Make a decorator that gives keywords additional names: ``also_called(other="its own")``.
 
-    Calls raise TypeError if they give one argument under both names.
+    A call that uses both names of one argument raises TypeError.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -49,13 +47,13 @@ class StageInfo:
     """One stage."""
 
     modules: tuple[str, ...]
-    """The outermost of the model's modules that are in it, by qualified name."""
+    """Qualified names of the outermost modules in the stage."""
     parameters: int
-    """The number of elements of its parameters."""
+    """The number of elements of the stage's parameters."""
     takes: tuple[Source, ...]
-    """Its inputs: outputs of stages, or inputs of the pipeline (stage -1)."""
+    """The stage's inputs: outputs of other stages, or inputs of the pipeline (stage -1)."""
     gives: int
-    """The number of values that it makes for other stages."""
+    """The number of values that the stage makes for other stages."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class PipeInfo:
 
 
 def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the model's outermost modules in ``part``, and of parameters that are in none of them."""
+    """Return the names of the model's outermost modules in ``part``, and of parameters outside of them."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -140,7 +138,7 @@ def _words(source: Source, taker: int) -> str:
 
 
 class ByStage(dict[int, str]):
-    """Maps the numbers of stages; asked for ``"submod_0"``, as PiPPy names stages, it has the item of stage 0."""
+    """Maps numbers of stages to items, and also takes PiPPy's names: ``"submod_0"`` is the item of stage 0."""
 
     def __missing__(self, key: Any) -> str:
         number = key.removeprefix("submod_") if isinstance(key, str) else ""
@@ -172,11 +170,11 @@ class Inspection(nn.Module):
 
     @also_called(stage_idx="stage", stage_index="stage")
     def get_stage_module(self, stage: int) -> nn.Module:
-        """Return the module of a stage: what it uses of the model, under the model's names.
+        """Return the module of a stage: the part of the model that it uses, under the model's names.
 
         It can be compiled in place, ``get_stage_module(0).compile()``. The module of a captured stage takes the values
-        of ``info().stages[0].takes`` by position and returns a list, also of one value. It is no ``fx.GraphModule``: it
-        has a graph for every capture.
+        of ``info().stages[0].takes`` by position and returns a list, also for one value. It is not an
+        ``fx.GraphModule``, because it has a graph for every capture.
 
         Args:
             stage: its number, from 0 up.
@@ -202,14 +200,14 @@ class Inspection(nn.Module):
 
     @property
     def loss_spec(self) -> Any:
-        """Return where in the model's output its loss is: the ``output_loss_value_spec`` of a captured model, else
+        """Return the place of the loss in the model's output: ``output_loss_value_spec`` of a captured model, else
         None.
         """
         return self.staged.loss_spec
 
     @property
     def replicated_params(self) -> list[dict[int, str]]:
-        """Return, for every parameter that several stages share, its name in each of them by the stage's number.
+        """For every parameter that several stages share, return its name in each stage, by the stage's number.
 
         PiPPy's names of stages are accepted, too: ``replicated_params[0]["submod_0"]``.
         """
@@ -234,7 +232,7 @@ class Inspection(nn.Module):
         return len(self.staged.parts)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Return the module of a stage; of a sequential model its layers. As in any sequence -1 is the last."""
+        """Return the module of a stage (the layers of a sequential model). As in any sequence, -1 is the last."""
         return self.staged.present_parts()[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -243,7 +241,7 @@ class Inspection(nn.Module):
 
     @property
     def devices(self) -> tuple[torch.device | None, ...]:
-        """Return where the stages are; None: where the model was."""
+        """Return the devices of the stages; None: they are where the model was."""
         return self.staged.devices
 
     def __repr__(self) -> str:

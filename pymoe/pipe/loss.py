@@ -1,8 +1,8 @@
 """The loss of a step: the stage that computes it, its weight for each micro-batch, and losses inside of models.
 
-A pipeline ends in a loss, which is one more stage and runs whenever the last one does. It is never recomputed, so a
-loss function is called once for each micro-batch, in their order: it may have a state. The modules that it is made of
-are treated as layers of that stage.
+The loss is an additional last stage, which runs right after the last stage of the model. It is never recomputed, so a
+loss function is called once for each micro-batch, in order, and may have a state. The modules of the loss function are
+treated as layers of that stage.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def with_loss(
     uncounted: frozenset[int],
     is_read: bool,
 ) -> Pipeline:
-    """Return the pipeline with one more stage, which makes the loss and what its graph tells.
+    """Return the pipeline with one more stage, which computes the loss and reads its graph.
 
     Args:
         pipeline: a pipeline with outputs.
         loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
         has_target: the new pipeline takes one more input, the target.
         unflatten: makes the model's output of the pipeline's output values.
-        own: which of the output values is the loss if there is no ``loss_fn``.
+        own: the index of the output value that is the loss, if there is no ``loss_fn``.
         uncounted: micro-batches for which ``loss_fn`` is not called, and whose loss is 0.
-        is_read: the graph of the loss is read. Else what it tells is None.
+        is_read: whether to read the graph of the loss; otherwise the reading is None.
     """
     reading: tuple[Source, ...] = ()
     if is_read and loss_fn is None:
@@ -83,7 +83,9 @@ def with_loss(
 
 
 def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
-    """Return the pipeline with one more output: what the graph of its output ``own``, a loss, tells."""
+    """Return the pipeline with one more output: the ``LossReading`` of the autograd graph of its output ``own``, a
+    loss.
+    """
     maker, number = pipeline.outputs[own]
     stage = pipeline.stages[maker]
 
@@ -99,7 +101,7 @@ def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
 
 
 def _nothing(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return 0, with gradients of 0 for all outputs, whatever they are."""
+    """Return a loss of 0 that gives all outputs gradients of 0."""
     parts = [output.reshape(-1)[:0].sum() for output in outputs if output.requires_grad]
     return sum(parts[1:], parts[0]) if parts else torch.zeros((), device=outputs[0].device if outputs else None)
 
@@ -117,7 +119,9 @@ def _checked(loss: Any, loss_fn: LossFunction | None) -> torch.Tensor:
 
 
 def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
-    """Return whether keeping the function keeps no tensors of a step, as a closure over the targets would."""
+    """Return whether the function can be kept without keeping tensors of a step alive, as a closure over the targets
+    would.
+    """
     if isinstance(loss_fn, FunctionType):
         defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
         return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])
@@ -128,7 +132,7 @@ def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
 
 Reduction = Literal["mean", "sum"] | Callable[..., Any]
 PADDING = -100
-"""The target that torch's losses, and those of others, leave out unless told otherwise."""
+"""The target that torch's losses, and most others, ignore by default."""
 
 
 STEP = Words(
@@ -144,7 +148,7 @@ CALL = Words(
     "call step(reduction='sum')",
 )
 _OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
-"""Modules of torch (older ones lack the last) that divide by the sum of the weights of targets."""
+"""Modules of torch that divide by the sum of the targets' weights; older versions of torch lack the last one."""
 
 
 class LossWeights(NamedTuple):
@@ -153,13 +157,13 @@ class LossWeights(NamedTuple):
     shares: Sequence[float]
     """The gradient of the loss of every micro-batch."""
     uncounted: frozenset[int] = frozenset()
-    """Micro-batches of which nothing counts: their losses may not be numbers."""
+    """Micro-batches in which nothing counts; their losses may be NaN."""
     are_rows: bool = False
-    """The losses are taken for means over rows, which nobody has stated of this loss function."""
+    """True if it is only assumed that the losses are means over rows."""
 
 
 def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
-    """Raise ValueError if losses that are taken for means over rows are something else, as far as their graphs tell."""
+    """Raise ValueError if losses are assumed to be means over rows and their graphs show that they are not."""
     read = [(reading, rows) for reading, rows in zip(readings, micro_batches.rows, strict=True) if reading is not None]
     known = [reading for reading, _ in read]
     check_mean_over_rows(known, [rows for _, rows in read], words)
@@ -189,17 +193,17 @@ def weigh(
     loss_fn: Callable[..., Any] | None,
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
 ) -> LossWeights:
-    """Return how much the losses of the micro-batches count.
+    """Return the weights of the micro-batches' losses.
 
     Args:
-        micro_batches: of how many rows they are.
-        reduction: ``"mean"``, ``"sum"``, or what the loss of a micro-batch is divided by, as a function.
-        loss_fn: one of torch's losses may say itself what it is divided by.
-        arguments: for every micro-batch those of that function.
+        micro_batches: the numbers of rows.
+        reduction: ``"mean"``, ``"sum"``, or a function that returns what the loss of a micro-batch is divided by.
+        loss_fn: the loss function; torch's own losses tell what they are divided by.
+        arguments: the arguments of the function ``reduction``, for every micro-batch.
 
     Raises:
         TypeError: the function does not return numbers.
-        ValueError: it returns a number below 0, or none that is finite.
+        ValueError: it returns a negative or infinite number, or NaN.
     """
     count = len(micro_batches.rows)
     weight = None
@@ -217,7 +221,7 @@ def weigh(
         return LossWeights(micro_batches.weights, are_rows=count > 1)
     weights = [_number(weight(*args, **kwargs)) for args, kwargs in arguments]
     total = sum(weights)
-    if not total:  # nothing in the mini-batch counts, and the loss function decides what its loss is then
+    if not total:  # nothing in the mini-batch counts: the loss function decides what its loss is
         return LossWeights([1.0] * count)
     shares = [weight / total for weight in weights]
     return LossWeights(shares, frozenset(number for number, share in enumerate(shares) if not share))
@@ -236,10 +240,10 @@ def _number(weight: Any) -> float:
 
 
 def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
-    """Return the options of a loss function that is one of torch's; None: it is not.
+    """Return the options of one of torch's loss functions; None: it is another function.
 
-    They are those that were given, of a function of ``torch.nn.functional`` or of a partial one, or all of a module of
-    ``torch.nn``.
+    For functions of ``torch.nn.functional`` these are the options given by ``functools.partial``, for modules of
+    ``torch.nn`` all options.
     """
     function, given = _function(loss_fn)
     if type(function).__module__ == nn.CrossEntropyLoss.__module__:
@@ -252,7 +256,7 @@ def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
 
 
 def _function(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function, or module, that is called, and what partial ones give it by name."""
+    """Return the function or module that is called, and the keywords that ``functools.partial`` gives it."""
     given: dict[str, Any] = {}
     while isinstance(loss_fn, partial) and not loss_fn.args:
         given = {**loss_fn.keywords, **given}
@@ -266,7 +270,9 @@ def _has_reduction(function: FunctionType) -> bool:
 
 
 def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """Return what a mean of torch's divides by, as a function of the target; None: it is proportional to rows."""
+    """Return what one of torch's means divides by, as a function of the target; None: by a number proportional to the
+    rows.
+    """
     function, _ = _function(loss_fn)
     if options.get("reduction", "mean") != "mean" or options.get("reduce") is False:
         return None
@@ -279,26 +285,27 @@ def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any
 def _counted(weight: torch.Tensor | None, ignore_index: int, target: Any) -> Any:
     """Return the sum of the weights of the targets that are not ``ignore_index``."""
     if not isinstance(target, torch.Tensor) or target.is_floating_point() or _has_no_numbers(target):
-        return len(target)  # probabilities: none is left out
+        return len(target)  # targets are probabilities, which are never ignored
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
     return weight.detach().to(target.device, torch.float64)[target.where(kept, 0)].mul(kept).sum()
 
 
-# Modules that a loss function is made of.
+# The modules of a loss function.
 
 MAX_ITEMS = 256
-"""Modules are looked for in containers with at most this many items."""
+"""Modules are searched for in containers with at most this many items."""
 
 
 def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return the modules that a function holds or names, each once.
+    """Return the modules that a function holds or names, each one once.
 
-    Of a module that contains some of the ``layers`` of a model (the model, say), only what the code names counts.
+    In a module that contains some of the ``layers`` of a model (such as the model itself), only those count that the
+    code names.
 
-    They are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and
-    functions that those call, as far as the code names them. What it looks up by other means is not found.
+    They are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and in
+    functions that these call, if the code names them. Modules that code looks up by other means are not found.
     """
     of_model = {id(part) for layer in layers for part in layer.modules()}
     found: dict[int, nn.Module] = {}
@@ -312,13 +319,13 @@ def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) 
         is_method = isinstance(value, MethodType)
         key = (id(value.__func__), id(value.__self__)) if is_method else (id(value), names)
         if key not in seen:
-            seen[key] = value  # keeps the value, and so its id
+            seen[key] = value  # keeps the value alive, so that its id stays unique
             todo += _held(value, names)
     return tuple(found.values())
 
 
 def _held(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Yield what ``value`` is made of, and which attributes the code that has it names."""
+    """Yield the parts of ``value``, each with the attributes that the code which uses it names."""
     if isinstance(value, partial):
         yield from ((one, names) for one in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
@@ -359,7 +366,7 @@ def _names(code: CodeType | None) -> Iterator[str]:
 
 
 class LossWrapper(nn.Module):
-    """A model and its loss, as one module that returns the loss. Subclasses compute it in ``forward``.
+    """A model and its loss function as one module, which returns the loss. Subclasses compute the loss in ``forward``.
 
     Args:
         module: the model.
@@ -399,19 +406,19 @@ class TrivialLossWrapper(LossWrapper):
         """Return the loss.
 
         Args:
-            x: what the model takes.
-            targets: what ``loss_fn`` takes in addition to the model's output.
+            x: the model's input.
+            targets: the second argument of ``loss_fn``.
         """
         loss: torch.Tensor = self.loss_fn(self.module(x), targets)
         return loss
 
 
 def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
-    """Return the number of the leaf of a model's output that is the loss, given the output's structure.
+    """Return the index of the loss among the leaves of a model's output, given the output's structure.
 
-    ``spec`` is like the output, True where the loss is and False or None elsewhere: True for the output itself,
-    ``(False, True)`` for the second of two, ``{"loss": True}`` for an item (or attribute) of that name; what a
-    dictionary omits is not the loss.
+    ``spec`` has the output's structure, with True where the loss is and False or None elsewhere: True for the output
+    itself, ``(False, True)`` for the second of two, ``{"loss": True}`` for an item (or attribute) of that name; keys
+    that a dictionary omits are not the loss.
 
     Raises:
         TypeError: it contains something else.

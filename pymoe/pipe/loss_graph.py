@@ -1,10 +1,12 @@
 """Reads from the graph of a loss whether it is a mean over the rows of its micro-batch.
 
-The last steps of a loss compute numbers, and their nodes keep what they divide by: a mean its number of elements, a
-cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over rows these
-are constants, or proportional to the number of rows. A graph is read from the loss on, as long as values are scalars.
+The last steps of a loss compute scalars, and their autograd nodes save what they divide by: a mean its number of
+elements, a cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over
+rows these divisors are constants, or proportional to the number of rows. A graph is read from the loss backwards, as
+long as values are scalars.
 
-What a node saves is called ``_saved_`` and the name of an argument of its operator; :func:`_nodes_tell` tries it.
+A saved value is an attribute ``_saved_NAME`` of its node, NAME being an argument of the operator; :func:`_nodes_tell`
+tests that.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from pymoe.pipe.loss_rows import (
 )
 
 MAX_NODES = 1000
-"""Nodes that are read of one loss."""
+"""Most nodes of one loss that are read."""
 MAX_FOLLOWED_NODES = 10_000
-"""Nodes whose rows are followed."""
+"""Most nodes whose rows are followed."""
 MAX_PARAMETER_NODES = 100
-"""Nodes that are read to find that a number depends on parameters alone."""
+"""Most nodes that are read to find that a number depends on parameters alone."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
 _HIDE_NO_DATA = {
     *_OF_TWO,
@@ -61,13 +63,13 @@ _HIDE_NO_DATA = {
     ),
     *("Cat", "LinalgVectorNorm", "Mean", "Mm", "Norm", "Split", "Stack", "Sum", "ToCopy", "Unbind"),
 }
-"""Operators whose results depend on no tensors except those that get gradients (an embedding depends on indices)."""
+"""Operators whose results depend only on tensors that get gradients. (An embedding also depends on indices.)"""
 _FUSED = "linear_cross_entropy"
 """A part of the names of torch's nodes that hide a cross entropy with its weights."""
 
 
 class Words(NamedTuple):
-    """Words of errors for the callers of a step."""
+    """Parts of error messages for callers of a step."""
 
     who: str
     remedy: str
@@ -76,45 +78,45 @@ class Words(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A number by which a part of a loss is divided; one by which it is multiplied has the exponent -1."""
+    """A number by which a part of a loss is divided; a factor has the exponent -1."""
 
     value: float | torch.Tensor
     exponent: int = 1
     counts_rows: bool = False
-    """It is proportional to the number of rows in any mean over rows, and no constant."""
+    """True if it is proportional to the number of rows in every mean over rows, and not constant."""
     is_quotient: bool = False
-    """The loss divides by it itself, perhaps a sum by the number of rows."""
+    """True if the loss's own code divides by it, perhaps a sum by the number of rows."""
 
 
 @dataclass
 class LossReading:
-    """Holds what the graph of one micro-batch's loss tells."""
+    """Holds what was read from the autograd graph of one micro-batch's loss."""
 
     divisors: list[tuple[Divisor, ...]] = field(default_factory=list)
     """The divisors of every part of the loss, which is the sum of its parts."""
     sums: list[str] = field(default_factory=list)
-    """Nodes of torch's losses that are sums over what they get, and that nothing divides."""
+    """Nodes of torch's losses that sum over their input, and whose sum nothing divides."""
     own_sums: list[str] = field(default_factory=list)
-    """Nodes of other such sums, if dimension 0 of the model's outputs has the rows."""
+    """Nodes of other undivided sums, provided that dimension 0 of the model's outputs has the rows."""
     of_numbers: list[str] = field(default_factory=list)
-    """Reasons why it is not a mean over rows: computations with numbers, such as the root of a mean."""
+    """Reasons why it is not a mean over rows: computations with scalars, such as the root of a mean."""
     of_rows: list[str] = field(default_factory=list)
-    """Such reasons in computations with rows, if dimension 0 of the model's outputs has the rows."""
+    """Reasons in computations with rows, provided that dimension 0 of the model's outputs has the rows."""
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False
-    """It has nodes that can hide anything, such as those of Python and of compiled code."""
+    """True if it has nodes that can hide any computation, such as those of Python and of compiled code."""
     is_weighted: bool = False
-    """One of them may divide by class weights."""
+    """True if one of these nodes may divide by class weights."""
 
 
 def read_loss(loss: torch.Tensor, ends: Collection[Node | None] | None) -> LossReading | None:
-    """Return what the graph of a loss tells; None: it has none.
+    """Return the reading of the graph of a loss; None: the loss has no graph.
 
     Args:
         loss: a tensor with one element.
-        ends: nodes of the model's outputs. What does not depend on them is a constant. None: everything depends on the
-            model.
+        ends: nodes of the model's outputs; values that do not depend on them are constants. None: everything depends on
+            the model.
     """
     if loss.grad_fn is None:
         return None
@@ -139,13 +141,13 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
         if node.name() == LEAF:
             continue
         label, kind = labels.get(node), kind_of(node)
-        if label is not None and label.kind is ValueKind.ROWS:  # the term of one row, which may divide by anything
+        if label is not None and label.kind is ValueKind.ROWS:  # one row's term may be divided by anything
             reading.divisors.append(divisors)
             continue
         inner = [(number, child) for number, (child, _) in enumerate(node.next_functions) if child is not None]
         if rows is None and kind not in PROPORTIONAL and _is_of_parameters(node):
             continue
-        if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor is multiplied by what differs in any loss
+        if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor times a value that may differ anyway
             inner = [one for one in inner if not _is_factor(one[1], labels)] or inner
         totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is ValueKind.TOTAL]
         reduction = getattr(node, "_saved_reduction", None)
@@ -176,12 +178,12 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
 
 
 def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
-    """Return whether a number does not depend on the model's outputs; if these are not known, on parameters alone."""
+    """Return whether a number does not depend on the model's outputs or, if these are not known, only on parameters."""
     return labels[node].kind is ValueKind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
 
 
 def _is_of_parameters(node: Node) -> bool:
-    """Return whether a value is known to depend on nothing but parameters and numbers."""
+    """Return whether a value is known to depend only on parameters and numbers."""
     todo = [node]
     for _ in range(MAX_PARAMETER_NODES):
         if not todo:
@@ -201,19 +203,21 @@ def _is_of_parameters(node: Node) -> bool:
 
 
 def _is_mean_of_one(root: Node, ends: Collection[Node | None]) -> bool:
-    """Return whether the root is one of torch's losses, a mean, of one output of the model, as most are."""
+    """Return whether the root is one of torch's losses with mean reduction over one output of the model: the usual
+    case.
+    """
     children = [child for child, _ in root.next_functions if child is not None]
     return len(children) == 1 and children[0] in ends and getattr(root, "_saved_reduction", None) == MEAN
 
 
 def _elements(node: Node) -> Divisor:
-    """Return what one of torch's losses, a mean, divides by."""
+    """Return what one of torch's losses with mean reduction divides by."""
     weight = getattr(node, "_saved_total_weight", None)
     return Divisor(_saved(node, "self").numel() if weight is None else weight, counts_rows=True)
 
 
 def _divisor(node: Node, kind: str | None, number: int) -> Iterator[Divisor]:
-    """Yield what a sum, product or quotient of scalars does to its operand of that number."""
+    """Yield what a sum, product or quotient of scalars does to the operand with this index."""
     if kind == "Div" and number == 0:
         yield Divisor(_constant(_saved(node, "other")), is_quotient=True)
     elif kind == "Mul":
@@ -251,7 +255,7 @@ def _saved(node: Node, name: str) -> Any:
 
 @canaries.canary
 def _nodes_tell() -> canaries.Exercises:
-    """Exercise what nodes of losses save, under the names of their operators' arguments."""
+    """Test that nodes of losses save their values under the names of their operators' arguments."""
     scores = torch.zeros(4, 2, requires_grad=True, device="cpu", dtype=torch.float64)
     target = torch.tensor([0, 1, 1, -100], device="cpu")
     losses = {
@@ -273,11 +277,11 @@ class _Number(NamedTuple):
     value: float
     counts_rows: bool
     exact: float
-    """Relative precision to which it is known."""
+    """Relative precision of the value."""
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the different numbers that parts of a loss are divided by, in their order."""
+    """Return the distinct divisors of the parts of a loss, in order."""
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12
@@ -293,7 +297,7 @@ def _numbers(reading: LossReading) -> list[_Number]:
 
 
 def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], words: Words) -> None:
-    """Raise ValueError unless the losses of micro-batches, which have so many rows, can be means over rows."""
+    """Raise ValueError unless the losses of micro-batches with these numbers of rows can be means over rows."""
     for reading, count in zip(readings, rows, strict=True):
         are_rows = all([_has_rows(shape, count) for shape in reading.shapes])
         sums = [
@@ -329,7 +333,7 @@ def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], w
 
 
 def _has_rows(shape: tuple[int, ...], count: int) -> bool:
-    """Return whether dimension 0 of an output has the rows of its micro-batch, or several for each."""
+    """Return whether dimension 0 of an output has the rows of its micro-batch, or a multiple of them."""
     return shape[:1] == (count,) or (count > 1 and bool(shape) and shape[0] % count == 0 and count not in shape[1:])
 
 

@@ -1,11 +1,11 @@
-"""Follows the rows of a micro-batch through the graph of its loss, and finds where rows are put together.
+"""Follows the rows of a micro-batch through the graph of its loss, and finds where rows are combined.
 
-A mean over rows is linear in a sum over rows of terms that each depend on one row. So after rows were summed nothing
-may be computed of the sum except in proportion, and before that no step may use several rows for one number. Every
-node of the graph gets a label: a constant, rows along a dimension, a total over rows, or unknown. What happens to
-unknown values is not judged, so an operator that does not stand here can hide a mistake, but refuses no mean.
+A mean over rows is linear in a sum over rows of terms that each depend on one row. So after rows were summed, only
+linear steps may follow, and before that no step may combine several rows. Every node of the graph gets a label: a
+constant, rows along a dimension, a total over rows, or unknown. Steps on unknown values are not judged: an operator
+that is not listed here can hide a mistake, but no valid mean is refused.
 
-The rows of a model's output are its dimension 0. A row may have become several there, as in (B T, V).
+The rows of a model's output are its dimension 0. One row may have become several there, as in (B T, V).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import Node
 
 Edge = tuple[Node | None, int]
-"""A node and the number of its result."""
+"""A node and the index of one of its results."""
 LEAF = "torch::autograd::AccumulateGrad"
 NONE, MEAN, SUM = 0, 1, 2
 """Values of ``reduction`` that torch's losses save."""
@@ -50,11 +50,11 @@ _OVER_A_DIMENSION = {
     *("Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort", "Median"),
     *("Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
 }
-"""Operators that use all elements along their dimensions for one number, or move them along."""
+"""Operators that combine or move all elements along their dimensions."""
 
 
 class ValueKind(Enum):
-    """Classifies a value in terms of the rows of a micro-batch."""
+    """Says how a value depends on the rows of a micro-batch."""
 
     CONSTANT = "it depends on no output of the model"
     ROWS = "each of its elements depends on one row"
@@ -67,16 +67,16 @@ class Label(NamedTuple):
 
     kind: ValueKind
     dim: int | None = None
-    """The dimension of ROWS, counted from the end; None: everything belongs to one row."""
+    """The dimension with the rows, counted from the end; None: everything belongs to one row."""
     part: Any = None
-    """Identifies some of the rows, and their order; None: all as they come."""
+    """Identifies a selection of rows and their order; None: all rows in their own order."""
     is_sum: bool = False
-    """A TOTAL that was summed and never divided."""
+    """True for a TOTAL that was summed and never divided."""
 
 
 CONSTANT, TOTAL, UNKNOWN = Label(ValueKind.CONSTANT), Label(ValueKind.TOTAL), Label(ValueKind.UNKNOWN)
 SUMMED = TOTAL._replace(is_sum=True)
-_EACH_ITS_OWN = object()  # the part of a node that returns other rows in each of its results
+_EACH_ITS_OWN = object()  # results of a node that returns different rows in each result
 
 
 @dataclass
@@ -88,22 +88,22 @@ class Rows:
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of the model's outputs on which the loss depends."""
     of_numbers: list[str] = field(default_factory=list)
-    """Steps that are no mean over rows wherever the rows are, in words that follow "the loss"."""
+    """Steps that are not means over rows, whichever dimension has the rows, as texts that follow "the loss"."""
     of_rows: list[str] = field(default_factory=list)
-    """Such steps if dimension 0 of the shapes has the rows."""
+    """Steps that are not means over rows, provided that dimension 0 of the shapes has the rows."""
     taken: dict[Edge, tuple[int, set[int]]] = field(default_factory=dict)
-    """For each value of which rows were taken by their places: how many it has, and the places."""
+    """For each value from which rows were taken by position: its number of rows, and the positions."""
     used: set[Edge] = field(default_factory=set)
-    """Values that other steps use."""
+    """Values that other steps use as a whole."""
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
-    """Return what the graph of a loss does with rows; None: it has more than ``most`` nodes.
+    """Return what the graph of a loss does with rows; None if it has more than ``most`` nodes.
 
     Args:
         root: the loss's node.
         ends: nodes of the model's outputs.
-        most: so many nodes are read.
+        most: the most nodes that are read.
     """
     rows = Rows(ends)
     todo = [] if root in ends else [root]
@@ -132,14 +132,14 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
 
 
 def kind_of(node: Node) -> str | None:
-    """Return the name of torch's operator that made a node; None: it is not one of torch's own."""
+    """Return the name of torch's operator that made a node; None: the node is not torch's own."""
     return _kind(node.name())
 
 
 @cache
 def _kind(name: str) -> str | None:
     kind, found, number = name.partition("Backward")
-    return kind if found and number.isdigit() else None  # nodes of Python classes have no number
+    return kind if found and number.isdigit() else None  # nodes of Python classes have no sequence number
 
 
 def shape_of(node: Node, number: int = 0) -> tuple[int, ...]:
@@ -178,7 +178,9 @@ def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
 
 
 def _sources(node: Node) -> Iterator[Edge]:
-    """Yield the values that a step uses, and those whose rows they are where rows were taken one by one."""
+    """Yield the values that a step uses and, for rows that were taken one by one, the values that they were taken
+    from.
+    """
     for source, number in node.next_functions:
         if source is not None:
             yield source, number
@@ -187,7 +189,7 @@ def _sources(node: Node) -> Iterator[Edge]:
 
 
 def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: Rows) -> None:
-    """Note which rows of its operands a step uses: those at some places, or all."""
+    """Note which rows of its operands a step uses: all of them, or those at certain positions."""
     for edge, given in zip(node.next_functions, inputs, strict=True):
         source, number = edge
         if source is None or given.label.kind is not ValueKind.ROWS:
@@ -204,11 +206,11 @@ def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: R
 
 
 def _places(node: Node, kind: str | None, given: _Operand) -> Sequence[int] | None:
-    """Return the places of the rows that a step takes; None: it uses all rows, or places are not known."""
+    """Return the positions of the rows that a step takes; None: it uses all rows, or the positions are not known."""
     if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
         return None
     count = given.shape[given.front]
-    if kind == "Unbind":  # its consumers tell
+    if kind == "Unbind":  # the positions are noted at the nodes that use its results
         return ()
     if kind == "Select":
         return (_saved(node, "index") % count,)
@@ -226,7 +228,7 @@ def _label(node: Node, rows: Rows) -> Label:
     if kind is None:
         return UNKNOWN if shape else TOTAL
     reduction = getattr(node, "_saved_reduction", None)
-    # No comprehensions: every micro-batch comes here.
+    # No comprehensions, which take longer: this runs for every micro-batch.
     has_total = has_unknown = is_reduced = False
     is_one_row = is_single = True
     for label, given in inputs:
@@ -262,12 +264,12 @@ def _label(node: Node, rows: Rows) -> Label:
 
 
 def of_whole(kind: str) -> str:
-    """Return, as words that follow "the loss", that an operator makes one number of a whole micro-batch."""
+    """Return the text, to follow "the loss", for an operator that makes one number of a whole micro-batch."""
     return f"takes the {kind} of a whole micro-batch"
 
 
 def of_total(kind: str) -> str:
-    """Return, as words that follow "the loss", that an operator of a mean or sum is not proportional to it."""
+    """Return the text, to follow "the loss", for an operator that is not linear in a mean or sum."""
     if kind in ("Mul", "Div"):
         return f"is the {'product' if kind == 'Mul' else 'quotient'} of means or sums over a micro-batch"
     return f"is the {kind} of a mean or sum over a micro-batch"
@@ -280,10 +282,10 @@ def _mixes(kind: str) -> str:
 def _of_totals(
     node: Node, kind: str, reduction: int | None, operands: list[_Operand], inputs: list[_Operand], rows: Rows
 ) -> Label:
-    """Return the label of a step that gets a total over rows."""
+    """Return the label of a step whose operand is a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
-        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # a number is no operand
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # numbers do not count as operands
         is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
         is_sum = is_sum and kind != "Div"
     else:
@@ -332,7 +334,7 @@ def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
 
 
 def _joined(node: Node, kind: str, inputs: list[_Operand], shape: tuple[int, ...]) -> Label:
-    """Return the label of tensors that are put one after the other."""
+    """Return the label of concatenated tensors."""
     along = _saved(node, "dim") % len(shape)
     labels = {one.label for one in inputs}
     if all([one.label.dim is None for one in inputs]):  # rows that were taken one by one
@@ -362,7 +364,7 @@ def _combined(kind: str, inputs: list[_Operand], shape: tuple[int, ...], rows: R
 
 
 def _dims(node: Node, count: int) -> tuple[int, ...]:
-    """Return the dimensions that an operator saved, or all of so many if it saved none."""
+    """Return the dimensions that an operator saved, or all dimensions if it saved none."""
     saved = _saved(node, "dim")
     saved = _saved(node, "dims") if saved is None else saved
     dims = saved if isinstance(saved, (tuple, list)) else () if saved is None else (saved,)
@@ -370,7 +372,7 @@ def _dims(node: Node, count: int) -> tuple[int, ...]:
 
 
 def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows: Rows) -> Label:
-    """Return the label of a step of one operand that has rows along a dimension."""
+    """Return the label of a step with one operand, which has rows along a dimension."""
     label, before, row = given.label, given.shape, given.front
     count = len(shape)
     if kind in _SUMS:
@@ -417,18 +419,18 @@ def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows:
 
 
 def _saved(node: Node, name: str) -> Any:
-    """Return the value that the node saved under that name; None: it saved none."""
+    """Return the value that the node saved under that name, or None."""
     value = getattr(node, f"_saved_{name}", None)
     return _signed(value) if isinstance(value, int) else value
 
 
 def _signed(number: int) -> int:
-    """Return a number that nodes return as one without a sign."""
+    """Return a signed number for one that nodes return as unsigned."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label after dimensions other than that of rows were reduced, and kept or not."""
+    """Return the label after dimensions other than the rows were reduced, with or without ``keepdim``."""
     if len(shape) == len(given.shape):
         return given.label
     before = sum([dim < given.front for dim in _dims(node, len(given.shape))])
@@ -436,10 +438,10 @@ def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
 
 
 def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int]) -> Label:
-    """Return the label of the same elements in another shape: rows may be merged with what follows, or be split."""
+    """Return the label of the same elements in another shape: rows may be merged with the next dimension, or split."""
     size, outside = before[row], prod(before[:row])
     places = [place for place in range(len(shape)) if prod(shape[:place]) == outside]
-    # The place of one row between other dimensions cannot be told from sizes.
+    # The position of a row dimension of size 1 among other dimensions does not follow from the sizes.
     places = places[: row == 0] if size == 1 else [place for place in places if shape[place] != 1]
     if not places or (shape[places[0]] % size and size % shape[places[0]]):
         return UNKNOWN
@@ -456,13 +458,13 @@ def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> La
         return label._replace(dim=row - (along < row) - len(shape))
     if along != row or (shape == given.shape and kind == "Slice"):
         return label
-    if places is not None:  # of a slice
+    if places is not None:  # a slice takes these rows
         return label._replace(dim=None if len(places) == 1 else label.dim, part=("slice", places, label.part))
     return label._replace(part=("index",) if kind == "IndexSelect" else _EACH_ITS_OWN)
 
 
 def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label of elements that masks and tensors of indices choose."""
+    """Return the label of elements that are chosen by masks and index tensors."""
     indices: Sequence[torch.Tensor | None] = _saved(node, "indices")
     label, row = given.label, given.front
     places: list[tuple[int, int, torch.Tensor]] = []
@@ -482,5 +484,5 @@ def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
     masks = [index.dtype in (torch.bool, torch.uint8) for _, _, index in places]
     if not all(masks) and any(index.dim() > 1 for _, _, index in places):
         return UNKNOWN
-    is_order = masks == [False] and len(places) == 1  # with several tensors each row has its own index in the others
+    is_order = masks == [False] and len(places) == 1  # one of several index tensors
     return label._replace(dim=first - len(shape), part=("index",) if is_order else label.part)

@@ -11,7 +11,7 @@ from pymoe._torch_private import pytree
 
 
 class Whole:
-    """A tensor, or a structure of tensors, that every micro-batch gets uncut: a mask for all rows, say."""
+    """A tensor, or a structure of tensors, that every micro-batch gets uncut, such as a mask for all rows."""
 
     __slots__ = ("value",)
 
@@ -34,10 +34,11 @@ class MicroBatches(NamedTuple):
 
 
 def split(values: Sequence[Any], chunks: int) -> MicroBatches:
-    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or as many as there are rows, if fewer.
+    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or one part per row if there are fewer
+    rows.
 
-    Sizes differ by one at most, the greater ones first, as ``torch.tensor_split`` has them. Everything but tensors,
-    tensors without dimensions, and what is :class:`Whole` goes to every micro-batch.
+    Sizes differ by one at most, the larger ones first, as in ``torch.tensor_split``. Tensors without dimensions, values
+    that are not tensors, and :class:`Whole` values go to every micro-batch.
 
     Raises:
         ValueError: tensors have different numbers of rows.
@@ -56,7 +57,7 @@ def split(values: Sequence[Any], chunks: int) -> MicroBatches:
     every, larger = divmod(rows, count)
     sizes = [every + (number < larger) for number in range(count)]
     parts = [
-        [_cut(leaf, sizes, count) for leaf in leaves]  # by leaf, then by micro-batch
+        [_cut(leaf, sizes, count) for leaf in leaves]  # indexed by leaf, then by micro-batch
         for leaves, _ in flat
     ]
     cut = [
@@ -85,8 +86,8 @@ def join(values: Sequence[Any]) -> Any:
     """Join the outputs of micro-batches: concatenate their tensors along dimension 0.
 
     Raises:
-        ValueError: outputs differ in structure, or contain what cannot be joined: scalar tensors, and differing values
-            that are not tensors.
+        ValueError: outputs differ in structure, or contain values that cannot be joined: scalar tensors, and other
+            values that differ.
     """
     if len(values) == 1:
         return values[0]
@@ -103,7 +104,7 @@ def join(values: Sequence[Any]) -> Any:
 
 
 def mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the loss of a mini-batch, a mean over its rows, from those of its micro-batches."""
+    """Return the loss of a mini-batch, a mean over its rows, from the losses of its micro-batches."""
     if len(losses) == 1:
         return losses[0]
     return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum(0)

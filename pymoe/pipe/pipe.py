@@ -1,4 +1,4 @@
-"""``Pipe``: a model whose stages work at the same time, each on another micro-batch."""
+"""``Pipe``: a model whose stages work at the same time, each on a different micro-batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKPOINT = get_args(CheckpointMode)
 
 
 class Pipe(Inspection):
-    """A sequential model, cut into stages that work at the same time, each on another micro-batch.
+    """A sequential model, cut into stages that work at the same time, each on a different micro-batch.
 
     ::
 
@@ -45,41 +45,45 @@ class Pipe(Inspection):
         losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)    # forward and backward in the pipeline
         optimizer.step()
 
-    Parameters stay those of the model, so optimizers, ``state_dict`` keys and hooks need no change; layers of the model
-    that are replaced later are run, at any depth. Gradients are those of ``loss_fn(model(x), y).backward()``, with two
-    exceptions: layers that look at a batch as a whole (a batch norm sees micro-batches), and random numbers
-    (every micro-batch draws from its own stream in every stage: results depend on the seed, never on threads). For
-    losses that are not means over rows, which are refused as far as they are seen, see ``reduction`` of :meth:`step`.
+    The pipe uses the model's own parameters, so optimizers, ``state_dict`` keys and hooks need no change. Layers of the
+    model may be replaced later, at any depth: the pipe runs the new ones. Gradients are those of ``loss_fn(model(x),
+    y).backward()``, with two exceptions: layers that look at a batch as a whole (a batch norm sees micro-batches), and
+    random numbers (every micro-batch draws from its own stream in every stage: results depend on the seed, never on
+    threads). Losses that are not means over rows are refused where the step can tell; see ``reduction`` of
+    :meth:`step`.
 
     Args:
         module: the model. Its layers may be ``@skippable`` (:mod:`pymoe.pipe.skip`) and share parameters.
         chunks: the number of micro-batches into which a mini-batch is cut, along dimension 0. Sizes differ by one at
-            most; with fewer rows than that there is one micro-batch per row.
+            most. With fewer rows than ``chunks`` there is one micro-batch per row.
         checkpoint: the micro-batches of a training pass that keep only their inputs, and are run again for their
-            backward: ``"always"`` all, ``"except_last"`` all except the last, ``"never"`` none. In evaluation none is.
-            The first run also makes a graph, so that modules may ask for gradients in it; the graph is released when
-            the run ends, unless the forward has changed what cannot be put back for a second run.
-        deferred_batch_norm: replace the model's batch norms by ones whose running statistics follow mini-batches.
+            backward: ``"always"`` all, ``"except_last"`` all except the last, ``"never"`` none. In evaluation mode none
+            is recomputed. The first run also makes a graph, so that modules may ask for gradients in it; the graph is
+            released when the run ends, unless the forward has changed something that cannot be put back for a second
+            run.
+        deferred_batch_norm: whether to replace the model's batch norms by ones whose running statistics follow
+            mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are.
 
     Every worker has a persistent thread (the first uses the caller's own), which runs in the caller's state: grad
     mode, autocast, inference mode, context variables, profiler. A stage's layers run for one micro-batch after the
     other. Stages that share a layer whose forwards write to it run in the model's order, one micro-batch after
-    the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that
-    ``torch.utils._pytree`` does not know may hold no tensors that need gradients.
+    the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that is
+    not registered with ``torch.utils._pytree`` must not hold tensors that need gradients.
 
     A recomputed forward sees the state that the first run saw: parameters, buffers, tensors, arrays and other values in
-    attributes of modules, and in lists and dictionaries there. Not seen are globals; and, if they count no change (as
-    ``x.data.mul_()`` does not), writes to CUDA tensors, and some writes to a part of a tensor of more than 4 KiB that
-    begin late. The page docs/concepts/determinism.md tells the details.
+    attributes of modules, and in lists and dictionaries there. Globals are not tracked. Of writes that autograd does
+    not count (such as ``x.data.mul_()``), those to CUDA tensors are missed, and some to a part of a tensor of more than
+    4 KiB that begin late. The page docs/concepts/determinism.md has the details.
 
     Pipes that share layers may run at the same time, in several threads, while no forward writes to what they share.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
-        RuntimeError: from calls and steps: another pipe ran at the same time, and one of them wrote to what they share.
+        RuntimeError: from calls and steps: another pipe ran at the same time, and one of the two wrote to state that
+            they share.
 
     Warns:
         UserWarning: forwards change an object that cannot be put back, so their stage keeps its graphs (in its first
@@ -102,7 +106,7 @@ class Pipe(Inspection):
 
     @classmethod
     def of(cls, staged: StagedModel, chunks: int = 1, checkpoint: str = "except_last") -> Pipe:
-        """Return a pipe that runs a model which is cut into stages already.
+        """Return a pipe for a model that is already cut into stages.
 
         Args:
             staged: the model.
@@ -128,12 +132,12 @@ class Pipe(Inspection):
         split_policy: SplitPolicy | None = None,
         **options: Any,
     ) -> Pipe:
-        """Return a pipe of any model that can be captured: :func:`pymoe.pipeline` documents what a capture fixes.
+        """Return a pipe of any model that can be captured. :func:`pymoe.pipeline` documents what a capture fixes.
 
         Args:
             module: the model.
-            example_args: examples of its arguments, of a micro-batch.
-            example_kwargs: examples of its arguments by name.
+            example_args: example arguments for one micro-batch.
+            example_kwargs: example keyword arguments.
             split_policy: puts boundaries into the captured graph, and returns it; None: it is cut where the model's
                 code calls :func:`pymoe.pipe_split`.
             options: ``split_spec``, ``chunks``, ``checkpoint``, ``devices``, ``multi_use_param_spec``,
@@ -157,28 +161,29 @@ class Pipe(Inspection):
         checkpoint: CheckpointMode = "except_last",
         devices: Sequence[torch.device | str | int] | None = None,
     ) -> Pipe:
-        """Return a pipe of modules that are stages already.
+        """Return a pipe whose stages are the given modules.
 
         ::
 
             pipe = Pipe.from_stages([encoder, middle, decoder], takes=[[Source(INPUT, 0)], [0], [1, Source(0, 1)]])
 
-        Parameters go by the number of the stage and their name in it.
+        The name of a parameter is the number of its stage and its name in the stage.
 
         Args:
-            stages: the modules, in an order in which they can run. A list is read once; stages that are replaced in an
-                ``nn.ModuleList``, or through the pipe (``setattr(pipe, "1", module)``), are run.
-            takes: for every stage its positional arguments: ``n`` for what stage n returns, ``Source(n, k)`` for item k
-                of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the one before
-                returns, the first the pipe's one argument.
-            outputs: what the pipe returns, in the same notation, one or several. None: what the last stage returns.
+            stages: the modules, in an order in which they can run. A list is read once. Stages may be replaced later in
+                an ``nn.ModuleList``, or through the pipe (``setattr(pipe, "1", module)``): the pipe runs the new ones.
+            takes: the positional arguments of every stage: ``n`` for what stage n returns, ``Source(n, k)`` for item k
+                of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the stage before it
+                returns, and the first takes the pipe's only argument.
+            outputs: what the pipe returns, in the same notation, one value or several. None: what the last stage
+                returns.
             chunks: the number of micro-batches into which a mini-batch is cut.
             checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
             devices: a device for every stage, to which it is moved. None: they stay where they are.
 
         Raises:
             TypeError: the stages are not modules.
-            ValueError: a stage takes what is not there by then, or an argument is out of range.
+            ValueError: a stage takes a value that no earlier stage makes, or an argument is out of range.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
 
@@ -193,7 +198,7 @@ class Pipe(Inspection):
         self._engine = Engine()
         self._has_stepped = False
         module = staged.module
-        # The model's own dictionaries: its names, whatever attributes a pipe has, and what it gets in place of others.
+        # The model's own dictionaries, so that all its names are found, and so are parts that replace others later.
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[kind] = module.__dict__[kind]
         self.training = module.training
@@ -205,22 +210,22 @@ class Pipe(Inspection):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, from which ``loss.backward()`` can start.
 
-        All micro-batches go forward now, and backward when autograd asks for it. Their outputs are put together along
+        All micro-batches go forward now, and backward when autograd asks for it. Their outputs are concatenated along
         dimension 0. Inside ``torch.func`` transforms, and for tensors with tangents of forward-mode differentiation,
         stages run one after the other. Hooks of an ``nn.Sequential`` (``register_forward_hook`` and others) are called
-        as the model's own call would call them, with whole mini-batches; those of layers see micro-batches.
+        as by the model's own call, with whole mini-batches. Hooks of layers see micro-batches.
 
         Args:
-            args: what the model takes, an ``nn.Sequential`` one value: tensors and nested structures; tensors have the
-                rows of the mini-batch in dimension 0. :class:`pymoe.pipe.Whole` keeps one from being cut.
-            kwargs: the same by name.
+            args: the model's arguments (one for an ``nn.Sequential``): tensors and nested structures. Tensors have the
+                rows of the mini-batch in dimension 0. An argument in :class:`pymoe.pipe.Whole` is not cut.
+            kwargs: the model's keyword arguments.
 
         Raises:
-            TypeError: the model has no such arguments, or has a ``forward`` of its own by now.
+            TypeError: the model does not take these arguments, or it has got a ``forward`` of its own meanwhile.
             RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage alone.
-            ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be put together; the
-                model's own loss is seen not to be a mean over rows.
-            BaseException: what a stage raised first, with a note of stage and micro-batch.
+            ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be concatenated; the
+                model's own loss is not a mean over rows.
+            BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
@@ -245,14 +250,14 @@ class Pipe(Inspection):
     ) -> torch.Tensor:
         """Run forward, loss and backward in the pipeline; adds gradients to ``.grad`` as ``loss.backward()`` would.
 
-        Micro-batches count by their rows, so uneven ones leave the gradients of the whole mini-batch. Gradients
-        accumulate over steps until they are zeroed. Hooks of parameters are called once a step, with the sum. If
-        anything fails no gradient is added. With gradients off (``torch.no_grad``) losses are computed, and no more.
-        A pipe warns once, in its first step, if that cannot run anything at the same time.
+        Micro-batches are weighted by their rows, so uneven ones give the gradients of the whole mini-batch, too.
+        Gradients accumulate over steps until they are zeroed. Hooks of parameters are called once per step, with the
+        sum. If anything fails, no gradient is added. Without gradients (``torch.no_grad``) only losses are computed. A
+        pipe warns once, in its first step, if nothing in this step can run at the same time.
 
         Args:
-            inputs: what the model takes; tensors have the rows of the mini-batch in dimension 0.
-            target: cut like the inputs; None: ``loss_fn`` takes the output alone.
+            inputs: the model's arguments; tensors have the rows of the mini-batch in dimension 0.
+            target: cut like the inputs; None: ``loss_fn`` takes only the output.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs after the last
                 stage, once for each micro-batch in their order, and is never recomputed, so it may have a state; its
                 parameters get gradients, too. None: the model's own loss, or its output, is minimised.
@@ -261,30 +266,30 @@ class Pipe(Inspection):
                 Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") are accepted.
             chunks: the number of micro-batches of this step; None: the pipe's own.
             reduction: ``"mean"``: losses are means over rows. ``"sum"``: they are sums. A function of a micro-batch's
-                target, which returns what its loss is divided by, a number or a tensor with one element: losses are
-                means over that, over tokens that are no padding, say (``lambda target: (target != -100).sum()``).
-                Without a target it gets the model's arguments. A micro-batch for which it returns 0 counts for nothing:
-                ``loss_fn`` is not called, and its loss is 0. Of torch's own losses, given as they are or by
-                ``functools.partial``, the step knows all this: sums, ``ignore_index``, class weights. Any other loss
-                is looked at, as far as its graph tells, before gradients are added: a mean over rows is one of terms
-                that depend on one row each. Not seen are rows that meet outside of the graph (in ``detach()``, in the
-                target), in an ``autograd.Function`` or in compiled code. The page
-                docs/tutorials/pipeline_sequential.md lists what is checked and what is not.
-            kwargs: what the model takes by name.
+                target: it returns the number (or tensor with one element) that the loss of the micro-batch is divided
+                by, for example the number of tokens that are not padding (``lambda target: (target != -100).sum()``).
+                Without a target the function gets the model's arguments. A micro-batch for which it returns 0 has no
+                weight: ``loss_fn`` is not called, and its loss is 0. For torch's own losses, given as they are or by
+                ``functools.partial``, the step knows all this: sums, ``ignore_index``, class weights. The graph of any
+                other loss is checked before gradients are added: each term of a mean over rows must depend on one row
+                only. The check cannot see rows that are combined outside of the graph (in ``detach()``, in the target),
+                in an ``autograd.Function`` or in compiled code. The page docs/tutorials/pipeline_sequential.md lists
+                what is checked and what is not.
+            kwargs: the model's keyword arguments.
 
         Returns:
             (micro-batches,): the loss of each, detached.
 
         Raises:
-            TypeError: the model has no such arguments.
+            TypeError: the model does not take these arguments.
             ValueError: an argument is out of range, tensors have different numbers of rows, or losses are seen not to
-                be means over rows and ``reduction`` is "mean": they divide by the number of tokens that are no padding,
-                by a mask or by class weights; they are sums; they take a norm, maximum, variance or the like of a whole
-                micro-batch; they are functions or products of means; they compute with several rows at once, as
-                contrastive losses and covariances do.
+                be means over rows and ``reduction`` is "mean": they divide by the number of tokens that are not
+                padding, by a mask or by class weights; they are sums; they take a norm, maximum, variance or the like
+                of a whole micro-batch; they are functions or products of means; they compute with several rows at once,
+                as contrastive losses and covariances do.
             RuntimeError: the loss does not require gradients.
-            NotImplementedError: tensors have tangents of forward-mode differentiation, which a step has no use for.
-            BaseException: what a stage raised first, with a note of stage and micro-batch.
+            NotImplementedError: tensors have tangents of forward-mode differentiation, which a step does not propagate.
+            BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
         """
         if not callable(reduction) and reduction not in ("mean", "sum"):
             raise ValueError(f"Pipe.step: reduction must be 'mean' or 'sum', or a function, got {reduction!r}")
@@ -320,14 +325,14 @@ class Pipe(Inspection):
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
-        """Return a stage for the schedules of ``torch.distributed.pipelining``, which this process runs.
+        """Return a stage that this process runs with the schedules of ``torch.distributed.pipelining``.
 
         See :func:`pymoe.pipe.distributed.build_stage`.
 
         Args:
-            index: which stage (``stage_index`` is accepted, too).
+            index: the number of the stage (``stage_index`` is accepted, too).
             device: where it runs; its modules are moved there.
-            group: whose processes share the stages; None: the default group.
+            group: the processes that share the stages; None: the default group.
 
         Raises:
             ValueError: ``index`` is not the number of a stage.
@@ -338,19 +343,21 @@ class Pipe(Inspection):
 
     @property
     def last_run(self) -> Record | None:
-        """Return when every action of the last :meth:`step`, forward or backward pass ran; None before the first."""
+        """Return when each action of the last :meth:`step`, forward pass or backward pass ran; None before the
+        first.
+        """
         return self._engine.last_run
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Return the kind of the hooks in ``_backward_hooks``, as ``nn.Module`` keeps it; the model's own, which has
-        them.
+        """Return the kind of the backward hooks, as ``nn.Module`` records it. The hooks are the model's, and so is the
+        record.
         """
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, is_full: bool | None) -> None:
-        if is_full is not None:  # None: a module is being made
+        if is_full is not None:  # None while a module is being made
             self._owner_of_hooks().__dict__["_is_full_backward_hook"] = is_full
 
     def _owner_of_hooks(self) -> nn.Module:
@@ -358,7 +365,7 @@ class Pipe(Inspection):
         return staged.module if staged is not None and staged.hooks_are_pipes else self
 
     def train(self, mode: bool = True) -> Pipe:
-        """Switch all modules to training or to evaluation, in which no micro-batch is checkpointed.
+        """Switch all modules to training or evaluation mode. In evaluation no micro-batch is checkpointed.
 
         Args:
             mode: whether to train.
@@ -396,68 +403,68 @@ def pipeline(
     dynamic_shapes: Any = None,
     opaque: Sequence[type[nn.Module] | str] = (),
 ) -> Pipe:
-    """Capture a model and cut it into stages: a :class:`pymoe.Pipe` that does what the model does.
+    """Capture a model and cut it into stages; return a :class:`pymoe.Pipe` that computes what the model computes.
 
     ::
 
         pipe = pipeline(model, (x[:2],), split_spec={"layers.4": SplitPoint.BEGINNING}, chunks=8)
         losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)
 
-    It is cut where the model's code calls :func:`pymoe.pipe_split` (or that of ``torch.distributed.pipelining``), and
-    where ``split_spec`` or ``split_policy`` say; with no boundary it is one stage. Boundaries at the very beginning or
-    end, or next to each other, make no stages. The model stays as it is, and goes on sharing parameters and buffers
-    with the pipe.
+    The model is cut where its code calls :func:`pymoe.pipe_split` (or the function of that name in
+    ``torch.distributed.pipelining``), and where ``split_spec`` or ``split_policy`` say. Without a boundary there is one
+    stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model stays as it is, and
+    still shares its parameters and buffers with the pipe.
 
-    The model's Python code runs when it is captured, not when the pipe runs. What it does and reads there falls into
-    four groups:
+    The model's Python code runs when the model is captured, not when the pipe runs. What the code does and reads then
+    falls into four groups:
 
     - watched, so that a change leads to another capture at the next call: modes; hooks; submodules; attributes of
-      modules and of their classes, and those that were put on parameters and buffers; global variables, those of
-      enclosing functions, defaults; all that these hold, in containers, objects, classes and functions, at any depth
-      and in any number; variables of the environment; numbers made of a tensor that is no buffer, as by ``item()``;
+      modules and of their classes, and those that were put on parameters and buffers; global variables, variables of
+      enclosing functions, defaults; everything that these hold, in containers, objects, classes and functions, at any
+      depth and in any number; environment variables; numbers made of a tensor that is not a buffer, as by ``item()``;
       torch's default dtype and device; and, once the code asks for one, dtypes, grad mode, autocast, what requires
       gradients, and torch's numbers of threads, precision of products, deterministic and anomaly modes. Parameters and
       buffers may be replaced at any time by others of their shape, and tied or untied;
-    - called as they are, uncut, whenever the pipe runs: modules with hooks, and modules whose forward changes
-      attributes, where no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`, recurrent
-      layers, deferred batch norms;
+    - called as they are, without being cut, whenever the pipe runs: modules with hooks, and modules whose forward
+      changes attributes, if no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`,
+      recurrent layers, deferred batch norms;
     - refused: changes of attributes and of other values outside of such modules, random numbers that do not come
       from torch's default generators, generators without a seed, seeds, hooks on tensors and on nodes of autograd,
       ``saved_tensors_hooks``, gradients within the forward, ``.grad``, decisions by values of tensors; attributes that
-      give another value in every call (iterators, queues), or that do not show their state (objects of C extensions
-      that cannot be pickled);
-    - fixed at capture, later changes unnoticed: clocks, files and other outside input; the state of loggers and locks;
-      what functions of Python itself and of installed packages read (``decimal`` contexts, numpy's settings,
+      return a different value in every call (iterators, queues), or that hide their state (objects of C extensions that
+      cannot be pickled);
+    - fixed at capture, later changes being unnoticed: clocks, files and other outside input; the state of loggers and
+      locks; what functions of Python itself and of installed packages read (``decimal`` contexts, numpy's settings,
       ``torch.backends``), except in the files of the model's own classes, and which functions these packages have; what
-      ``functools.cache`` keeps; variables by names that are put together when the code runs; of arguments, memory
-      layout, whether one is a ``Parameter`` or two are the same, and attributes. ``torch.compiler.is_compiling()`` and
-      ``is_exporting()`` are true in a capture, ``type(x) is torch.Tensor`` is not, and a size is no ``int`` and has
-      another text: the graph does what the code does then. So it is with ``nn.TransformerEncoder`` in evaluation: the
-      graph is that of its usual path, also without gradients, where torch's fast path puts zeros into rows that
-      ``src_key_padding_mask`` hides. Prints happen in captures alone. Hooks of the model itself, and of modules with
-      boundaries inside, are part of the graph: they get micro-batches, and leave what they compute.
+      ``functools.cache`` keeps; variables whose names are composed when the code runs; and of arguments: memory layout,
+      attributes, whether one is a ``Parameter``, and whether two are the same. ``torch.compiler.is_compiling()`` and
+      ``is_exporting()`` are true in a capture, ``type(x) is torch.Tensor`` is false, and a size is not an ``int`` and
+      prints differently; the graph does what the code does then. For example, the graph of ``nn.TransformerEncoder`` in
+      evaluation is its usual path, also without gradients, where torch's fast path would put zeros into rows that
+      ``src_key_padding_mask`` hides. Code prints only during captures. Hooks of the model itself, and of modules with
+      boundaries inside, are part of the graph: they get micro-batches, and what they compute is part of the result.
 
     Args:
         module: any model that can be captured by ``torch.export``.
-        mb_args: examples of its arguments, of a micro-batch; at least 2 in every dimension that is to stay dynamic.
-        mb_kwargs: examples of its arguments by name. What is not a tensor, here and in ``mb_args``, is a constant of
-            the pipe: a call with another value (``pipe(x, k=2.0)`` after ``k=1.0``) is a ValueError. Give it as a
-            tensor, or make a pipe for each value.
-        split_spec: for qualified names of submodules, whether a stage begins or ends there.
+        mb_args: example arguments for one micro-batch; sizes of at least 2 in every dimension that is to stay dynamic.
+        mb_kwargs: example keyword arguments. Values that are not tensors, here and in ``mb_args``, are constants of the
+            pipe: a call with another value (``pipe(x, k=2.0)`` after ``k=1.0``) is a ValueError. Give it as a tensor,
+            or make a pipe for each value.
+        split_spec: by qualified name of a submodule, whether a stage begins or ends there.
         split_policy: puts boundaries into the captured graph (``torch.fx.GraphModule``), and returns it:
-            :func:`pymoe.pipe.split_into_equal_parameters` and its like, or one of your own, which calls
+            :func:`pymoe.pipe.split_into_equal_parameters`, a similar function, or one of your own, which calls
             :func:`pymoe.pipe.mark_boundary` or inserts calls of ``pipe_split``.
         chunks: the number of micro-batches into which a mini-batch is cut, as of :class:`pymoe.Pipe`.
         checkpoint: the micro-batches that are run again for their backward, ``"always"``, ``"except_last"`` or
             ``"never"``, as of :class:`pymoe.Pipe`.
         devices: a device for every stage. None: they stay where they are.
-        multi_use_param_spec: how several stages come by one parameter: a :class:`MultiUseParameterConfig`, or some by
-            qualified name. None: it is replicated, or between devices transmitted.
-        output_loss_value_spec: where in the output the loss is, which ``step()`` then minimises: like the output, with
-            True there and False elsewhere; of dictionaries the one name is enough, ``{"loss": True}``. The loss is a
-            mean over rows, or ``step(reduction=...)`` says what it is.
-        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
-            does not fix.
+        multi_use_param_spec: how several stages get one parameter: a :class:`MultiUseParameterConfig`, or a dict of
+            them by qualified name. None: it is replicated on one device, and transmitted between devices.
+        output_loss_value_spec: where in the output the loss is, which ``step()`` then minimises: a structure like the
+            output, with True at the loss and False elsewhere; for a dictionary the one key is enough, ``{"loss":
+            True}``. The loss is a mean over rows, or ``step(reduction=...)`` says what it is.
+        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default every one that the model's
+            code does not fix.
         opaque: modules, by type or qualified name, that are called as they are, uncut.
 
     Raises:
@@ -492,16 +499,16 @@ def pipeline(
     return Pipe.of(staged, chunks, checkpoint)
 
 
-# Warnings of steps that cannot gain anything from a pipeline.
+# Warnings about steps that cannot gain from a pipeline.
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
-    """Warn with UserWarning at the line of the user's code that calls the step.
+    """Give a UserWarning at the line of the user's code that calls the step.
 
     Args:
-        schedule: what is about to run.
-        rows_are_few: there are fewer rows than micro-batches were asked for.
-        model: whose own hooks a step does not call; None: a step calls them.
+        schedule: the schedule that is about to run.
+        rows_are_few: whether there are fewer rows than the requested micro-batches.
+        model: the model, if a step does not call its own hooks; None: a step calls them.
     """
     for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
         if message:

@@ -1,8 +1,9 @@
-"""Looks into Python values where looking can fail: cells of closures and slots; and tells arrays of numpy.
+"""Reads Python values whose reading can fail (cells of closures, slots), and recognises numpy arrays.
 
-Two walks over all that values hold use it. The one of a capture (``capture/contents.py``) compares values of any class
-by contents, at any depth, to notice that a graph has become invalid. The one of a stage (``execution/held_values.py``)
-compares identities before and after every forward, in microseconds, and finds what it can put back.
+Two walks over values and everything in them use this module. A capture's walk (``capture/contents.py``) compares values
+of any class by contents, at any depth, to notice that a graph has become invalid. A stage's walk
+(``execution/held_values.py``) compares identities before and after every forward, in microseconds, and finds what it
+can put back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MISSING = _Missing.MISSING
 
 
 def value_in_cell(cell: Any, missing: Any = MISSING) -> Any:
-    """Return what a cell of a closure holds; ``missing`` for a variable that has no value yet."""
+    """Return the contents of a closure's cell; ``missing`` for a variable that has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -29,7 +30,7 @@ def value_in_cell(cell: Any, missing: Any = MISSING) -> Any:
 
 
 def value_in_slot(slot: Any, value: Any) -> Any:
-    """Return what an object has in a slot, given as a member of its class; ``MISSING`` if nothing was assigned."""
+    """Return the value of an object's slot, given as a member of its class; ``MISSING`` if nothing was assigned."""
     try:
         return slot.__get__(value)
     except AttributeError:
@@ -37,6 +38,6 @@ def value_in_slot(slot: Any, value: Any) -> Any:
 
 
 def is_numpy_array(value: Any) -> bool:
-    """Return whether a value is an array of numpy, which is not imported for that."""
+    """Return whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)

@@ -1,5 +1,5 @@
-"""Models whose layers are stages: an ``nn.Sequential``, cut between its layers, with skips as edges; and modules that
-are stages already, with edges that the user names.
+"""Models whose layers are stages: an ``nn.Sequential``, cut between its layers, with skips as edges; and modules given
+as stages, with edges that the user names.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, Structure, p
 
 
 class LayersAsStages(StagedModel):
-    """A model with its layers as stages, or several of them as one. A layer that is replaced later is run."""
+    """A model whose stages are one or several of its layers. A layer may be replaced later: the new one is run."""
 
     module: nn.Sequential | nn.ModuleList
 
     def __init__(self, module: nn.Sequential | nn.ModuleList) -> None:
         self.module = module
-        self._one_at_a_time = StageLock()  # threads that find a layer replaced
+        self._one_at_a_time = StageLock()  # held by threads that find a layer replaced
         self._stand()
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the stages and edges, of the layers that the model has by now."""
+        """Return the stages and edges of the layers that the model has now."""
         if self._made is None or self._structure.has_changed():
             with self._one_at_a_time:
                 if self._made is None or self._structure.has_changed():
@@ -42,12 +42,12 @@ class LayersAsStages(StagedModel):
         return self._made
 
     def present_parts(self) -> tuple[nn.Module, ...]:
-        """Return ``parts``, with the layers that the model has by now."""
+        """Return ``parts``, with the layers that the model has now."""
         _ = self.pipeline
         return self.parts
 
     def _stand(self) -> None:
-        """Make the pipeline of the present layers; what was found out about others is forgotten with their stages."""
+        """Make the pipeline of the present layers. Findings about earlier stages are dropped with those stages."""
         self._made: Pipeline | None = None
         made = self._fill()
         self._structure = Structure(self.module, self.parts, made)
@@ -55,9 +55,9 @@ class LayersAsStages(StagedModel):
 
     @abstractmethod
     def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
-        """Have ``parts`` hold the model's present layers.
+        """Put the model's present layers into ``parts``.
 
-        Returns those of them that are not the model's own modules, each with the module that has its layers.
+        Returns the parts that are not modules of the model, each with the module whose layers it has.
         """
 
     @abstractmethod
@@ -65,10 +65,10 @@ class LayersAsStages(StagedModel):
         """Return the stages and edges."""
 
 
-# Stages that the user has made.
+# Stages that the user gives.
 
 Taken = int | Source
-"""An argument of a stage: all that a stage returns, by its number, or one item of it."""
+"""An argument of a stage: the number of a stage, for all that it returns, or one item of that."""
 
 
 class OwnStages(LayersAsStages):
@@ -104,7 +104,7 @@ class OwnStages(LayersAsStages):
 
     def _make_pipeline(self) -> Pipeline:
         self.devices = place(self.parts, self._places)
-        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: what others take from it
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: the items that others take from it
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)
@@ -134,7 +134,9 @@ class OwnStages(LayersAsStages):
 
 
 def _run_and_pick(part: nn.Module, items: Sequence[int | None], *values: Any) -> Sequence[Any]:
-    """Run a stage; return what others take from the module's result. None among ``items`` stands for all of it."""
+    """Run a stage; return the items of the module's result that others take. None among ``items`` stands for the whole
+    result.
+    """
     result = part(*values)
     return [result if item is None else result[item] for item in items]
 
@@ -143,9 +145,9 @@ def _run_and_pick(part: nn.Module, items: Sequence[int | None], *values: Any) ->
 
 
 class SequentialModel(LayersAsStages):
-    """An ``nn.Sequential``, cut between its layers. Takes one value and returns one.
+    """An ``nn.Sequential``, cut between its layers. It takes one value and returns one.
 
-    Hooks of a stage's module see micro-batches, those of the model itself whole mini-batches.
+    Hooks of a stage's module see micro-batches, and hooks of the model itself see whole mini-batches.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; ``balance`` is not a list of integers.
@@ -165,7 +167,7 @@ class SequentialModel(LayersAsStages):
         super().__init__(module)
 
     module: nn.Sequential
-    hooks_are_pipes = True  # stages call the layers, and nothing calls the model
+    hooks_are_pipes = True  # stages call the layers, and nothing calls the model itself
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         if kwargs:
@@ -185,7 +187,7 @@ class SequentialModel(LayersAsStages):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the stages and edges, of the layers that the model has by now."""
+        """Return the stages and edges of the layers that the model has now."""
         refuse_own_call(self.module)
         return super().pipeline
 
@@ -202,7 +204,7 @@ class SequentialModel(LayersAsStages):
         self.devices = place(self.parts, self._places)
         parts = self.parts
         routes = skip_routes(parts)
-        sends: list[list[Key]] = [[] for _ in parts]  # skips that leave the stage, as its outputs 1, 2, ...
+        sends: list[list[Key]] = [[] for _ in parts]  # skips that leave the stage; they are its outputs 1, 2, ...
         takes: list[dict[Key, Source]] = [{} for _ in parts]  # and where they come from
         for route in routes:
             elsewhere = sorted({pop for pop in route.pops if pop != route.stash})
@@ -229,7 +231,7 @@ COMPILED = (
 
 
 def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
-    """Cut a model into groups of layers of the sizes in ``balance``; None: of one layer each. Names are kept.
+    """Cut a model into groups of layers with the sizes in ``balance``; None: one layer each. Names are kept.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or has its own forward; ``balance`` is not a list of integers.
@@ -262,7 +264,7 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
 
 
 def refuse_own_call(module: nn.Sequential) -> None:
-    """Raise TypeError if a call of the model does more than to call its layers: stages call these alone."""
+    """Raise TypeError if a call of the model does more than call its layers: stages only call the layers."""
     kind = type(module)
     is_own = kind.forward is not nn.Sequential.forward or kind.__call__ is not nn.Module.__call__
     if is_own or "forward" in module.__dict__:
@@ -278,7 +280,7 @@ def _run(part: nn.Module, value: Any) -> Sequence[Any]:
 def _run_with_skips(
     part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
 ) -> Sequence[Any]:
-    """Run layers that stash and pop: they get the skips that others have stashed; the stage's own are returned."""
+    """Run layers that stash and pop: they get the skips that others have stashed; return the skips that they stash."""
     skips = _StageSkips(zip(takes, taken, strict=True), sends, pops)
     with tracking(skips):
         value = part(value)
@@ -286,7 +288,7 @@ def _run_with_skips(
 
 
 class _StageSkips(InPlace):
-    """The skip tracker of a stage: keeps what its layers and other stages have stashed for the layers that pop it."""
+    """The skip tracker of a stage: keeps skips from its own layers and other stages for the layers that pop them."""
 
     def __init__(self, taken: Iterable[tuple[Key, Any]], sends: list[Key], pops: Counter[Key]) -> None:
         super().__init__(pops.__getitem__)

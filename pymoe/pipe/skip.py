@@ -19,12 +19,12 @@
 The modules in between do not know of the skip. The model runs like any other; when it is cut into stages, a skip goes
 from the stage of its stash straight to the stages of its pops.
 
-A skippable module knows names alone. It hands what it stashes to the tracker of its thread, and asks the tracker for
-what it pops. Outside a pipeline that is an ``InPlace``, which keeps skips for the modules that run next in the
-same thread; inside, it is the pipeline's own, which sends them to other stages.
+A skippable module only knows names. It hands values that it stashes to the tracker of its thread, and asks the tracker
+for values that it pops. Outside a pipeline the tracker is an ``InPlace``, which keeps skips for the modules that run
+next in the same thread. Inside, it is the pipeline's own tracker, which sends them to other stages.
 
-The interface is that of torchgpipe (Kim et al., 2020: "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
-Models"), with any number of pops for a stash.
+The interface comes from torchgpipe (Kim et al., 2020: "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+Models"). Here a stash may have any number of pops.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class Namespace:
-    """Keeps skips apart: those of one name in different namespaces have nothing to do with each other.
+    """Keeps skips apart: skips with the same name in different namespaces are independent.
 
     ::
 
@@ -68,7 +68,7 @@ class Namespace:
             ns = Namespace()
             layers += [Down().isolate(ns), Up().isolate(ns)]
 
-    Copies, pickled ones included, are the same namespace.
+    A copy, also by pickle, is the same namespace.
     """
 
     __slots__ = ("_id",)
@@ -86,31 +86,31 @@ class Namespace:
         return f"<Namespace {self._id[:8]}>"
 
 
-Key = tuple[Namespace | None, str]  # None: skips that are not in a namespace
+Key = tuple[Namespace | None, str]  # None for skips that are not in a namespace
 
 
 class SkipTracker(Protocol):
-    """Takes skips, and gives them back once for each module that pops them."""
+    """Keeps skips, and returns each once to every module that pops it."""
 
     def save(self, key: Key, value: Any) -> None:
         """Keep ``value``, which may be None, for all pops of ``key``."""
 
     def load(self, key: Key) -> Any:
-        """Return what was saved. Raise KeyError if nothing was, or nothing is left."""
+        """Return the saved value. Raise KeyError if nothing was saved, or it was released."""
 
 
 _lock = threading.Lock()
-_poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules by what they pop
+_poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip that they pop
 
 
 def will_pop(name: str, module: Any) -> None:
-    """Remember, while ``module`` lives, that it pops ``name``, in the namespace that it has then."""
+    """Remember, while ``module`` lives, that it pops ``name``, in the namespace that the name has at that time."""
     with _lock:
         _poppers.setdefault(name, weakref.WeakSet()).add(module)
 
 
 def _count_pops(key: Key) -> int:
-    """Return how many times a skip is asked for in a forward pass."""
+    """Return how many times a skip is popped in a forward pass."""
     with _lock:
         modules = list(_poppers.get(key[1], ()))
     return sum(module.key_of(key[1]) == key for module in modules)
@@ -119,8 +119,8 @@ def _count_pops(key: Key) -> int:
 class InPlace:
     """The tracker outside pipelines.
 
-    A skip is released when all modules that pop it have done so. Where two models have the same key, as a model and its
-    copy do, it is released at the next stash.
+    A skip is released when all modules that pop it have done so. If two models have the same key, like a model and its
+    copy, it is released at the next stash.
     """
 
     def __init__(self, count_pops: Callable[[Key], int] = _count_pops) -> None:
@@ -157,7 +157,7 @@ current_skip_tracker = current_tracker  # torchgpipe's name
 
 @contextmanager
 def tracking(tracker: SkipTracker) -> Iterator[None]:
-    """Have modules that run in this thread within the block stash into ``tracker`` and pop from it."""
+    """Within the block, make modules of this thread stash into ``tracker`` and pop from it."""
     before, _current.tracker = _current.tracker, tracker
     try:
         yield
@@ -175,8 +175,8 @@ class stash(Generic[Value]):
     """Keeps a value for the modules that pop its name: ``yield stash(name, value)`` in a skippable module's
     ``forward``.
 
-    ``value`` is a tensor of any dtype, None, or anything else that may cross the boundary of a stage; ``tensor`` is
-    another name for it. Without the ``yield`` nothing is stashed, and the module raises.
+    ``value`` is a tensor of any dtype, None, or anything else that may cross the boundary of a stage. The argument may
+    also be called ``tensor``. Without the ``yield`` nothing is stashed, and the module raises.
     """
 
     __slots__ = ("name", "value")
@@ -221,19 +221,19 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """Adds to a module what :func:`skippable` declares.
+    """The base class that :func:`skippable` adds to a module's class.
 
-    Modules that were written for torchgpipe or ``torch.distributed.pipeline`` find ``module_cls``, ``namespaces``,
-    ``namespaced(name)`` and ``dispatch(input, handle_stash, handle_pop)``, too, where the decorated class has nothing
-    of its own by these names. There is no ``module``, as nothing is wrapped: keys of ``state_dict`` lack ``module.``,
-    and those of the others are taken when they are loaded.
+    For modules that were written for torchgpipe or ``torch.distributed.pipeline``, there are also ``module_cls``,
+    ``namespaces``, ``namespaced(name)`` and ``dispatch(input, handle_stash, handle_pop)``, unless the decorated class
+    defines these names itself. Nothing is wrapped, so there is no ``module``: keys of ``state_dict`` lack ``module.``,
+    but keys with it can be loaded.
     """
 
     stashable_names: frozenset[str] = frozenset()
     poppable_names: frozenset[str] = frozenset()
     _namespaces: dict[str, Namespace]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # copies and loaded modules begin here, too
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # called for copies and loaded modules, too
         self = super().__new__(cls)
         object.__setattr__(self, "_namespaces", {})
         for name in cls.poppable_names:
@@ -244,7 +244,9 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return what other packages call it. A property or a method would hide the decorated class's own."""
+        """Return attributes under the names of other packages. A property or method would hide one of the decorated
+        class.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -262,7 +264,7 @@ class Skippable(nn.Module):
             raise
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take keys as torchgpipe and torch save them, whose skippable modules wrap the decorated one, too."""
+        """Accept keys as saved by torchgpipe and torch, whose skippable modules wrap the decorated one."""
         wrapped = f"{prefix}module."
         if "module" not in self._modules:
             for name in [name for name in state_dict if name.startswith(wrapped)]:
@@ -297,7 +299,7 @@ class Skippable(nn.Module):
         names = declared if only is None else _names("isolate", "only", only)
         if unknown := names - declared:
             raise ValueError(f"isolate: {_listed(unknown)} has not been declared as stashable or poppable")
-        # A new dictionary: a shallow copy of the module has the old one.
+        # A new dictionary, because a shallow copy of the module shares the old one.
         object.__setattr__(self, "_namespaces", {**self._namespaces, **dict.fromkeys(names, ns)})
         return self
 
@@ -306,9 +308,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     """Declare which skips a module stashes and which it pops.
 
     The ``forward`` of the decorated class is a generator: it yields :class:`stash` and :class:`pop` commands and
-    returns the output. Each declared name must be used once in every forward pass; several modules may pop what one
-    has stashed. The decorated class is a subclass of the given one: parameters keep their names, and ``isinstance``
-    holds. A class that overrides ``forward`` is decorated again, and may ``yield from super().forward(...)``.
+    returns the output. Each declared name must be used exactly once in every forward pass. Several modules may pop one
+    stash. The result is a subclass of the decorated class: parameters keep their names, and ``isinstance`` works. A
+    class that overrides ``forward`` is decorated again, and may ``yield from super().forward(...)``.
 
     Args:
         stash: names that the module stashes.
@@ -316,9 +318,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     Raises:
         TypeError: a string was given instead of a list of strings, or what is decorated is not a class of modules.
-        ValueError: a name is in both.
+        ValueError: a name is in both lists.
         RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
-            that was not used or was used twice. The ``yield`` raises it, so a forward may handle it and go on.
+            that was not used or was used twice. The ``yield`` raises, so a forward may catch the error and continue.
         TypeError: in a forward pass, if something other than ``stash`` and ``pop`` was yielded.
     """
     stashable, poppable = _names("skippable", "stash", stash), _names("skippable", "pop", pop)
@@ -338,7 +340,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                     raise TypeError(f"{type(self).__name__} overrides the forward of a skippable module: decorate it")
                 entered = self.__dict__.setdefault("_entered", set())
                 if Driven in entered:
-                    # `super(Name, self).__init__()` in the decorated class: the name is the subclass's by now.
+                    # `super(Name, self).__init__()` in the decorated class: the name now stands for the subclass.
                     super(cls, self).__init__(*args, **kwargs)
                     return
                 entered.add(Driven)
@@ -373,7 +375,7 @@ _running = _Innermost()
 def _dispatch(
     module: Any, input: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Run the module's own forward, and call a handler for each of its commands. Return its output."""
+    """Run the module's own forward, call a handler for each of its commands, and return the output."""
     outer, _running.innermost = _running.innermost, module
     try:
         return _drive(module, type(module).module_cls.forward(module, input), handle_stash, handle_pop)
@@ -382,7 +384,7 @@ def _dispatch(
 
 
 def _run(module: Skippable, output: Any) -> Any:
-    """Carry out the commands of ``output``, if it is a generator of them, for ``module``. Return its result."""
+    """Carry out for ``module`` the commands of ``output``, if it is a generator of commands, and return the result."""
     tracker = current_tracker()
     stashed: dict[str, Any] = {}
     popped: set[str] = set()
@@ -418,7 +420,9 @@ def _run(module: Skippable, output: Any) -> Any:
 def _drive(
     module: Skippable, output: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Return ``output``, or, of a generator of commands, its result. Errors are raised where a command was yielded."""
+    """Return ``output`` or, if it is a generator of commands, its result. Errors are raised at the ``yield`` of the
+    command.
+    """
     if not isinstance(output, Generator):
         return output
     outer, _running.innermost = _running.innermost, module
@@ -463,7 +467,7 @@ def _listed(names: Iterable[str]) -> str:
 class SkipRoute:
     """One skip: the part that stashes it, and the parts that pop it.
 
-    ``pops`` has a part once for each module in it that pops; ascending, and possibly ``stash`` itself.
+    ``pops`` lists a part once for each of its modules that pops, in ascending order; ``stash`` may be among them.
     """
 
     key: Key
@@ -477,8 +481,8 @@ def verify_skippables(module: nn.Sequential) -> None:
     Modules count in the order of their assignment, nested ones too.
 
     Raises:
-        TypeError: with a line for each fault: a name that is stashed twice in one namespace, popped before it is
-            stashed or without it, or never popped.
+        TypeError: with a line for each fault: a name is stashed twice in one namespace, popped before it is stashed,
+            never stashed, or never popped.
     """
     faults: list[str] = []
     stashed: set[Key] = set()
@@ -504,7 +508,7 @@ def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
 
     The model is one that :func:`verify_skippables` accepts.
     """
-    routes: dict[Key, list[int]] = {}  # the part that stashes, and those that pop
+    routes: dict[Key, list[int]] = {}  # the part that stashes, and the parts that pop
     for number, part in enumerate(parts):
         for _, layer in _skippables(part):
             for key in layer.poppable():
@@ -515,7 +519,7 @@ def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
 
 
 def _skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
-    """Yield skippable modules with their names, in order; one that is there twice comes twice."""
+    """Yield skippable modules with their names, in order; a module that occurs twice is yielded twice."""
     if isinstance(module, Skippable):
         yield name, module
     for child_name, child in module._modules.items():

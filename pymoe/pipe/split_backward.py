@@ -1,26 +1,27 @@
-"""The backward pass of one micro-batch in one stage, in two parts: gradients of inputs first, those of weights later.
+"""The backward pass of one micro-batch in one stage, in two parts: first the gradients of inputs, later the gradients
+of weights.
 
-The stage before waits for the first part alone, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
-of a pipeline with the second. Both together are one backward pass, cut in two: they do the same work, and no node runs
+The stage before waits only for the first part, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
+of a pipeline with the second. Together the two parts are one backward pass: they do the same work, and no node runs
 twice.
 
-The **input side** of the graph are the nodes from which an input can be reached. Where one of them has an edge to a
-node that does not lead to an input, a **weight side** begins: everything behind that edge serves gradients of weights.
-Weight sides that share a node (a weight that is used twice, say) are connected.
+The **input side** of the graph consists of the nodes from which an input can be reached. Where one of them has an edge
+to a node that does not lead to an input, a **weight side** begins: everything behind that edge serves gradients of
+weights. Weight sides that share a node (for example a weight that is used twice) are connected.
 
 An edge from the input side to a weight side can be **deferred** if its node can compute the gradients of its edges one
-by one. Then the weight side waits for part two. If any edge to it cannot be deferred, all weight sides that are
-connected to it belong to part one, so that no node of them runs twice. These nodes can defer:
+by one. Then the weight side waits for part two. If any edge to a weight side cannot be deferred, all weight sides
+connected to it belong to part one, so that none of their nodes runs twice. These nodes can defer:
 
 - Nodes of torch whose derivatives are computed one by one, each only if it is asked for (:data:`ONE_BY_ONE`). A node
-  whose saved tensors are packed by hooks (a checkpoint would run its forward again) is left whole.
+  whose saved tensors are packed by hooks is left whole: a checkpoint would run its forward twice.
 - An ``autograd.Function`` with a class attribute ``backward_in_parts = True``. Its ``backward`` is then called up to
   twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute those
-  alone, from the same saved tensors. What both calls need, the first may leave on ``ctx``. Gradients of outputs that
-  have none are zeros in the second call, even if the function has turned off their materialization. Functions without
-  the attribute are called once.
+  alone, from the same saved tensors. The first call may leave values on ``ctx`` for the second. Missing gradients of
+  outputs are zeros in the second call, even if the function has turned off their materialization. Functions without the
+  attribute are called once.
 
-In a graph with nodes of ``torch.compile`` no node can: they run in graphs of which nothing is kept.
+In a graph with nodes of ``torch.compile`` no node can defer: such nodes run in graphs of which nothing is kept.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from pymoe.autograd.isolated_graph import differentiate
 
 
 class SplitBackward:
-    """A backward pass in two parts, on any threads: the first runs when this is made, the second is called for.
+    """A backward pass in two parts, on any threads: the constructor runs the first part, and a call runs the second.
 
-    Accumulates nothing. Hooks of tensors within the graph run in one of the parts, as in a whole backward pass; those
-    of leaves do not run, being for sums over all micro-batches. Hooks of deferred nodes
+    It adds nothing to ``.grad``. Hooks of tensors within the graph run in one of the parts, as in a whole backward
+    pass. Hooks of leaves do not run, because they are meant for sums over all micro-batches. Hooks of deferred nodes
     (``Node.register_hook``) see what the first part computes. The sums are those of a whole backward pass, bit for bit;
-    only where the graph uses a weight three times or more, and in different ways (as it is and transposed, say), their
-    order may be another.
+    only if the graph uses a weight three times or more, and in different ways (as it is and transposed, for example),
+    may the order of the sum differ.
 
     Args:
         roots: where the backward pass begins. None is skipped, and so is its gradient.
         grads: for every root a gradient of its shape, or None.
-        inputs: where the graph begins. What is behind them is never run.
+        inputs: where the graph begins. Nodes behind them never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
         is_compiled: whether there are nodes of ``torch.compile``.
 
@@ -95,7 +96,7 @@ class SplitBackward:
         self._late_leaves = {number: leaves[number] for number in cut.late_leaves}
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
-        """Run the second part, once. Lets go of the graph, also if it fails.
+        """Run the second part, once, and release the graph, even after a failure.
 
         Returns:
             A gradient for every one of ``leaves``; None for one that the roots with gradients do not depend on.
@@ -124,11 +125,11 @@ class GraphCut(NamedTuple):
     input_side: set[Node]
     """Without the inputs."""
     deferred: dict[Node, tuple[int, ...]]
-    """The nodes of the input side whose gradients for some of ``node.next_functions`` wait for part two: for which."""
+    """Nodes of the input side with deferred edges: the indices in ``node.next_functions`` that wait for part two."""
     late: set[Node]
     """The weight sides that wait for part two."""
     late_leaves: list[int]
-    """The numbers of the leaves among them."""
+    """The indices of the leaves in these weight sides."""
 
 
 def cut_graph(
@@ -137,13 +138,13 @@ def cut_graph(
     leaves: Mapping[int, int],
     is_compiled: bool,
 ) -> GraphCut:
-    """Cut the graph from ``roots``, where backward passes begin, to ``inputs``, behind which it belongs to others.
+    """Cut the graph between ``roots``, where backward passes begin, and ``inputs``, behind which it belongs to others.
 
     ``leaves`` has the number of every tensor whose gradient is wanted, by its id. Nothing is deferred if there are
     nodes of ``torch.compile``.
     """
     behind = set(inputs)
-    # For every node except the roots: the nodes whose edges lead to it, and which edges these are.
+    # For every node except the roots: the nodes with edges to it, and the indices of these edges.
     parents: dict[Node, list[tuple[Node, int]]] = {}
     leaf_nodes: dict[Node, int] = {}
     seen = set(roots) - behind
@@ -188,7 +189,7 @@ def cut_graph(
 def _with_users(
     nodes: Iterable[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]], without: Container[Node] = ()
 ) -> set[Node]:
-    """Return the nodes and all from which they can be reached, up to those in ``without``."""
+    """Return the nodes and every node from which they can be reached, except for nodes in ``without``."""
     found = set(nodes)
     stack = list(found)
     while stack:
@@ -214,7 +215,7 @@ def _add_connected(
                 stack.append(other)
 
 
-# Nodes that compute gradients of weights later.
+# Nodes that compute gradients of weights later, in part two.
 
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
@@ -223,7 +224,7 @@ ONE_BY_ONE = frozenset([f"{name}Backward0" for name in f"{_MATRICES} {_LAYERS} {
 
 
 def can_defer(node: Node) -> bool:
-    """Return whether the node can compute the gradients of its edges one by one. Not in anomaly mode."""
+    """Return whether the node can compute the gradients of its edges one by one; False in anomaly mode."""
     if torch.is_anomaly_enabled():
         return False
     if isinstance(node, FunctionBase):
@@ -235,7 +236,7 @@ _saved_names: dict[type, tuple[str, ...]] = {}
 
 
 def _saved_tensors(node: Any) -> list[Any]:
-    """Return what holds the tensors that a node of torch has saved."""
+    """Return the objects that hold the saved tensors of one of torch's nodes."""
     kind = type(node)
     names = _saved_names.get(kind)
     if names is None:
@@ -252,7 +253,7 @@ def _drop(saved: Any) -> None:
 
 
 def free_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Free the tensors that nodes have saved which never run again."""
+    """Free the saved tensors of nodes that never run again."""
     for node in nodes:
         if isinstance(node, FunctionBase):
             node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
@@ -270,7 +271,7 @@ class _Enough(Exception):
 
 
 class _WithinBackward(torch.autograd.Function):
-    """Does some work within a backward pass, which then ends."""
+    """Runs a function within a backward pass, which then ends."""
 
     @staticmethod
     def forward(ctx: Any, work: Callable[[], None], anchor: Tensor, *leaves: Tensor) -> Tensor:
@@ -284,7 +285,9 @@ class _WithinBackward(torch.autograd.Function):
 
 
 class DeferredGradients:
-    """Keeps the gradients that arrive at nodes in part one, after all hooks, for their weights in part two."""
+    """Keeps the gradients that arrive at nodes in part one, after all hooks, to compute the weights' gradients in part
+    two.
+    """
 
     def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
         self._edges = deferred
@@ -312,10 +315,10 @@ class DeferredGradients:
         self._hooks = []
 
     def gradients(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the deferred gradients, and the edges that they go along. Runs the recorded nodes, for these alone.
+        """Run the recorded nodes for the deferred gradients alone; return these and their edges.
 
-        torch's nodes look up in the running backward pass which of their edges lead to something that is asked for.
-        So this starts one that asks for the weights' sides, runs the nodes by hand in it, and ends it there.
+        torch's nodes ask the running backward pass which of their edges are needed. So this starts a pass that asks for
+        the weight sides, runs the nodes by hand within it, and then ends it.
         """
         found: list[tuple[GradientEdge, Tensor]] = []
         devices: dict[torch.device, list[Node]] = {}
@@ -341,8 +344,9 @@ class DeferredGradients:
             others = [end for end in ends if not _is_leaf(end)]
             with torch.enable_grad():
                 anchor = torch.empty(0, device=device, requires_grad=True)
-                # Leaves come after it in the pass, and others have been made before it, so this node is the first to
-                # run. The gradients given to the others only mark them as part of the pass, which ends before them.
+                # Leaves come after this node in the pass, and the other nodes were made before it, so it is the first
+                # to run. The gradients given to the others only mark them as part of the pass, which ends before they
+                # run.
                 start = apply_directly(_WithinBackward, work, anchor, *leaves)
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
             roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)
@@ -374,7 +378,7 @@ def _is_leaf(edge: GradientEdge) -> bool:
 
 
 def _about(edge: GradientEdge) -> Any:
-    """Return shape, dtype and device of the gradients that go along an edge."""
+    """Return shape, dtype and device of the gradient of an edge."""
     return edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
 
 
@@ -384,6 +388,6 @@ def _blank(edge: GradientEdge) -> Tensor:
     zero = _zeros.get(kind)
     if zero is None or len_torch_dispatch_stack():
         zero = torch.zeros((), dtype=kind[0], device=kind[1])
-        if type(zero) is Tensor:  # a mode may have made another
+        if type(zero) is Tensor:  # a dispatch mode may have made another tensor
             _zeros[kind] = zero
     return zero.expand(about.shape)

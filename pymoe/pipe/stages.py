@@ -1,7 +1,7 @@
-"""A pipeline is stages and edges: functions, and which value of which of them feeds which.
+"""A pipeline consists of stages and edges: functions, and which output of which function feeds which input.
 
-:class:`StagedModel` is a model that was cut into stages, as a ``Pipe`` runs it, in one process or across several;
-:class:`Structure` notices that the model's layers are others than those that its pipeline was made of.
+:class:`StagedModel` is a model that was cut into stages, as a ``Pipe`` runs it, in one process or across several.
+:class:`Structure` notices when layers of the model have changed since its pipeline was made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stage:
     """A part of a model, as a function of values. A value is a tensor, any nested structure of tensors, or anything."""
 
     function: Callable[..., Sequence[Any]]
-    """Gets the values of ``inputs``; returns its output values, ``outputs`` of them."""
+    """Takes the values of ``inputs`` and returns the output values, of which there are ``outputs``."""
     inputs: tuple[Source, ...]
     outputs: int
     modules: tuple[nn.Module, ...] = ()
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """Stages in an order in which they can run: each takes what earlier ones have made."""
+    """Stages in an order in which they can run: each takes values that earlier stages have made."""
 
     stages: tuple[Stage, ...]
     inputs: int
@@ -56,7 +56,7 @@ class Pipeline:
 
     @cached_property
     def uses(self) -> Mapping[Source, int]:
-        """Return how often every value is taken: by stages, and once if it is an output. 0 if it is not used."""
+        """Return how often every value is used: by stages, and once more if it is an output."""
         uses = Counter(source for stage in self.stages for source in stage.inputs)
         uses.update(set(self.outputs))
         return uses
@@ -77,35 +77,35 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 
 
 class StagedModel(ABC):
-    """A pipeline, and how a call of the model becomes values of its inputs, and values of its outputs the result.
+    """A pipeline, and the conversion between calls of the model and the pipeline's input and output values.
 
     Copies (``copy.deepcopy``, ``pickle``) run their own modules.
     """
 
     module: nn.Module
-    """The model: parameters and buffers have its names."""
+    """The model. Parameters and buffers have the names that they have in it."""
     parts: tuple[nn.Module, ...]
     """The modules of the stages, whose parameters and buffers are the model's own."""
     devices: tuple[torch.device | None, ...]
     """The devices of the stages; None: where the model was."""
 
     loss_spec: Any = None
-    """The place of the loss in the model's output, as far as the user has said."""
+    """The place of the loss in the model's output, if the user has given it."""
     hooks_are_pipes = False
-    """True if hooks of ``module`` belong to a call of the pipe, since nothing else calls them."""
+    """True if a call of the pipe must run the hooks of ``module``, because nothing else runs them."""
 
     @property
     @abstractmethod
     def pipeline(self) -> Pipeline:
-        """Return the stages and edges of the model as it is by now: in its present mode, with its present layers.
+        """Return the stages and edges of the model in its present mode, with its present layers.
 
         Raises:
-            RuntimeError: the model has other layers, and its stages are not cut for them.
+            RuntimeError: layers of the model have changed, and its stages do not fit them.
         """
 
     @property
     def loss(self) -> int | None:
-        """Return which of the pipeline's outputs is the loss; None: the model returns none, as far as is known."""
+        """Return the index of the loss among the pipeline's outputs; None: the model is not known to return a loss."""
         return None
 
     @abstractmethod
@@ -113,26 +113,26 @@ class StagedModel(ABC):
         """Return the values of the pipeline's inputs for a call of the model with one micro-batch.
 
         Raises:
-            TypeError: the model has no such arguments.
+            TypeError: the model does not take these arguments.
             ValueError: an argument has a shape or a value that does not fit.
         """
 
     @abstractmethod
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
-        """Return the model's output, made of the values of the pipeline's outputs."""
+        """Return the model's output, composed of the pipeline's output values."""
 
     def present_parts(self) -> tuple[nn.Module, ...]:
-        """Return ``parts``, with the layers that the model has by now.
+        """Return ``parts``, with the layers that the model has now.
 
         Raises:
-            RuntimeError: the model has other layers, and its stages are not cut for them.
+            RuntimeError: layers of the model have changed, and its stages do not fit them.
         """
         return self.parts
 
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return the stages that run ``functions`` of the parts, which may inject losses."""
+        """Return the stages that run ``functions``, one for each part; the parts may inject losses."""
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
@@ -156,7 +156,7 @@ class StagedModel(ABC):
         return [_call(part, args, kwargs) for part in split((*args, *kwargs.values()), chunks).values]
 
     def output(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
-        """Return the output of a mini-batch, from those of its micro-batches and the weight of each."""
+        """Return the output of a mini-batch, from the outputs and weights of its micro-batches."""
         loss = self.loss
         columns = enumerate(zip(*outputs, strict=True))
         return self.unflatten_outputs(
@@ -164,7 +164,7 @@ class StagedModel(ABC):
         )
 
     def minimised(self, values: Sequence[Any]) -> Any:
-        """Return what a step without a loss function minimises: the model's own loss, or what the model returns."""
+        """Return what a step without a loss function minimises: the model's own loss, or the model's output."""
         loss = self.loss
         return self.unflatten_outputs(values) if loss is None else values[loss]
 
@@ -174,7 +174,7 @@ class StagedModel(ABC):
         return False
 
     def code(self, stage: int) -> str:
-        """Return what a stage does, as text for people."""
+        """Return a readable text of what a stage does."""
         return f"# stage {stage}\n{self.parts[stage]!r}"
 
     def extra_repr(self) -> str:
@@ -183,12 +183,12 @@ class StagedModel(ABC):
 
 
 def _call(part: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return the arguments of a micro-batch, given as values in the order of those of the mini-batch."""
+    """Return the arguments of a micro-batch; its values are given in the mini-batch's order."""
     first, last = len(args), len(args) + len(kwargs)
     return part[:first], dict(zip(kwargs, part[first:last], strict=True))
 
 
-# Devices, where stages stay.
+# The devices of stages.
 
 
 def place(
@@ -197,8 +197,8 @@ def place(
     """Move every part to its device, and return the devices. None: the parts stay where they are.
 
     Raises:
-        ValueError: there are not as many devices as parts, one cannot be used, or parts on different devices share a
-            parameter.
+        ValueError: the number of devices differs from the number of parts, one cannot be used, or parts on different
+            devices share a parameter.
     """
     if devices is None:
         return (None,) * len(parts)
@@ -230,7 +230,7 @@ def usable_device(device: torch.device | str | int, what: str) -> torch.device:
 
 
 def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise RuntimeError if ``change``, which is about to be applied to tensors, moves one to another device."""
+    """Raise RuntimeError if ``change``, which is about to be applied to tensors, would move one to another device."""
     for device in {tensor.device for tensor in tensors}:
         there = change(torch.empty(0, device=device)).device
         if there != device:
@@ -241,7 +241,7 @@ def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor
 
 
 def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
-    """Yield for every parameter that several parts share its name in each of them."""
+    """For every parameter that several parts share, yield its name in each of them."""
     users: dict[int, dict[int, str]] = {}
     for number, part in enumerate(parts):
         for name, parameter in part.named_parameters():
@@ -251,16 +251,16 @@ def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
             yield names
 
 
-# Changes of a model after it was cut.
+# Changes to a model after it was cut.
 
 
 class Structure:
-    """The submodules, at all depths, of a model and of its stages, as they are when this is made.
+    """The submodules, at all depths, of a model and of its stages, at the time when this object is made.
 
     Args:
-        model: whose layers they are.
+        model: the model.
         parts: the modules of the stages.
-        made: those modules within ``parts`` that a pipe has made, each with the module whose layers it has put there.
+        made: the modules in ``parts`` that a pipe has made, each with the module whose layers they hold.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class Structure:
     ) -> None:
         found = {id(module): module for root in (model, *parts) for module in root.modules()}.values()
         self._model = model
-        self._shown = model._modules  # a pipe has the same dictionary; deleting a layer makes another
+        self._shown = model._modules  # a pipe shares this dictionary; deleting a layer makes a new one
         self._layers = dict(model._modules)
         self._parts = parts
         self._made = [(module, dict(module._modules), original) for module, original in made]
@@ -276,13 +276,13 @@ class Structure:
         self._others = [(module, dict(module._modules)) for module in found if module._modules]
 
     def has_changed(self) -> bool:
-        """Return whether a submodule was added, deleted or replaced since."""
+        """Return whether a submodule was added, deleted or replaced since then."""
         return any([module._modules for module in self._leaves]) or any(
             [not have_same_items(module._modules, then) for module, then in self._others]
         )
 
     def refuse_other_names(self) -> None:
-        """Raise RuntimeError if the model has layers of other names, for which it was not cut."""
+        """Raise RuntimeError if the names of the model's layers have changed, because the cut does not fit them."""
         now = self._model._modules
         if now is not self._shown or [*now] != [*self._layers]:
             raise RuntimeError(
@@ -291,7 +291,7 @@ class Structure:
             )
 
     def refuse_edited_stages(self) -> None:
-        """Raise RuntimeError if a layer was replaced in a stage, where the model does not show it."""
+        """Raise RuntimeError if a layer was replaced in a stage but not in the model."""
         for module, then, original in self._made:
             layers = module._modules.items()
             is_models = all([layer is then.get(name) or layer is original._modules.get(name) for name, layer in layers])
@@ -307,12 +307,12 @@ class Structure:
 
 def have_same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
     """Return whether two dictionaries have the same objects under the same names, in the same order."""
-    # By keys(), since the dictionaries of TorchScript are no iterables.
+    # By keys(), because TorchScript's dictionaries are not iterable.
     return [*now.keys()] == [*then.keys()] and all(map(is_, now.values(), then.values()))
 
 
 def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Module | None]) -> str:
-    """Say in words which modules are new and which are gone."""
+    """Describe which modules are new and which are gone."""
 
     def without(some: Mapping[str, nn.Module | None], others: Mapping[str, nn.Module | None]) -> str:
         return ", ".join(
@@ -332,7 +332,7 @@ def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Modul
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 CALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-"""Hooks that a call of the module, or its backward, runs."""
+"""The hooks that run in a call of the module or in its backward."""
 
 ALL_HOOKS = (
     *CALL_HOOKS,

@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on demand the names of packages beside and above this one that programs also import from here."""
+    """Import names of other packages of pymoe on demand: programs may import them from here, too."""
     if name in __all__:
         homes = (importlib.import_module(package) for package in ("pymoe.parallel", "pymoe.mixture"))
         for home in homes:

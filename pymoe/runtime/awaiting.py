@@ -59,7 +59,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
     if not isinstance(future, RequestFuture):
 
         def wake(_: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed, so nothing waits in it
                 loop.call_soon_threadsafe(Mailbox.wake, waiter)
 
         return future.add_done_callback(wake)
@@ -69,7 +69,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
-    """Let the loop empty its mailbox; if the loop is gone, nobody waits."""
+    """Let the loop empty its mailbox; if the loop is gone, nothing waits in it, and the mailbox is discarded."""
     if (loop := loop_of()) is None:
         return mailbox.discard()
     try:

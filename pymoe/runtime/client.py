@@ -103,7 +103,7 @@ class ExpertClient(nn.Module):
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
         """Return the caller's result for the flat ``outputs``, as part of its graph if it records one.
 
-        ``versions`` are those of the inputs when they were sent; None means now.
+        ``versions``: the version counters of the inputs when they were sent; None means now.
         """
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
@@ -134,7 +134,7 @@ class ExpertClient(nn.Module):
                 self._wait_for_a_runtime(pool, future)
             return future.result(seconds_left(deadline))
         except BaseException as error:
-            future.cancel()  # nobody waits for it any more; has no effect if it has ended
+            future.cancel()  # its result is no longer needed; cancelling has no effect if it has ended
             if isinstance(error, TimeoutError):
                 self._explain(error, pool, future)
             raise
@@ -262,7 +262,7 @@ def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Return whether the two share an element in memory, or True if that is hard to tell."""
+    """Return whether the two share an element in memory, or True if that is hard to find out."""
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
         return False
     if not (first.numel() and second.numel()):

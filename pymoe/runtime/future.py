@@ -154,7 +154,7 @@ def _forget(future: Any, callback: Any) -> None:
     """Remove a callback of ``add_done_callback``, unless the future is done and has dropped it already."""
     if isinstance(future, concurrent.futures.Future) and not isinstance(future, Future):
         own = vars(future)
-        with own["_condition"]:  # the future completes under it, so nobody else uses its list of callbacks now
+        with own["_condition"]:  # completing takes this lock: no other thread uses the callbacks
             if not future.done():
                 with suppress(ValueError):
                     own["_done_callbacks"].remove(callback)

@@ -214,6 +214,6 @@ class TaskPool(_runtime.TaskPool):
 
 
 def cancel_request(waiting: asyncio.Future[Future]) -> None:
-    """Cancel the request that was submitted although nobody waits for it any more."""
+    """Cancel the request of a submission that succeeded after its caller had stopped waiting."""
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()

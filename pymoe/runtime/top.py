@@ -55,7 +55,7 @@ class Viewer:
     """A connection to a monitor."""
 
     def __init__(self, path: Path) -> None:
-        """Connect; raise OSError if nobody listens."""
+        """Connect; raise OSError if no process listens at the path."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Without Python's timeout, connect() waits if many connect at once; the system's own timeout ends that.
@@ -196,9 +196,9 @@ def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) ->
     """Draw what ``watched`` reads until Ctrl-C, or print it once; return 1 if there is nothing to show.
 
     Args:
-        watched: what to look at. It is closed at the end.
+        watched: the pools to show. It is closed at the end.
         options: those of :func:`add_options`.
-        must_be_there: end where there is nothing at first, instead of waiting for it.
+        must_be_there: whether to end at once if there is nothing to show, instead of waiting.
     """
     try:
         if not watched.read() and (options.once or must_be_there):

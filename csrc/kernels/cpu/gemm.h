@@ -52,7 +52,7 @@ struct Gemm {
   int64_t m;
   int64_t n;
   int64_t k;
-  bool leaves_cache = false;  // C is not read soon: results rounded to 16 bits may be written past the caches
+  bool leaves_cache = false;  // C is not read soon: results rounded to 16 bits may bypass the caches
 
   // Row i of A and of C is at row rows[i] from their begin, and step p of k is at column steps[p] of A and row steps[p]
   // of B; null: in order. With `rows` a row of A is contiguous, with `steps` a column of A and a row of B.
@@ -60,11 +60,11 @@ struct Gemm {
   const int32_t* steps = nullptr;
 };
 
-// The place of number i in an order that may be null.
+// Element i of an order, or i if the order is null.
 PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }
 
-// For a begin at number i: the rest of an order, and the offset of a pointer. The values of an order count from its
-// first number, so with an order the pointer stays.
+// To begin at element i: the rest of an order, and the offset of a pointer. The values of an order count from the
+// original begin, so with an order the pointer stays.
 PYMOE_INLINE const int32_t* order_from(const int32_t* order, int64_t i) {
   return order == nullptr ? nullptr : order + i;
 }
@@ -72,7 +72,7 @@ PYMOE_INLINE int64_t move_to(const int32_t* order, int64_t i, int64_t stride) {
   return order == nullptr ? i * stride : 0;
 }
 
-// Blocks of C of this size repay the packing of their operands; a caller who cuts C smaller packs more often.
+// Blocks of C of this size repay the packing of their operands; with smaller blocks, more is packed.
 inline constexpr int64_t kGemmBlockRows = 768;
 inline constexpr int64_t kGemmBlockColumns = 1024;
 
@@ -126,7 +126,7 @@ void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
   }
 }
 
-// The calling thread's panels.
+// The calling thread's buffer for panels.
 inline ThreadBuffer& gemm_buffer() {
   thread_local ThreadBuffer buffer;
   return buffer;

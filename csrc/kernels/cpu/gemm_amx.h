@@ -20,17 +20,17 @@ namespace pymoe::cpu::PYMOE_ISA {
 // The first store of a sum waits for all products before it, which takes as long as 20 of them: blocks of k are long,
 // and short only if B is packed for so few rows that memory is the limit.
 inline constexpr int64_t kAmxDepth = 2048, kAmxMostDepth = 8192, kAmxShallow = 128;
-inline constexpr int64_t kAmxRows = 256;                // of A that are packed together, at least
-inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // too few to repay packing B in order to align it
-inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // of A, packed: half of a second-level cache
+inline constexpr int64_t kAmxRows = 256;                // least rows of A that are packed together
+inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // so few rows do not repay packing B to align it
+inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // bytes of packed A: half of a second-level cache
 inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // of B, packed
-inline constexpr int64_t kAmxStepsBefore = 8;           // of a block, before the previous block is rounded
+inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block before the previous block is rounded
 
 // Up to four adjacent tiles, at the first step of k.
 struct TileStrip {
   const BFloat16* tile[4];
   int64_t row_bytes;
-  int64_t step;  // elements from a tile to the tile of the next step
+  int64_t step;  // distance in elements to the tile of the next step
 
   PYMOE_INLINE TileStrip from(int64_t steps) const {
     TileStrip moved = *this;
@@ -95,7 +95,7 @@ struct TileSums {
   PYMOE_INLINE float* at(int64_t ta, int64_t tb) const { return sums + (ta * stride + tb) * kTileSums; }
 };
 
-// The rows of C from a block of sums.
+// Writes rows of C from a block of sums.
 template <bool kLeftB>
 void finish_tiles(const Gemm<BFloat16>& g, const TileSums& block, const float* bias) {
   for (int64_t ta = 0; ta < block.tiles_a; ++ta) {
@@ -113,15 +113,15 @@ void finish_tiles(const Gemm<BFloat16>& g, const TileSums& block, const float* b
   }
 }
 
-// Rows `begin` to `end` of C.
+// Computes rows `begin` to `end` of C.
 template <bool kLeftB, typename Tiles>
 void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const int64_t m = end - begin;
   const TileSource a{g.a, g.a_row_stride, g.a_column_stride, g.rows, g.steps};
   const TileSource b{g.b, g.b_column_stride, g.b_row_stride, nullptr, g.steps};
   const auto tiles_of = [](int64_t items) { return (items + kTileItems - 1) / kTileItems; };
-  // Tiles of A and of B that are multiplied together. If B is read for few rows of A, one: the fewer rows of B are read
-  // at a time, the faster the memory.
+  // Number of tiles of A and of B that are multiplied together. It is one if B is read for few rows of A, because
+  // memory is faster if fewer rows of B are read at a time.
   const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = kLeftB && side_a == 1 ? 1 : 4 / side_a;
   const int64_t block_m = side_a * kTileItems, block_n = side_b * kTileItems;
   const int64_t groups_a = tiles_of(m), groups_b = tiles_of(g.n), padded_n = round_up(g.n, 2 * kTileItems);
@@ -133,7 +133,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const bool in_place = kLeftB && (aligned || m <= kAmxFewRows);
   const int64_t chunk =
       kLeftB ? block_n : std::clamp<int64_t>(kAmxChunkBytes / 2 / std::max<int64_t>(1, most_k) / 64 * 64, 64, 1024);
-  const bool waits = g.k > block_k;  // sums wait for the next block of k
+  const bool waits = g.k > block_k;  // unfinished sums, which wait for the next block of k
 
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
   const int64_t a_size = most_depth * groups_a * kTileBytes, b_size = most_depth * (chunk / kTileItems) * kTileBytes;
@@ -162,7 +162,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
       const bool reads_b = in_place && columns == chunk;
-      // The part to read next: further columns, or the first ones further along k.
+      // The part to read next: further columns, or the first columns of the next block of k.
       const bool here = j0 + chunk < g.n;
       const int64_t column = here ? j0 + chunk : 0, q = here ? p : p + k;
       const int64_t next_k = here ? k : std::min(block_k, g.k - q), next_columns = std::min(chunk, g.n - column);
@@ -172,7 +172,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
         ahead = kLeftB ? RowsAhead(b.at(column, q), next_k, g.b_column_stride, next_columns, pauses)
                        : RowsAhead(b.at(column, q), next_columns, g.b_row_stride, next_k, pauses);
       }
-      const int64_t whole = reads_b ? k / kTileDepth : depth;  // steps before the one that is packed separately
+      const int64_t whole = reads_b ? k / kTileDepth : depth;  // steps before the last one, which is packed separately
       if (whole < depth || !reads_b) {
         const int64_t packed = reads_b ? whole * kTileDepth : 0;
         pack_tiles<!kLeftB>(b, j0, columns, p + packed, k - packed, panels_b, ahead);

@@ -7,8 +7,8 @@
 namespace pymoe::cpu::PYMOE_ISA {
 
 #if PYMOE_ISA_LEVEL == 4
-inline constexpr int kAmxVectorRows = 4;          // their sums fit the registers
-inline constexpr int64_t kAmxMostVectorRows = 8;  // limit up to which this was faster than tiles
+inline constexpr int kAmxVectorRows = 4;          // largest number of rows whose sums fit the registers
+inline constexpr int64_t kAmxMostVectorRows = 8;  // largest number of rows for which this was faster than tiles
 inline constexpr int64_t kAmxStrip = 32;          // columns: a line of B
 
 // Subnormal operands and results are zero on this thread during the object's lifetime, as with tiles.
@@ -72,7 +72,7 @@ inline void gemm_amx_few(const Gemm<BFloat16>& g) {
   const int64_t a_size = padded_k * kAmxVectorRows, groups = (g.m + kAmxVectorRows - 1) / kAmxVectorRows;
   auto* memory = static_cast<float*>(
       gemm_buffer().reserve((groups * a_size + (g.m + 1) * padded_n) * static_cast<int64_t>(sizeof(float))));
-  float* a = carve(memory, groups * a_size);  // widened: for each step the rows of a group
+  float* a = carve(memory, groups * a_size);  // widened values: for each step, the rows of a group
   float* bias = carve(memory, padded_n);
   float* sums[kGroups][kAmxVectorRows] = {};
   std::fill(a, a + groups * a_size, 0.0f);

@@ -24,7 +24,7 @@ struct TileSource {
   }
 };
 
-// The 16 rows of a tile, 16 words of 32 bits each, from `count` elements; zeros for a null source.
+// Loads the 16 rows of a tile, 16 words of 32 bits each, from `count` elements; zeros for a null source.
 #if PYMOE_ISA_LEVEL == 4
 typedef vfloat TileRow;
 PYMOE_INLINE TileRow load_tile_row(const BFloat16* source) { return (vfloat)_mm512_loadu_si512(source); }
@@ -74,8 +74,8 @@ PYMOE_INLINE void store_tile(const TileRow (&rows)[16], BFloat16* target) {
   for (int i = 0; i < 16; ++i) memcpy(target + i * kTileDepth, &rows[i], sizeof(rows[i]));
 }
 
-// A tile of items that are contiguous along k: `k` elements of each from lines[i] + p on, and zeros for null lines,
-// which come last.
+// Packs a tile of items that are contiguous along k: `k` elements of each, from lines[i] + p on, and zeros for null
+// lines, which come last.
 template <bool kRight>
 PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int64_t k, BFloat16* target) {
   TileRow rows[16];
@@ -89,8 +89,8 @@ PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int6
   store_tile(rows, target);
 }
 
-// A tile of steps along which items are contiguous: `items` elements of each from lines[p] + first on, and zeros for
-// null lines, which come last.
+// Packs a tile of steps along which items are contiguous: `items` elements of each, from lines[p] + first on, and zeros
+// for null lines, which come last.
 template <bool kRight>
 PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, int64_t items, BFloat16* target) {
   TileRow rows[16];
@@ -106,7 +106,7 @@ PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, 
 }
 
 #if PYMOE_ISA_LEVEL == 4
-// Two right tiles of 16 items each, from the whole lines lines[p] + first.
+// Packs two right tiles of 16 items each, from whole lines that begin at lines[p] + first.
 PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t first, BFloat16* target,
                                  BFloat16* second_target) {
   alignas(64) static constexpr uint16_t kOrder[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -123,8 +123,8 @@ PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t fir
 }
 #endif
 
-// Packs `items` items from `first` on and `k` steps from `p` on: for each 16 items their tiles along k, then the next
-// 16 items. Each tile also prefetches some of `ahead`.
+// Packs `items` items from `first` on and `k` steps from `p` on: first the tiles along k of 16 items, then those of the
+// next 16 items. Each tile also prefetches some of `ahead`.
 template <bool kRight>
 void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
                 RowsAhead& ahead) {

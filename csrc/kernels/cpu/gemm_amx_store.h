@@ -57,7 +57,7 @@ PYMOE_INLINE void round_sums(const float* first, const float* second, const floa
 #endif
 }
 
-// Stores `count` <= 32 elements; kStreams: a whole line past the caches.
+// Stores `count` <= 32 elements; with kStreams, a whole line that bypasses the caches.
 template <bool kStreams>
 PYMOE_INLINE void store_tile_row(BFloat16* target, TileRow row, int64_t count) {
 #if PYMOE_ISA_LEVEL == 4

@@ -28,7 +28,7 @@ inline constexpr int64_t kBlockRows =
 
 template <typename T>
 void gemm(const Gemm<T>& g) {
-  // Two vectors are contiguous both along and across k: they are treated as contiguous across it.
+  // Vectors are contiguous both along and across k; they are treated as contiguous across k.
   if (g.a_column_stride == 1 && g.b_row_stride == 1 && !(g.a_row_stride == 1 && g.b_column_stride == 1)) {
     if constexpr (kNtPacks<T>) {
       if (nt_packs<T>(g.m, g.k)) return gemm_nt_packed(g);
@@ -50,7 +50,7 @@ void gemm(const Gemm<T>& g) {
   // sums of one panel if k is one block, or all of them.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  // Few rows and a B whose rows are contiguous: this many columns of B at a time need not be packed.
+  // For few rows and a B with contiguous rows: the number of columns of B at a time that need not be packed.
   const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1 && g.steps == nullptr
                                ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
                                : 0;
@@ -63,7 +63,7 @@ void gemm(const Gemm<T>& g) {
   P* panels_b = reinterpret_cast<P*>(carve(memory, block_depth * (keeps_b ? padded_columns : ahead) + kPackSlack));
   P* panels_a = reinterpret_cast<P*>(carve(memory, block_depth * block_rows + kPackSlack));
   S* bias = carve(memory, padded_columns);
-  S* partial = carve(memory, kPartial);  // sums of a block of k, in place
+  S* partial = carve(memory, kPartial);  // sums of a block of k, kept in place
   const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
   // The sums of the rows from `row` on, in the order of sums_order(row).
   const auto sums_order = [&](int64_t row) { return kInPlace ? order_from(g.rows, row) : nullptr; };
@@ -93,7 +93,7 @@ void gemm(const Gemm<T>& g) {
       pack<kTileRows>(g.a + move_to(g.rows, row, g.a_row_stride) + move_to(g.steps, p, g.a_column_stride),
                       g.a_row_stride, g.a_column_stride, rows, k, panels_a, order_from(g.rows, row),
                       order_from(g.steps, p));
-      int64_t unpacked = 0;  // columns of B that need not be packed
+      int64_t unpacked = 0;  // number of columns of B that need not be packed
       if (in_place > 0) {
         const int64_t all = g.n / kInPlaceMultiple<T> * kInPlaceMultiple<T>;
         for (int64_t columns; unpacked < all; unpacked += columns) {
@@ -123,7 +123,7 @@ void gemm(const Gemm<T>& g) {
           pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
                                 g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
-            // The part to pack next: further columns, or the first ones further along k.
+            // The part to pack next: further columns, or the first columns of the next block of k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);

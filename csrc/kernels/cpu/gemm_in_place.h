@@ -6,9 +6,9 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Limit up to which this was faster than packing B, on a Zen 5.
+// Largest number of rows for which this was faster than packing B, on a Zen 5.
 inline constexpr int kInPlaceRows = 4 * kTileRows;
-inline constexpr int64_t kInPlaceBytes = 16 << 10;  // of sums, which stay in the first-level cache
+inline constexpr int64_t kInPlaceBytes = 16 << 10;  // bytes of sums, which stay in the first-level cache
 
 // sums[i * columns + j] = sum over p of a[p][i] * b[p][j] for a packed panel `a` and k rows of B; the last
 // step may have one row less than kDepth; `columns` is a multiple of kInPlaceMultiple.
@@ -33,7 +33,7 @@ void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYM
   const auto run = [&]<int kSteps>(std::integral_constant<int, kSteps>, int64_t p) __attribute__((always_inline)) {
     const T* rows = b + p * b_row_stride;
     const panel_t<T>* left = a + p / kDepth * kTileRows;
-    // An address, not a pointer: there may be no memory after the last row.
+    // An address, not a pointer, because there may be no memory after the last row.
     const auto next =
         reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(kSteps * kDepth * b_row_stride) * sizeof(T);
     for (int64_t j = 0; j < columns; j += kWidth) {

@@ -45,7 +45,7 @@ struct Panel {
 // subnormal operands as zero and gives zero for subnormal sums.
 template <>
 struct Panel<BFloat16> {
-  using Element = uint32_t;  // the earlier along k in the lower half
+  using Element = uint32_t;  // the element that comes first along k is in the lower half
   static constexpr int kDepth = 2;
   static PYMOE_INLINE vfloat load(const Element* source) { return (vfloat)_mm512_loadu_si512(source); }
   static PYMOE_INLINE vfloat broadcast(Element value) { return (vfloat)_mm512_set1_epi32(static_cast<int>(value)); }
@@ -66,7 +66,7 @@ class RowsAhead {
  public:
   RowsAhead() = default;
 
-  // `pauses`: the number of calls of `ask`.
+  // `pauses`: the number of times that `ask` is called.
   template <typename T>
   RowsAhead(const T* begin, int64_t row_size, int64_t row_stride, int64_t rows, int64_t pauses)
       : line_(reinterpret_cast<uintptr_t>(begin)),
@@ -89,7 +89,7 @@ class RowsAhead {
   }
 
  private:
-  uintptr_t line_ = 0;  // addresses, not pointers: there may be no memory after the last row
+  uintptr_t line_ = 0;  // addresses, not pointers, because there may be no memory after the last row
   uintptr_t row_bytes_ = 0;
   uintptr_t row_stride_ = 0;
   uintptr_t row_end_ = 0;
@@ -181,8 +181,8 @@ PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t
   for (int64_t i = 0; i < rows; ++i) memcpy(c + order[i] * c_stride, copy + i * kStride, bytes);
 }
 
-// The kernel for a tile of `rows` rows, 1 <= rows <= kTileRows: at the lower edge fewer rows are computed, not
-// padding.
+// Returns the kernel for a tile of `rows` rows, 1 <= rows <= kTileRows. At the lower edge fewer rows are computed
+// instead of padding.
 template <typename T>
 MicroKernel<T> micro_kernel_for(int rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {

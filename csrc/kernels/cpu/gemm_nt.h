@@ -24,7 +24,7 @@ inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
 // faster for fp32 on a Zen 5, and no faster for bf16.
 template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
-inline constexpr int64_t kNtLineBytes = 4096;  // of a row of A that are used at a time
+inline constexpr int64_t kNtLineBytes = 4096;  // bytes of a row of A that are used at a time
 
 // The product of elements of T: those of A are widened before, once for all columns, those of B as they are read.
 template <typename T>
@@ -43,7 +43,7 @@ struct NtProduct {
 };
 
 #if PYMOE_ISA_HAS_BF16
-// A load of 32 elements holds the 16 pairs of Panel<BFloat16>::add.
+// One load of 32 elements fills the 16 pairs that Panel<BFloat16>::add multiplies.
 template <>
 struct NtProduct<BFloat16> {
   using Row = BFloat16;
@@ -89,8 +89,8 @@ struct NtBlock {
   const typename NtProduct<T>::Row* a;
   int64_t a_stride;
   const T* b[kNtColumns];
-  const char* ahead[kNtColumns];  // lines to prefetch, by nt_tile, as many as its kAhead
-  uintptr_t distance;             // in bytes, from the lines of b to those to prefetch, by nt_stream
+  const char* ahead[kNtColumns];  // lines that nt_tile prefetches, kAhead of them
+  uintptr_t distance;             // distance in bytes from the lines of b to those that nt_stream prefetches
   vector_t<T>* lanes;
   bool first;
   bool last;
@@ -165,7 +165,7 @@ void nt_tile(const NtBlock<T>& block) {
   for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
 }
 
-// For few rows, and all of k: B is read along its rows, one or two at a time, which gives the most bandwidth.
+// For few rows, over all of k: B is read along its rows, one or two rows at a time, which gives the most bandwidth.
 template <typename T, int kRows>
 void nt_stream(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -228,7 +228,8 @@ NtTile<T> nt_stream_for(int64_t rows) {
   }(std::make_integer_sequence<int, kNtStreamRows<T>>{});
 }
 
-// Rows of A, from `first` on, as the product takes them: in place, or widened and in their order in `scratch`.
+// Returns rows of A, from `first` on, in the form that the product takes: in place, or widened and ordered in
+// `scratch`.
 template <typename T>
 PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const Gemm<T>& g, int64_t first,
                                                                            int64_t rows, int64_t p, int64_t k,
@@ -304,7 +305,8 @@ void gemm_nt(const Gemm<T>& g) {
       const auto tile = streams       ? nt_stream_for<T>(rows)
                         : passes == 1 ? nt_tile_for<T, 4>(rows)
                                       : nt_tile_for<T, 2>(rows);
-      // Of a step's four lines in the next block: all in one pass, two in each of two, or one in each of four.
+      // A step prefetches four lines of the next block. A single pass prefetches all of them; with two passes each
+      // prefetches two lines, with four passes one.
       const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1, line = std::min(pass * lines, kNtColumns - lines);
       int64_t p = 0;
       do {

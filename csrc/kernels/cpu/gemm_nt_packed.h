@@ -22,7 +22,7 @@ constexpr bool nt_packs(int64_t m, int64_t k) {
 
 #if PYMOE_ISA_LEVEL >= 3
 inline constexpr int kLaneCount = kLanes<float>;
-inline constexpr int64_t kNtPackedBytes = 2 << 20;  // of the panels of A, at most
+inline constexpr int64_t kNtPackedBytes = 2 << 20;  // most bytes of the panels of A
 
 // sum_lanes_of_four adds neighbours in this order, then neighbouring sums, and so on.
 #if PYMOE_ISA_LEVEL == 4
@@ -87,7 +87,7 @@ using NtPackedTile = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* 
 template <typename T, int kRows>
 void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
                     const float* bias, T* c, int64_t c_stride, int columns, RowsAhead& ahead) {
-  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // as many sums wait at most, since 2^4 lanes are added
+  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // most sums that can wait, because 2^4 lanes are added
   const int64_t steps = LanePanels<T>::steps(k), stride = LanePanels<T>::lane_stride(k);
   vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not computed yet
   int depth = 0;
@@ -146,7 +146,7 @@ void gemm_nt_packed(const Gemm<T>& g) {
   auto* b = reinterpret_cast<panel_t<T>*>(carve(memory, panel_b + kPackSlack));
   float* bias = memory;
   widen_bias(g, padded_columns, bias);
-  const auto row_of = [&](int64_t tile) { return g.m * tile / tiles; };  // tiles as equal as possible
+  const auto row_of = [&](int64_t tile) { return g.m * tile / tiles; };  // so that tiles are as equal as possible
   for (int64_t begin = 0; begin < tiles; begin += block_tiles) {
     const int64_t end = std::min(tiles, begin + block_tiles);
     for (int64_t tile = begin; tile < end; ++tile) {

@@ -21,7 +21,7 @@ inline constexpr int64_t kPackMaxDepth = 512;  // of k in one call
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
-// Such a part is a vector of the baseline: widened, or four pairs.
+// Such a part as a vector of the baseline instruction set: widened elements, or four pairs.
 template <typename T>
 PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
   if constexpr (Panel<T>::kDepth == 2) {
@@ -98,7 +98,7 @@ PYMOE_INLINE void transpose_parts(vfloat (&v)[4]) {
 }
 
 #if PYMOE_ISA_LEVEL == 4
-// The parts 0 and 2 of both, or 1 and 3.
+// Returns parts 0 and 2 of both vectors, or parts 1 and 3.
 PYMOE_INLINE vfloat even_parts(vfloat a, vfloat b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
 }
@@ -148,7 +148,7 @@ PYMOE_INLINE void transpose_parts(vdouble (&v)[2]) {
   v[0] = a;
 }
 
-// The panel element of source[0], source[k_stride], ..., where `left` elements of k are left.
+// Returns the panel element of source[0], source[k_stride], ...; `left` elements of k remain.
 template <typename T>
 PYMOE_INLINE panel_t<T> panel_element(const T* source, int64_t k_stride, int64_t left) {
   if constexpr (Panel<T>::kDepth == 2) {
@@ -158,12 +158,12 @@ PYMOE_INLINE panel_t<T> panel_element(const T* source, int64_t k_stride, int64_t
   }
 }
 
-// As many panel elements as a vector has lanes, of items that are contiguous.
+// Loads as many panel elements as a vector has lanes, from contiguous items.
 template <typename T>
 PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t left) {
 #if PYMOE_ISA_HAS_BF16
   if constexpr (Panel<T>::kDepth == 2) {
-    const vuint32 low = (vuint32)load(source) >> 16;  // a bf16 widened is its bits in the upper half
+    const vuint32 low = (vuint32)load(source) >> 16;  // widening a bf16 puts its bits into the upper half
     return (vfloat)(left > 1 ? low | (vuint32)load(source + k_stride) : low);
   }
 #endif
@@ -171,7 +171,7 @@ PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t
 }
 
 #if PYMOE_ISA_HAS_BF16
-// The order in which 32 elements of two rows are 32 pairs.
+// The order of 32 elements of two rows that makes 32 pairs.
 struct PairOrder {
   alignas(64) uint16_t index[64];
   constexpr PairOrder() : index{} {
@@ -181,7 +181,7 @@ struct PairOrder {
 inline constexpr PairOrder kPairOrder;
 #endif
 
-// Two vectors of panel elements, of items that are contiguous; `left` elements of k are left.
+// Loads two vectors of panel elements, from contiguous items; `left` elements of k remain.
 template <typename T>
 PYMOE_INLINE void load_two(const T* source, int64_t k_stride, int64_t left, vector_t<T>* two) {
 #if PYMOE_ISA_HAS_BF16
@@ -203,7 +203,7 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
   memcpy(target, &value, sizeof(value));
 }
 
-// k contiguous. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
+// For contiguous k. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
 // at distances of a power of two share a set of the first-level cache, which holds no more lines than that.
 template <int kPanel, typename T>
 void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
@@ -240,7 +240,7 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
         }
       }
     }
-    for (; p + kPart<S> <= whole; p += kPart<S>) {  // steps in ascending order: a step's surplus is the next one's
+    for (; p + kPart<S> <= whole; p += kPart<S>) {  // ascending: the next step overwrites a step's surplus
       vector_t<T> block[kGroups][kPart<S>];
       for (int group = 0; group < kGroups; ++group) {
 #pragma GCC unroll 16
@@ -264,8 +264,8 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
   }
 }
 
-// Items contiguous. A few steps of k go through all panels before the next few: both sides then move along lines that
-// are in the cache.
+// For contiguous items. A few steps of k go through all panels before the next few: both sides then move along lines
+// that are in the cache.
 template <int kPanel, typename T>
 void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target,
                  const int32_t* steps) {
@@ -277,7 +277,7 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
   for (int64_t p0 = 0; p0 < depth; p0 += kSteps) {
     const int64_t p1 = p0 + kSteps < depth ? p0 + kSteps : depth;
     const T* begins[kSteps];    // of the items in a step
-    int64_t to_second[kSteps];  // ... and the distance to the second half of their pairs
+    int64_t to_second[kSteps];  // distance to the second half of their pairs
     for (int64_t p = p0; p < p1; ++p) {
       const int64_t place = place_of(steps, p * kDepth);
       begins[p - p0] = source + place * k_stride;
@@ -289,7 +289,7 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         return panel_element(begins[p - p0] + first + i, to_second[p - p0], k - p * kDepth);
       };
       if (first + kGroups * kWidth <= items) {
-        // The last step has no next one to overwrite its surplus, which would fall on the next panel's first.
+        // No step follows the last one to overwrite its surplus, which would land on the next panel's first step.
         const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
           vector_t<T> step[kGroups];

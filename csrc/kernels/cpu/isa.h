@@ -1,8 +1,8 @@
 // The instruction set of the CPU kernels, chosen once at run time.
 //
 // A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once per instruction
-// set (for_each_isa.h). `best_isa()` is the best that the processor offers, or less if the environment variable
-// PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16, amx) asks for it: tests run every body that the machine can run.
+// set (for_each_isa.h). `best_isa()` is the best one that the processor offers, or a lower one that the environment
+// variable PYMOE_CPU_ISA (baseline, v3, v4, v4_bf16, amx) asks for: tests run every body that the machine can run.
 //
 // amx is like v4_bf16, except that products of bf16 and of quantised weights use the tiles of AMX. Linux must grant
 // them to the process, and is asked once; if it refuses, v4_bf16 is used.
@@ -11,7 +11,7 @@
 namespace pymoe::cpu {
 
 enum class Isa {
-  kBaseline,  // what the compiler targets by default: SSE2 on x86-64
+  kBaseline,  // the compiler's default target: SSE2 on x86-64
   kV3,        // x86-64-v3: AVX2, FMA, F16C, BMI
   kV4,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
   kV4Bf16,    // v4 with AVX512_BF16 and AVX512_VNNI: Zen 4, Sapphire Rapids and later

@@ -30,8 +30,8 @@ PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, cons
   }
 }
 
-// A row in the accumulated dtype (store_row is the way back): the row itself, or widened into `scratch`, which has room
-// for it. The code that uses it is then compiled once per accumulated dtype, not once per dtype.
+// Returns a row in the accumulated dtype (store_row converts back): the row itself, or a widened copy in `scratch`,
+// which has room for it. So code that uses it is compiled once per accumulated dtype, not once per dtype.
 template <typename T>
 PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
   using S = accumulate_t<T>;

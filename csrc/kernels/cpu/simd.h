@@ -22,7 +22,7 @@ typedef float vfloat __attribute__((vector_size(kVectorBytes)));
 typedef double vdouble __attribute__((vector_size(kVectorBytes)));
 typedef int32_t vint32 __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t vuint32 __attribute__((vector_size(kVectorBytes)));
-typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // as many 16-bit lanes as vfloat has
+typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // with as many lanes as vfloat
 
 // The vector that accumulates elements stored as T.
 template <typename T>
@@ -136,7 +136,7 @@ PYMOE_INLINE void store(Float16* target, vfloat value) {
   const vuint32 finite = (is_small & subnormal) | (~is_small & normal);
   const vuint32 kept = (is_large & (0x7c00u | (is_nan & 0x200u))) | (~is_large & finite);
 #if PYMOE_MULTIVERSION
-  const __m128i moved = (__m128i)((sign | kept) << 16);  // up and back with sign, for the signed pack
+  const __m128i moved = (__m128i)((sign | kept) << 16);  // shifted up and back with the sign, for the signed pack
   const __m128i shifted = _mm_srai_epi32(moved, 16);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi32(shifted, shifted));
 #else
@@ -183,8 +183,8 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
                  [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
-// store_row past the caches, which then need not read the lines first; follow it with stream_fence. Lines that are
-// not whole vectors at their own alignment are stored normally.
+// As store_row, but bypassing the caches, which then need not read the lines first; call stream_fence afterwards. Lines
+// that are not whole vectors at their own alignment are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3
@@ -251,7 +251,7 @@ PYMOE_INLINE Vector exp_vector(Vector x) {
   Vector p = broadcast(Steps::polynomial(0));
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
-  // n is an integer below 2^22: the magic number's bits turn it into one, and a NaN into something finite.
+  // n is below 2^22: adding the magic number rounds it to an integer, and makes something finite of a NaN.
   const Vector integral = x == x ? n : Vector{};
   const Integers exponent = (Integers)(integral + Steps::kMagic) - (Integers)broadcast(Steps::kMagic);
   const Integers half = exponent >> 1;

@@ -26,7 +26,7 @@ struct Candidate {
   }
 };
 
-// 32-bit keys: one number; the greater number comes first.
+// A candidate with a 32-bit key as one number; the greater number comes first.
 template <>
 struct Candidate<float> {
   int64_t rank;
@@ -42,11 +42,11 @@ struct Candidate<float> {
   PYMOE_DEVICE Candidate of_lane(int distance) const { return {__shfl_xor_sync(kFullWarp, rank, distance)}; }
 };
 
-// A row below is anything with each(f), which calls f(key, expert, step) for the elements of the lane: expert = lane +
-// n * kLanes, step a compile-time number that grows by one from call to call (and sometimes restarts at 0).
+// "Row" below stands for any type with each(f), which calls f(key, expert, step) for the elements of the lane: expert =
+// lane + n * kLanes, step a compile-time number that grows by one from call to call (and sometimes restarts at 0).
 // Every lane makes the same number of calls; past the row's end the key is kNoKey.
 
-// The first of the candidates of a row that come after `previous`, in every lane of the group.
+// Returns, in every lane of the group, the first of a row's candidates that come after `previous`.
 template <typename S, int kLanes, typename Row>
 PYMOE_DEVICE Candidate<S> next_best(const Row& row, const Candidate<S>& previous) {
   Candidate<S> best = Candidate<S>::of(kNoKey<S>, 0);
@@ -91,7 +91,7 @@ PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidat
 
   int mine = 0;
   row.each([&](Key key, int32_t, int) { mine += key >= bound; });
-  const int until = scan_lanes<kLanes>(mine, lane, Sum{});  // candidates of this lane and those before it
+  const int until = scan_lanes<kLanes>(mine, lane, Sum{});  // number of candidates in this lane and the lanes before it
   const int count = __shfl_sync(kFullWarp, until, kLanes - 1, kLanes);
   if (__any_sync(kFullWarp, count > capacity)) return kNoKey<S>;
   Candidate<S>* next = list + (until - mine);
@@ -100,7 +100,7 @@ PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidat
   });
   __syncwarp();
 
-  for (int i = lane; i < count; i += 2 * kLanes) {  // two at a time: half the reads
+  for (int i = lane; i < count; i += 2 * kLanes) {  // two at a time, which halves the reads
     const Candidate<S> a = list[i], b = list[i + kLanes < count ? i + kLanes : i];
     int place_a = 0, place_b = 0;
 #pragma unroll 4

@@ -20,7 +20,7 @@ struct GroupPlan {
 
 inline GroupPlan group_plan(int32_t* workspace, int64_t experts) { return {workspace, workspace + experts + 1}; }
 
-// At least as many tiles as any offsets make from `rows` rows.
+// An upper limit of the tiles of `rows` rows, for any offsets.
 inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + experts + 1;
 }
@@ -40,12 +40,12 @@ PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   return value;
 }
 
-// One block. `rows`: S, or the greatest int32 if S is greater.
+// Launched with one block. `rows`: S, or the greatest int32 if S is greater.
 static __global__ void __launch_bounds__(kPlanThreads)
     plan_groups_kernel(const int32_t* PYMOE_RESTRICT offsets, GroupPlan plan, int experts, int rows, int tile_rows) {
   PYMOE_SHARED(int, scratch, kPlanThreads / kWarp);
   PYMOE_SHARED(int, ends, kPlanThreads);
-  PYMOE_SHARED(int, carried, 2);  // the bound and the tiles before the experts of this round
+  PYMOE_SHARED(int, carried, 2);  // the bound and the number of tiles before the experts of this round
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     plan.bounds[0] = plan.tiles[0] = 0;
@@ -66,7 +66,7 @@ static __global__ void __launch_bounds__(kPlanThreads)
       plan.bounds[expert + 1] = end;
       plan.tiles[expert + 1] = tiles;
     }
-    if (thread == kPlanThreads - 1) {  // all have read `carried`: two barriers ago
+    if (thread == kPlanThreads - 1) {  // all threads have read `carried`, two barriers ago
       carried[0] = end;
       carried[1] = tiles;
     }

@@ -23,7 +23,8 @@ struct Greatest {
   }
 };
 
-// The result of `combine` over the values of all lanes, the same in each: lanes i and i + kLanes / 2, and so on.
+// Returns the result of `combine` over the values of all lanes, the same in each lane: lanes i and i + kLanes / 2 are
+// combined first, and so on.
 template <int kLanes, typename V, typename F>
 PYMOE_DEVICE V reduce_lanes(V value, const F& combine) {
 #pragma unroll

@@ -12,13 +12,13 @@ namespace pymoe::cuda {
 [[noreturn]] void refuse_launch(const char* operator_name, const char* why);
 
 struct LaunchShape {
-  int64_t blocks;            // in one dimension, at most kMostBlocks; 0: nothing is launched
+  int64_t blocks;            // number of blocks, in one dimension, at most kMostBlocks; 0: nothing is launched
   int threads;               // per block, at most 1024
   int64_t shared_bytes = 0;  // dynamic shared memory per block, at most kMostSharedBytes
 };
 
 inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-// The limit of a block on every GPU from compute capability 8.0 on (8.6 and 8.9 have the least).
+// The limit per block that every GPU from compute capability 8.0 on allows (8.6 and 8.9 allow the least).
 inline constexpr int64_t kMostSharedBytes = 99 << 10;
 // A kernel that gets more than this has no static shared memory: both together count against the limits.
 inline constexpr int64_t kUsualSharedBytes = 48 << 10;
@@ -31,7 +31,7 @@ PYMOE_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a +
 #if defined(__CUDACC__)
 inline void check(const char* operator_name, cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // the runtime keeps the error: the next launch would report it as its own
+  cudaGetLastError();  // clears the error, which the next launch would otherwise report as its own
   refuse_launch(operator_name, cudaGetErrorString(error));
 }
 #endif
@@ -64,7 +64,7 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
 #endif
 }
 
-// Enqueues zeroes for `bytes` bytes, in which a kernel then counts.
+// Enqueues a memset of `bytes` bytes to zero, for kernels that count there.
 inline void clear(const char* operator_name, void* pointer, int64_t bytes, void* stream) {
   if (bytes == 0) return;
 #if defined(__CUDACC__)

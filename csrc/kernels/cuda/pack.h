@@ -35,8 +35,8 @@ using word_of_bytes = std::conditional_t<
 template <typename T>
 using word_of = word_of_bytes<static_cast<int>(sizeof(T))>;
 
-// `from` and `to` must be aligned to the size of the pack. The streaming form is for bytes that are used once: they
-// leave the caches first.
+// `from` and `to` must be aligned to the size of the pack. The streaming form is for bytes that are used only once: the
+// caches evict them first.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack(const T* from) {
   return bit_cast<P>(*reinterpret_cast<const word_of<P>*>(from));

@@ -12,7 +12,7 @@ namespace pymoe::cuda {
 inline constexpr int kRowThreads = 256;  // per block, at most
 
 struct RowGroup {
-  int threads;  // per row: a power of two below a warp, else whole warps
+  int threads;  // threads per row: a power of two below a warp, or whole warps
   int rows;     // per block
 
   int block() const { return threads * rows; }

@@ -33,7 +33,7 @@ struct TensorOperand {
   const T* data;
   int64_t line_stride;
   int64_t element_stride;
-  bool whole;            // lines are contiguous and aligned to packs
+  bool whole;            // true if lines are contiguous and aligned to packs
   const int32_t* order;  // or null
   int64_t count;
 
@@ -68,14 +68,15 @@ struct TensorLayout {
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
 };
 
-// Brings one tile of an operand after the other to shared memory. Outside of the operand it is zero and not read.
+// Loads the tiles of an operand one after the other into shared memory. Elements outside of the operand are zero and
+// not read.
 template <typename T, int kRows, bool kAlongRows>
 class TensorLoader {
   using Layout = TensorLayout<kRows, kAlongRows>;
   static constexpr int kMine = Layout::kPacks / kTensorThreads;    // packs per thread
-  static constexpr int kApart = kTensorThreads / Layout::kAcross;  // lines from one to the next
+  static constexpr int kApart = kTensorThreads / Layout::kAcross;  // distance in lines from one pack to the next
   static constexpr int kPlacesApart = Layout::kAcross * kApart * kTensorPack;
-  static_assert(kMine * kTensorThreads == Layout::kPacks && kApart % 8 == 0);  // exchange() is the same for all
+  static_assert(kMine * kTensorThreads == Layout::kPacks && kApart % 8 == 0);  // exchange() is the same for all of them
 
  public:
   // `rows`: the number of rows of the operand in this tile.
@@ -97,7 +98,7 @@ class TensorLoader {
     }
   }
 
-  // Begins to bring the next tile, which has `left` depths.
+  // Begins to load the next tile, which has `left` depths.
   PYMOE_DEVICE void fetch(T* tile, int64_t left) {
     const int depths = left < kStepDepth ? static_cast<int>(left) : kStepDepth;
     if (operand_.whole) {
@@ -141,7 +142,7 @@ class TensorLoader {
     }
   }
 
-  // The same if packs are not single accesses. The barrier before copies are read also covers these stores.
+  // The same for packs that are not single accesses. The barrier before copies are read also covers these stores.
   PYMOE_DEVICE void fetch_elements(T* to, int depths) {
     const int lines = kAlongRows ? depths : rows_, elements = kAlongRows ? rows_ : depths;
 #pragma unroll 1
@@ -160,7 +161,7 @@ class TensorLoader {
     return (elements < 0 ? 0 : elements < kTensorPack ? elements : kTensorPack) * static_cast<int>(sizeof(T));
   }
 
-  // The operand's line for its number `line`, of `lines`; -1: none.
+  // Returns the operand's line with number `line` of `lines`; -1: none.
   PYMOE_DEVICE int64_t place_of(int line, int lines) const {
     if (line >= lines) return -1;
     if (operand_.order == nullptr) return line;
@@ -168,11 +169,11 @@ class TensorLoader {
     return place < operand_.count ? place : -1;
   }
 
-  TensorOperand<T> operand_;  // from the thread's first element in the next tile on
+  TensorOperand<T> operand_;  // points to the thread's first element in the next tile
   int rows_;
-  int line_, across_;  // of the thread's first pack: its line, and its first element there
+  int line_, across_;  // the line of the thread's first pack, and its first element in the line
   int place_;          // the place of that element
-  // If lines are rows: the thread's packs of the next tile, and a bit for each whose row exists.
+  // If lines are rows: the thread's packs of the next tile, and a bit for each pack, set if its row exists.
   const T* from_[kMine];
   int there_;
 };
@@ -282,14 +283,14 @@ class TensorTile {
 #pragma unroll
       for (int half_block = 0; half_block < 2 * kABlocks; ++half_block) {
         const int i = half_block / 2, half = half_block % 2;
-        uint32_t pairs[4];  // of eight columns each; the lane has two of these columns
+        uint32_t pairs[4];  // blocks of eight columns; the lane has two columns of each
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* const sums = sum_[i][4 * quarter + j] + 2 * half;
           const float with_bias[2] = {sums[0] + biases[j][0], sums[1] + biases[j][1]};
           pairs[j] = bit_cast<uint32_t>(narrow<T, 2>(with_bias));
         }
-        transpose_in_quad(pairs, in_quad);  // now it has eight columns, 16 bytes, and its quad 64 bytes of one row
+        transpose_in_quad(pairs, in_quad);  // the lane has eight columns, its quad 64 bytes of one row
         const int row = row_ + 8 * half_block + lane / 4, column = column_ + 32 * quarter + 8 * in_quad;
         const int64_t place = row < rows ? places(row) : -1;
         if (place < 0) continue;

@@ -28,7 +28,7 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
     T* const a_tile = a_shared + buffer * a_size;
     T* const b_tile = b_shared + buffer * b_size;
     if (!first) {
-      a.store(a_tile, a_layout, left);  // last read two steps ago, before the barrier that all have passed since
+      a.store(a_tile, a_layout, left);  // last read two steps ago, before a barrier that all threads have passed since
       b.store(b_tile, b_layout, left);
       __syncthreads();
     }
@@ -55,7 +55,7 @@ struct CudaCoreTile {
   // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
   static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
   static constexpr int kASize = kDepth * kAPitch, kBSize = kDepth * kBPitch;
-  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // of 16 bytes, where aligned
+  static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // packs of 16 bytes, aligned
 
   T sum[4][8] = {};
   int thread_row, thread_column;

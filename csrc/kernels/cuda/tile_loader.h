@@ -9,13 +9,13 @@
 
 namespace pymoe::cuda {
 
-// The places of the rows or the depths of an operand: consecutive, or given by an order. An order that continues from
-// its i-th number counts from the begin of the whole.
+// The positions of the rows or the depths of an operand in memory: consecutive, or given by an order. An order that
+// continues from its i-th element still counts from the operand's original begin.
 struct InSequence {
   static constexpr bool kGiven = false;
   PYMOE_DEVICE int64_t operator()(int64_t i) const { return i; }
   PYMOE_DEVICE InSequence from(int64_t) const { return {}; }
-  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // distance for a pointer, to continue from i
+  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // distance that moves a pointer to i
 };
 struct ByOrder {
   static constexpr bool kGiven = true;
@@ -38,10 +38,10 @@ struct Operand {
   int64_t row_stride;
   int64_t depth_stride;
   bool along_rows;  // a pack holds elements of neighbouring rows, not of neighbouring depths
-  bool whole;       // ... and is one access: neighbours in memory, aligned, and all or none of it exists
+  bool whole;       // a pack is one access: its elements are neighbours in memory, aligned, and all or none exist
   Places places;
 
-  // Makes the operand begin at its i-th row or depth, at distances of `stride`: in the direction of its places.
+  // Makes the operand begin at its i-th row or depth, in the direction of its places; `stride` is the distance there.
   PYMOE_DEVICE void begin_at(int64_t i, int64_t stride) {
     data += places.moves(i) * stride;
     places = places.from(i);
@@ -51,9 +51,9 @@ struct Operand {
 // The direction in which blocks of the operand may start anywhere; in the other they start at multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
-// Determines how to read the matrix of `rows` x `depth` (any number in the direction of the cut) that begins at `data`,
-// or those that follow at multiples of `jump` elements. An order is in the direction of the cut, and the elements along
-// the other are contiguous.
+// Determines how to read the `rows` x `depth` matrix (with any size in the direction of the cut) that begins at `data`,
+// and further ones at multiples of `jump` elements. An order is in the direction of the cut, and the elements along the
+// other are contiguous.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {
@@ -76,24 +76,24 @@ struct TileLayout {
   int depth_step;
 };
 
-// Brings kRows rows and 64 bytes of depth at a time: whole packs through registers, where they wait while the previous
-// tile is multiplied, others element by element. Outside of the operand it is zero and not read.
+// Loads kRows rows and 64 bytes of depth at a time. Whole packs wait in registers while the previous tile is
+// multiplied; other packs are read element by element. Elements outside of the operand are zero and not read.
 template <typename T, int kRows, int kThreads, typename Places>
 struct TileLoader {
   static constexpr int kPack = 16 / static_cast<int>(sizeof(T)), kDepth = 4 * kPack;
   static constexpr int kPacks = kRows * 4 / kThreads;  // per thread
   static_assert(kPacks * kThreads == kRows * 4);
 
-  uint4 packs[kPacks];       // in the form of the loads: taking them apart would mean waiting for them
-  const T* from;             // the thread's first pack of the next tile; by an order, if that were at place 0
-  int64_t pack_step;         // in memory, from a thread's pack to its next; by an order, from a place to the next
-  int64_t tile_step;         // ... and to the next tile
-  int64_t element_step;      // ... and from element to element of a pack
-  int row, depth;            // of the thread's first pack in a tile
-  int row_step, depth_step;  // to its next pack
+  uint4 packs[kPacks];       // as loaded: unpacking them would wait for the loads
+  const T* from;             // the thread's first pack of the next tile; with an order, as if at place 0
+  int64_t pack_step;         // distance in memory between a thread's packs; with an order, between places
+  int64_t tile_step;         // distance to the next tile
+  int64_t element_step;      // distance from element to element of a pack
+  int row, depth;            // position of the thread's first pack in a tile
+  int row_step, depth_step;  // distance to its next pack
   int rows;                  // of the operand
   bool along_rows, whole;
-  Places places;  // of the thread's packs: its first is number 0
+  Places places;  // positions of the thread's packs; the first is number 0
 
   PYMOE_DEVICE TileLoader(const Operand<T, Places>& operand, int rows_there)
       : tile_step(kDepth * operand.depth_stride),
@@ -128,7 +128,7 @@ struct TileLoader {
     }
   }
 
-  // The thread's pack i of the next tile; null if an order has none there.
+  // Returns the thread's pack i of the next tile; null if an order has none there.
   PYMOE_DEVICE const T* pack_at(int i) const {
     if constexpr (Places::kGiven) {
       const int64_t place = places(i * (row_step + depth_step));
@@ -163,7 +163,7 @@ struct TileLoader {
     advance();
   }
 
-  // Writes the tile that was read. `left`: the same as for fetch.
+  // Writes the tile that was read to shared memory. `left`: the same as for fetch.
   PYMOE_DEVICE void store(T* tile, TileLayout layout, int64_t left) {
     T* to = tile + row * layout.row_step + depth * layout.depth_step;
     const int shared_step = row_step * layout.row_step + depth_step * layout.depth_step;

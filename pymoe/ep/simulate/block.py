@@ -39,7 +39,7 @@ class Block:
     shared_ffn: int = 0
     """Inner size of all shared experts together; every rank computes them for its own tokens."""
     groups: int = 1
-    """Number of groups of experts, of which a router takes the best (DeepSeek-V3); 1 for none."""
+    """Number of groups of experts, from which a router takes the best ones (DeepSeek-V3); 1 means no groups."""
     kept_groups: int = 1
     """Number of groups from which a router chooses."""
     dtype: str = "bfloat16"
@@ -75,7 +75,7 @@ class Block:
 
     @property
     def weight_itemsize(self) -> int:
-        """The number of bytes of a weight of a choice: the router computes in float32, or in float64."""
+        """The number of bytes of a choice's weight: the router computes in float32 or float64."""
         return max(4, self.itemsize)
 
     @property

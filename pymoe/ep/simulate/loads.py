@@ -37,7 +37,7 @@ FORMAT = 1
 SAMPLED_TOKENS = 65_536
 """Largest number of tokens that are drawn for a step, on all ranks together; for more tokens they are scaled up."""
 SAMPLED_LAYERS = 3
-"""Number of layers that are drawn; each has other popular experts."""
+"""Number of layers that are drawn; the popular experts differ between layers."""
 SAMPLED_STEPS = 2
 """Number of steps that are drawn: the first decides the placement of experts, the second uses it."""
 
@@ -89,12 +89,14 @@ class Load:
 
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token: consecutive tokens, the same number on each rank within one."""
+    """Return (N,) int64, the rank of each token. Ranks have consecutive tokens; their numbers of tokens differ by one
+    at most.
+    """
     return torch.arange(tokens) * ranks // tokens
 
 
 def uniform(block: Block, tokens: int, *, seed: int = 0) -> Load:
-    """Return a load in which all experts are equally likely; the arguments are those of :func:`zipf`."""
+    """Return a load in which all experts are equally likely. See :func:`zipf` for the arguments."""
     return _drawn("uniform", block, tokens, torch.zeros(block.experts), seed)
 
 

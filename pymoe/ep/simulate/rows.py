@@ -38,7 +38,7 @@ SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
     "1-clone": partial(_cloned, clones=1),
     "2-clones": partial(_cloned, clones=2),
 }
-"""Ways to spread experts over ranks: contiguous shards, experts placed by the load of the step before, clones per rank.
+"""Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; that with clones.
 
 Each is a function from (E,) the load of the previous step, (R, E) the counts of this step, and the least number of rows
 of a clone to the shares of the ranks.

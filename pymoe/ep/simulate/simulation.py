@@ -117,7 +117,8 @@ def simulate(
     optimizer_bytes: float | None = None,
     recompute: bool = False,
 ) -> Simulation:
-    """Simulate expert parallelism: rows, bytes, balance and memory, and those of data parallelism and FSDP.
+    """Simulate expert parallelism: its rows, bytes, balance and memory, and for comparison the figures of data
+    parallelism and FSDP.
 
     Every formula is on the page :doc:`/concepts/expert_parallel_costs`.
 

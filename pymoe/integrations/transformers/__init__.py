@@ -8,7 +8,7 @@
 
 The name also serves ``from_config`` and ``model.set_experts_implementation("pymoe")``. The model keeps its parameters,
 its router and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgraph=True)`` run on
-:mod:`pymoe.ops`. Importing this raises :class:`ImportError` where transformers is missing or older.
+:mod:`pymoe.ops`. Importing this raises :class:`ImportError` if transformers is missing or older.
 """
 
 from pymoe.integrations.transformers import quantized

@@ -1,6 +1,8 @@
-"""Which fused activation of pymoe equals what an experts module of transformers computes between its two products.
+"""Finds the fused activation of pymoe that equals the computation of an experts module of transformers between its two
+products.
 
-What is not recognised runs on the module's own PyTorch code. The tests are such that ``torch.compile`` can trace them.
+A computation that is not recognised runs as the module's own PyTorch code. ``torch.compile`` can trace the tests in
+this file.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def _without_alpha(experts: Any, limit: float) -> ActivationKind | None:
 _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
     (f"transformers.models.{model}.modeling_{model}", name): kind_of
     for model, name, kind_of in (
-        # silu(gate) * up in float32, rounded once, which is how pymoe computes it for every model.
+        # silu(gate) * up in float32, rounded once; pymoe computes it this way for every model.
         ("beam", "BeamExperts", lambda experts: "swiglu" if _is_silu(experts.act_fn) else None),
         ("deepseek_v4", "DeepseekV4Experts", lambda experts: _without_alpha(experts, experts.limit)),
         ("glm5_next", "Glm5NextTextExperts", lambda experts: ClampedSwiglu(experts.swiglu_limit)),
@@ -47,16 +49,17 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
         ),
     )
 }
-"""Classes with a gate of their own that is one of pymoe's activations, and which."""
+"""Classes whose own gate is one of pymoe's activations, each with that activation."""
 
 
 def activation_of(experts: nn.Module) -> Activation:
-    """Return what ``experts``, behind transformers' interface, compute between their two products."""
+    """Return the function that ``experts``, behind transformers' interface, compute between their two products."""
     return fused_activation(experts) or interface.activation(experts)
 
 
 def fused_activation(experts: nn.Module) -> ActivationKind | None:
-    """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` apply, or None if there is none.
+    """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` apply, or None if they compute something
+    else.
 
     Args:
         experts: a module behind transformers' experts interface, whose ``act_fn`` and gate decide.
@@ -75,17 +78,17 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
 
 
 def followed_by_cast(activation: Activation, dtype: torch.dtype) -> Activation:
-    """Return an activation whose rows have ``dtype``, whatever dtype a function of a model's own returns.
+    """Return an activation whose rows have ``dtype``, even if a model's own function returns another one.
 
     Args:
-        activation: what stands between two products; those of pymoe keep the dtype of the rows.
-        dtype: of the rows that the second product takes.
+        activation: the computation between two products; pymoe's activations keep the dtype of the rows.
+        dtype: the dtype of the rows that the second product takes.
     """
     return (lambda rows: activation(rows).to(dtype)) if callable(activation) else activation
 
 
 def gated_activation(act_fn: Any) -> Activation:
-    """Return ``act_fn(gate) * up`` as a function of rows [gate | up], fused where pymoe has it, unless it has hooks."""
+    """Return ``act_fn(gate) * up`` as a function of rows [gate | up]: fused if pymoe has it and it has no hooks."""
     if not _has_hooks(act_fn) and (kind := _with_gate(act_fn)) is not None:
         return kind
 
@@ -97,7 +100,7 @@ def gated_activation(act_fn: Any) -> Activation:
 
 
 def place(cls: type) -> tuple[str, str]:
-    """Return the module and the name of a class, by which it is recognised without being imported."""
+    """Return the module and name of a class, so that it is recognised without being imported."""
     return (cls.__module__, cls.__qualname__)
 
 
@@ -111,15 +114,15 @@ def _is_silu(act_fn: Any) -> bool:
 
 
 def _with_gate(act_fn: Any) -> ActivationKind | None:
-    """Return the kind that is ``act_fn(gate) * up``."""
+    """Return the kind that equals ``act_fn(gate) * up``."""
     if _is_silu(act_fn):
         return "swiglu"
     return {"gelu": "geglu", "gelu_tanh": "geglu_tanh"}.get(str(_without_gate(act_fn)))  # type: ignore[return-value]
 
 
 def _without_gate(act_fn: Any) -> ActivationKind | None:
-    """Return the kind that is ``act_fn``."""
-    if type(act_fn) is nn.ReLU:  # a class derived from it may compute anything
+    """Return the kind that equals ``act_fn``."""
+    if type(act_fn) is nn.ReLU:  # a subclass may compute anything
         return "relu"
     if type(act_fn) is nn.GELU:
         return "gelu" if act_fn.approximate == "none" else "gelu_tanh"

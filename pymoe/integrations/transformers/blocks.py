@@ -1,7 +1,8 @@
-"""Where the sparse blocks of transformers keep what :class:`pymoe.nn.MoE` is made of, for those whose routing it has.
+"""Describes the sparse blocks of transformers that :class:`pymoe.nn.MoE` can replace: where they keep weights and
+options.
 
-A block is recognised by the name of its class. What a table entry says was read from the class's source; the tests run
-every one of them beside the layer that it becomes.
+A block is recognised by the name of its class. The table entries were made by reading the source of these classes; the
+tests compare each block with the layer that it becomes.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from pymoe._common.types import Score
 
 @dataclass(frozen=True)
 class Plan:
-    """How one class of blocks routes. Names with dots are attributes of the block, or keys of its state dict."""
+    """Describes how the blocks of one class route. Texts with dots are attributes of the block, or keys of its state
+    dict.
+    """
 
     score: Score = "softmax"
     renormalize: bool | str = True
-    """Or the name of the flag that says so."""
+    """True, False, or the name of the attribute that says so."""
     router: str = "gate"
     weight: str = "weight"
     """Within the router."""
     bias: str | None = None
-    """The key of the bias that takes part in the choice alone."""
+    """The key of the bias that takes part only in the choice."""
     groups: bool = False
-    """The router has ``num_group`` and ``topk_group``; a group counts as the sum of its two best scores."""
+    """True if the router has ``num_group`` and ``topk_group`` and scores a group by the sum of its two best scores."""
     scale: str | None = None
     shared: str | None = None
-    """The feed-forward network that every token passes through."""
+    """The name of the shared experts: a feed-forward network that every token passes through."""
     only: dict[str, Any] = field(default_factory=dict)
-    """What attributes must be, for the block to do what the plan says."""
+    """Values that attributes must have for this plan to be right."""
 
 
 _FLAGGED = Plan(renormalize="gate.norm_topk_prob")
@@ -122,4 +125,4 @@ DIFFERENT: dict[str, str] = {
     "Qwen3NextSparseMoeBlock": _GATED_SHARED_EXPERT,
     "Qwen3_5MoeSparseMoeBlock": _GATED_SHARED_EXPERT,
 }
-"""Some blocks that are no :class:`pymoe.nn.MoE`, and why."""
+"""Blocks that :class:`pymoe.nn.MoE` cannot replace, with the reason."""

@@ -1,4 +1,4 @@
-"""Sparse blocks of transformers as :class:`pymoe.nn.MoE` and back, bit for bit in the weights."""
+"""Converts sparse blocks of transformers to :class:`pymoe.nn.MoE` and back, without changing a bit of the weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from pymoe.nn.plain_calls import attached_to
 def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> MoE:
     """Return a :class:`pymoe.nn.MoE` that computes what a sparse block of transformers computes.
 
-    Blocks are those of Mixtral, OLMoE, Qwen3-MoE, Granite, Jamba, DeepSeek-V2 and -V3, GLM-4, Ernie 4.5 and others
-    whose routing the layer has: a softmax or a sigmoid over all experts, groups, a bias of the choice, a factor of the
-    weights, and shared experts without a gate. The weights are copied and keep their bits, dtypes, devices and
-    ``requires_grad``. Outputs agree to rounding in float32. In bfloat16 some of transformers' routers round their
-    logits, where this one computes in float32, so that some tokens may choose another expert.
+    It takes blocks of Mixtral, OLMoE, Qwen3-MoE, Granite, Jamba, DeepSeek-V2 and -V3, GLM-4, Ernie 4.5 and others with
+    routing that the layer supports: a softmax or a sigmoid over all experts, groups, a bias of the choice, a factor of
+    the weights, and shared experts without a gate. The weights are copied and keep their bits, dtypes, devices and
+    ``requires_grad``. Outputs agree to rounding in float32. In bfloat16, some of transformers' routers round their
+    logits, while this one computes them in float32, so some tokens may choose another expert.
 
     Args:
         block: the module that takes the place of a dense feed-forward network in a layer, such as
             ``model.model.layers[0].mlp``.
-        bias_update_rate: that of the layer, if the block has a bias of the choice; it must be greater than 0, and has
+        bias_update_rate: the layer's, used if the block has a bias for the choice. It must be greater than 0, and has
             no effect until :func:`pymoe.nn.update_expert_biases` is called.
 
     Returns:
@@ -37,8 +37,9 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
 
     Raises:
         TypeError: the weights of its experts are quantised.
-        ValueError: the block is of another kind, or one of its options changes what it computes; or something would be
-            lost: a module in it has hooks, a ``forward`` or a class of its own, an adapter or a parametrization.
+        ValueError: the block is of an unsupported class, or one of its options changes what it computes; or something
+            would be lost: a module in it has hooks, a ``forward`` or a class of its own, an adapter or a
+            parametrization.
     """
     name = "from_transformers"
     plan = _plan(name, type(block))
@@ -65,7 +66,7 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
     """Return a sparse block of transformers that computes what a :class:`pymoe.nn.MoE` computes.
 
     It undoes :func:`from_transformers`: the weights are copied and keep their bits. A layer without expert bias becomes
-    a block whose bias is zero, where the class has one. Auxiliary losses and the bias's update rate are no part of a
+    a block whose bias is zero, where the class has one. Auxiliary losses and the bias's update rate are not part of a
     block.
 
     Args:
@@ -77,7 +78,7 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
         An instance of ``block_class`` in the mode (training or evaluation) of ``moe``.
 
     Raises:
-        TypeError: ``moe`` is no :class:`pymoe.nn.MoE`, or its experts are quantised.
+        TypeError: ``moe`` is not a :class:`pymoe.nn.MoE`, or its experts are quantised.
         ValueError: the class is of another kind, the configuration describes another layer than ``moe``, or something
             would be lost, as for :func:`from_transformers`.
     """
@@ -109,7 +110,7 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
 
 
 class _Part(NamedTuple):
-    """One tensor of the layer, and those of the block that it is made of, one above the other."""
+    """One tensor of the layer, and the tensors of the block that are concatenated to it."""
 
     layer_key: str
     block_keys: tuple[str, ...]
@@ -145,11 +146,11 @@ def _parts(block: Any, plan: Plan) -> list[_Part]:
 
 _OF_LAYERS = ("pymoe.nn.",)
 _OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
-"""Prefixes of the Python modules whose classes a layer, or a block, consists of."""
+"""Prefixes of the Python modules whose classes may occur in a layer or block."""
 
 
 def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
-    """Raise where a module inside, or this itself, would do something that weights and options do not say."""
+    """Raise if the module, or one inside it, would do something that weights and options do not describe."""
     for path, part in module.named_modules():
         lost = attached_to(part, interface.records_outputs)
         if not lost and not type(part).__module__.startswith(known):
@@ -183,7 +184,7 @@ def _plan(name: str, block_class: Any) -> Plan:
 
 
 def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of :class:`MoE` that describe the block, but for its bias; raise if none do."""
+    """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if there are none."""
     kind = type(block).__name__
     for attribute, expected in plan.only.items():
         if (seen := attrgetter(attribute)(block)) != expected:
@@ -239,7 +240,7 @@ def _num_shared_experts(name: str, block: Any, plan: Plan, ffn_size: int) -> int
 
 
 def _option(moe: MoE, option: str) -> Any:
-    """Return an option that the layer was built with."""
+    """Return an option with which the layer was built."""
     if option == "bias":
         return moe.experts.b_in is not None
     if option == "num_shared_experts":

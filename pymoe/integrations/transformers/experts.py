@@ -1,8 +1,7 @@
-"""The experts of a transformers model on pymoe's operators: what ``experts_implementation="pymoe"`` runs.
+"""Runs the experts of a transformers model on pymoe's operators: this is ``experts_implementation="pymoe"``.
 
-The model keeps its parameters, its router and its state dict. Weights are read where they lie: those stored
-(E, in, out) through strides. Where nothing is differentiated, and the activation is one of pymoe's, one native call
-does all of it.
+The model keeps its parameters, its router and its state dict. Weights are read in place, those stored as (E, in, out)
+through strides. Without gradients, and with one of pymoe's activations, one native call does everything.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from pymoe.nn.networks import Activation, apply_networks, grouped_networks
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute what the eager forward of an experts module of transformers computes.
 
-    The signature, and the flags that ``experts`` carry, are those of transformers' ``use_experts_implementation``. The
-    layout of gate and up in ``gate_up_proj`` is the module's own business: its gate splits it, unless a fused
-    activation of pymoe is known to do the same.
+    The signature, and the flags of ``experts``, are those of transformers' ``use_experts_implementation``. The module
+    decides the layout of gate and up in ``gate_up_proj``: its own gate splits it, unless a fused activation of pymoe is
+    known to do the same.
 
     Args:
         experts: a module behind transformers' experts interface.
         hidden_states: (T, H). Outside of autocast it is cast to the dtype of the weights.
-        top_k_index: (T, K) integers, the experts of every token. With expert parallelism, E and above name experts
-            of other ranks, which add nothing.
+        top_k_index: (T, K) integers, the experts of every token. With expert parallelism, numbers from E on mean
+            experts of other ranks, which add nothing.
         top_k_weights: (T, K), the factor of every choice.
 
     Returns:
@@ -71,15 +70,15 @@ def run_experts(
     foreign_experts: bool = False,
     transposed: bool = False,
 ) -> Tensor:
-    """Run :func:`pymoe.nn.apply_experts` on operands as transformers has them.
+    """Run :func:`pymoe.nn.apply_experts` on operands in transformers' layouts and dtypes.
 
     Args:
-        x: (T, H), of any floating dtype: it is cast to that of the weights, or by autocast.
+        x: (T, H), of any floating dtype; it is cast to the weights' dtype, or by autocast.
         index: (T, K) integers.
         weights: (T, K).
         w_in: (E, N, H), any strides.
         w_out: (E, H, F), any strides.
-        activation: between the two products; a function may return any floating dtype.
+        activation: applied between the two products; a function may return any floating dtype.
         b_in: (E, N), of any floating dtype.
         b_out: (E, H), of any floating dtype.
         post_norm: applied to every expert's output, (S, H) to (S, H), before it is weighted.
@@ -113,7 +112,7 @@ def run_experts(
 
 
 def as_operand(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return ``rows`` in the dtype in which they meet ``weight``: that of autocast, else that of the weight."""
+    """Return ``rows`` in the dtype of the product with ``weight``: autocast's dtype if it is on, else the weight's."""
     if not autocast_enabled(rows.device.type):
         return rows.to(weight.dtype)
     (cast,) = cast_operands(rows)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 NAME = "pymoe"
-"""Of pymoe among transformers' implementations of experts."""
+"""The name of pymoe among transformers' implementations of experts."""
 
 GATE = "_apply_gate"
 """The method of an experts module that computes its gate."""
@@ -47,21 +47,21 @@ def register(function: Callable[..., Tensor]) -> None:
 
 
 class Flags(NamedTuple):
-    """How an experts module holds its parameters, and what it does with them."""
+    """Describes how an experts module holds its parameters, and what it does with them."""
 
     gated: bool
-    """``gate_up_proj`` and a gate; otherwise ``up_proj`` and an activation."""
+    """True: it has ``gate_up_proj`` and a gate; False: ``up_proj`` and an activation."""
     biased: bool
     transposed: bool
-    """Weights are (E, in, out); otherwise (E, out, in)."""
+    """True: weights are (E, in, out); False: (E, out, in)."""
     normed: bool
-    """``post_expert_norm`` is applied to every expert's output."""
+    """True: ``post_expert_norm`` is applied to every expert's output."""
     expert_parallel: bool
-    """Indices from E on name experts of other ranks."""
+    """True: indices from E on mean experts of other ranks."""
 
 
 def flags(experts: Any) -> Flags:
-    """Return the flags of an experts module; those that its version of transformers lacks have their default."""
+    """Return the flags of an experts module; flags that its version of transformers lacks have their defaults."""
     return Flags(
         gated=getattr(experts, "has_gate", True),
         biased=getattr(experts, "has_bias", False),
@@ -72,7 +72,7 @@ def flags(experts: Any) -> Flags:
 
 
 def activation(experts: Any) -> Callable[[Tensor], Tensor]:
-    """Return what an experts module itself computes between its two products."""
+    """Return the module's own computation between its two products."""
     chosen: Callable[[Tensor], Tensor] = experts._apply_gate if flags(experts).gated else experts.act_fn
     return chosen
 
@@ -85,7 +85,7 @@ def has_default_gate(experts_class: Any) -> bool:
 
 
 def has_replaced_gate(experts: Any) -> bool:
-    """Return whether the gate of this module, and not of its class, was replaced."""
+    """Return whether the gate of this module was replaced on the module itself, not on its class."""
     return GATE in experts.__dict__
 
 
@@ -95,7 +95,7 @@ def is_behind(module: Any) -> bool:
 
 
 def implementation(experts: Any) -> str | None:
-    """Return the implementation that an experts module runs."""
+    """Return the name of the implementation that an experts module runs."""
     name: str | None = experts.config._experts_implementation
     return name
 
@@ -106,19 +106,19 @@ def set_implementation(experts: Any, name: str | None) -> None:
 
 
 def records_outputs(hook: Any) -> bool:
-    """Return whether a hook is one that transformers leaves on modules to hand out what they return.
+    """Return whether a hook is one that transformers leaves on modules to record their outputs.
 
-    A model that was once asked for its router's logits, for example, has them ever after. They change nothing.
+    A model that was once asked for its router's logits, for example, keeps such hooks. They change nothing.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 @functools.cache
 def refuse_to_save(reason_of: Callable[[Any], str]) -> None:
-    """Make ``save_pretrained`` of all models raise :class:`ValueError` where ``reason_of(model)`` says why.
+    """Make ``save_pretrained`` of all models raise :class:`ValueError` if ``reason_of(model)`` gives a reason.
 
-    transformers asks nobody before it saves, whoever calls it (``Trainer``, ``push_to_hub``), so its method is wrapped,
-    once for all models. Adapters are saved without the model that they adapt.
+    transformers has no hook before saving, which ``Trainer`` and ``push_to_hub`` also use, so its method is wrapped,
+    once for all models. Adapters can be saved, because the model that they adapt is not saved with them.
 
     Args:
         reason_of: returns a sentence, or "" for a model that can be saved.

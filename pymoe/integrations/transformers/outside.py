@@ -1,6 +1,6 @@
-"""The forwards, on pymoe's operators, of experts that stand outside transformers' interface.
+"""Forwards on pymoe's operators for experts outside of transformers' interface.
 
-Each takes the place of the forward of the class that :data:`FORWARDS` names, with its arguments and results; the module
+Each replaces the forward of the class that :data:`FORWARDS` names, with the same arguments and results; the module
 keeps its parameters and its router.
 """
 
@@ -22,24 +22,24 @@ from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
 
 
 def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``Llama4TextMoe``, which itself sends every token through every expert.
+    """Compute ``Llama4TextMoe``, whose own code sends every token through every expert.
 
-    The score of a choice multiplies what goes into the expert, not what comes out.
+    The score of a choice multiplies the expert's input, not its output.
     """
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TH)
-    # As the router chose, which it does not return; other scores are 0, and so are the outputs for them.
+    # The router's choice, which it does not return. The other scores are 0, and so are their outputs.
     index_TK = torch.topk(logits_TE, self.router.top_k, dim=1).indices
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
     w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
-    index_S1 = index_TK.reshape(-1, 1)  # every choice is a token of its own here, with the weight 1
+    index_S1 = index_TK.reshape(-1, 1)  # every choice counts as a separate token here, with weight 1
     ones_S1 = torch.ones_like(index_S1, dtype=torch.float32)
     rows_SH = run_experts(scaled_TKH.flatten(0, 1), index_S1, ones_S1, w_in, w_out, activation, transposed=True)
     return self.shared_expert(x_TH) + rows_SH.view(scaled_TKH.shape).sum(dim=1), logits_TE
 
 
 def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``Step3p7Experts``, some layers of which clamp what the gate multiplies."""
+    """Compute ``Step3p7Experts``, in some layers of which both factors of the gated product are clamped."""
     plain = self.limit == float("inf") and not interface.has_replaced_gate(self)
     activation = gated_activation(self.act_fn) if plain else self._apply_gate
     return run_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, activation)
@@ -59,7 +59,7 @@ def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``DbrxExperts``, whose matrices lie one above the other, gate and up apart."""
+    """Compute ``DbrxExperts``, whose matrices are concatenated over experts, with separate gate and up."""
     mlp = self.mlp
     gate_EFH, up_EFH, down_EFH = (
         weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for weight in (mlp.w1, mlp.v1, mlp.w2)
@@ -76,7 +76,9 @@ def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def jetmoe_parallel_experts(self: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
-    """Compute ``JetMoeParallelExperts``, a linear layer for each run of rows, of experts and of attention."""
+    """Compute ``JetMoeParallelExperts``, one linear layer for each group of rows, used for experts and for
+    attention.
+    """
     offsets = torch.tensor([0, *accumulate(expert_size)], dtype=torch.int32, device=inputs.device)
     return ops.grouped_linear(as_operand(inputs, self.weight), self.weight, offsets)
 
@@ -88,7 +90,7 @@ FORWARDS: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): longcat_flash_experts,
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): step3p7_experts,
 }
-"""By module and name of the class."""
+"""Forwards by module and name of the class."""
 
 PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts"): {
@@ -101,22 +103,24 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "identity_expert": ("torch.nn.modules.linear", "Identity")
     },
 }
-"""The parts, by name, whose work a forward of :data:`FORWARDS` does itself, and the classes that it knows them by."""
+"""Submodules, by name, whose work a forward of :data:`FORWARDS` does itself, with the classes that it expects them to
+have."""
 
 CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
         "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router")
     },
 }
-"""The parts that a forward calls and of which it knows more than they return, in the same way."""
+"""Submodules that a forward calls while relying on more than their results, given in the same way."""
 
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
-    """Return whether the forward for ``cls`` computes what ``module`` does by calling all of its parts.
+    """Return whether the forward for ``cls`` computes the same as calling all submodules of ``module``.
 
-    Not where one of :data:`PARTS` has hooks, another class or another ``forward``, or where somebody has patched the
-    ``forward`` of ``cls`` itself: they would not be heard. Nor where one of :data:`CALLED` has, which is heard and may
-    return something else than what the forward counts on; hooks by which transformers records outputs return nothing.
+    False if one of :data:`PARTS` has hooks, another class or another ``forward``, or if the ``forward`` of ``cls``
+    itself was patched, because these would not run. False also if that is so for one of :data:`CALLED`, which runs but
+    may return something unexpected. Hooks by which transformers records outputs do not count, because they return
+    nothing.
     """
     if not is_of_its_source(cls, "forward"):
         return False
@@ -140,4 +144,4 @@ REFUSED: dict[tuple[str, str], str] = {
         "a whole image goes to one expert, a single linear layer"
     ),
 }
-"""Classes of experts that stay as they are, and why."""
+"""Classes of experts that are not replaced, with the reason."""

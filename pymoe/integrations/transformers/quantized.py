@@ -1,6 +1,6 @@
-"""Experts of transformers with weights in 8 or 4 bits: what :func:`pymoe.nn.quantize_experts` makes of a model.
+"""Experts of transformers with weights in 8 or 4 bits, as :func:`pymoe.nn.quantize_experts` makes them.
 
-The experts module stays; a :class:`pymoe.nn.QuantizedLinear` takes the place of each of its stacked weights.
+The experts module stays; a :class:`pymoe.nn.QuantizedLinear` replaces each of its stacked weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _holds_packed_weights(model: nn.Module) -> str:
-    """Return why ``from_pretrained`` could not load what ``save_pretrained`` would write of a model; "" if it could."""
+    """Return the reason why ``from_pretrained`` could not load what ``save_pretrained`` would write; "" if it could."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             return (
@@ -83,11 +83,11 @@ def run_quantized_experts(
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
 
-    Rows keep their dtype, or take that of autocast; float64 becomes float32. The two layers are called one by one where
-    they have hooks or classes of their own.
+    Rows keep their dtype, or get autocast's; float64 becomes float32. The two layers are called one by one if they have
+    hooks or are subclasses.
     """
     if not torch.compiler.is_compiling():
-        interface.refuse_to_save(_holds_packed_weights)  # also a model that was unpickled
+        interface.refuse_to_save(_holds_packed_weights)  # also finds a model that was unpickled
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))

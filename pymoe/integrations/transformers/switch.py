@@ -13,21 +13,22 @@ from pymoe.integrations.transformers.activations import place
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED, may_do_work_of_parts
 
 _BEFORE = "_experts_implementation_before_pymoe"
-"""Of modules behind the interface: a dictionary of what they ran, by this name, or an empty one once that was undone.
+"""Attribute of modules behind the interface: a dictionary with the implementation that they ran before, empty once that
+was undone.
 
-Modules of one configuration have one dictionary, since whoever changes one of them changes all.
+Modules with one configuration share one dictionary, because a change of one of them changes all.
 """
 
 
 def enable(model: nn.Module) -> list[str]:
-    """Run the experts of ``model`` on pymoe, also where transformers has no interface for them.
+    """Run the experts of ``model`` on pymoe, including experts for which transformers has no interface.
 
-    Experts behind the interface get ``experts_implementation="pymoe"``. Those outside it that pymoe knows (of Dbrx,
-    JetMoe, Llama4, LongcatFlash and Step3p7) get another forward, by a class of the same name derived from their own;
-    it leaves the work to transformers' code while a part that it would not call has hooks or was replaced.
-    transformers' classes stay as they are, and so do other models (that share no configuration with this one),
-    parameters, hooks and the state dict; the model can be copied, pickled and compiled as before. Either everything
-    changes or, on an error, nothing does.
+    Experts behind the interface get ``experts_implementation="pymoe"``. Experts outside of the interface that pymoe
+    knows (of Dbrx, JetMoe, Llama4, LongcatFlash and Step3p7) get another forward: a class of the same name, derived
+    from their own. It leaves the work to transformers' code as long as a submodule that it would not call has hooks or
+    was replaced. transformers' classes stay as they are, and so do parameters, hooks, the state dict, and other models
+    that share no configuration with this one. The model can be copied, pickled and compiled as before. On an error
+    nothing changes.
 
     Args:
         model: a model of transformers, or a part of one that holds experts.
@@ -36,7 +37,7 @@ def enable(model: nn.Module) -> list[str]:
         The names, within ``model``, of the modules that changed; those that ran on pymoe before are not among them.
 
     Raises:
-        ValueError: ``model`` holds no experts that pymoe knows, or some that it cannot compute.
+        ValueError: ``model`` holds no experts that pymoe knows, or experts that it cannot compute.
         TypeError: experts have weights of a dtype that pymoe does not compute in, as in a quantised model.
     """
     named = list(model.named_modules())
@@ -74,19 +75,19 @@ def enable(model: nn.Module) -> list[str]:
 
 
 def disable(model: nn.Module) -> list[str]:
-    """Undo :func:`enable`: every module of ``model`` runs again as it did before.
+    """Undo :func:`enable`: every module of ``model`` runs as it did before.
 
     Args:
-        model: what ``enable`` was called with, or a part of it. Modules that it did not change, or that got another
-            implementation since, are left alone. A part takes with it all modules behind the interface that share its
-            configuration, also those outside the part, as ``enable`` does.
+        model: the model that was given to ``enable``, or a part of it. Modules that ``enable`` did not change, or that
+            got another implementation since, are left alone. With a part, all modules behind the interface that share
+            its configuration change, even outside of the part, as in ``enable``.
 
     Returns:
         The names, within ``model``, of the modules that changed.
 
     Raises:
-        TypeError: a class was derived since from that of a module outside the interface, as a parametrization or
-            ``fully_shard`` does; nothing changes then.
+        TypeError: the class of a module outside of the interface was subclassed since, as a parametrization or
+            ``fully_shard`` does. Nothing changes then.
     """
     named = list(model.named_modules())
     marked = [(name, module, getattr(module, _BEFORE)) for name, module in named if hasattr(module, _BEFORE)]
@@ -113,17 +114,17 @@ def disable(model: nn.Module) -> list[str]:
 
 
 class OnPymoe:
-    """Marks the classes that :func:`enable` gives to modules outside transformers' interface."""
+    """Marks the classes that :func:`enable` gives to modules outside of transformers' interface."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by the class of transformers, since that of this object has no place in any module."""
+        """Copy and pickle with transformers' class, because the object's own class is not in any module."""
         before = _off_pymoe(type(self))
         return super().__reduce_ex__(protocol) if before is None else (_empty, (before,), self.__dict__)
 
 
 @functools.cache
 def _on_pymoe(cls: Any) -> Any:
-    """Return a class like ``cls``, of its name, with the forward on pymoe."""
+    """Return a subclass of ``cls`` with the same name and the forward on pymoe."""
     on_pymoe = FORWARDS[place(cls)]
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -134,7 +135,7 @@ def _on_pymoe(cls: Any) -> Any:
 
 
 def _off_pymoe(cls: type) -> Any:
-    """Return the class that ``cls`` was made of, or None if :func:`_on_pymoe` did not make it."""
+    """Return the class from which ``cls`` was made, or None if :func:`_on_pymoe` did not make it."""
     return cls.__bases__[1] if cls.__bases__[0] is OnPymoe else None
 
 

@@ -1,5 +1,5 @@
-"""The arguments of a call: a flat list of leaves, their names, which of their dimensions are free, and whether a later
-call fits what was captured: kinds of leaves, sizes of tensors, and what the model's code asked of sizes.
+"""The arguments of a call: a flat list of leaves, their names, and their free dimensions; and checks that a later call
+fits the capture: kinds of leaves, sizes of tensors, and conditions on sizes that the model's code has tested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pymoe.pipe.capture.snapshots import freeze, patched
 
 
 class Like(NamedTuple):
-    """Describes an example tensor for a capture, which does not need its values."""
+    """Describes an example tensor without its values, which a capture does not need."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,7 +36,7 @@ class Like(NamedTuple):
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self) -> Tensor:
-        """Return another example, of any values."""
+        """Return another example tensor, with arbitrary values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
@@ -59,7 +59,7 @@ class _Slot:
 class Arguments:
     """Describes how the arguments of a model's ``forward`` were given when it was captured.
 
-    Calls may give them otherwise: by name or by position, in another order, with or without those that equal their
+    Calls may give them in other ways: by name or by position, in another order, with or without those that equal their
     defaults.
     """
 
@@ -78,8 +78,8 @@ class Arguments:
                 )
 
     def example(self, call: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call, ``(args, kwargs)``. Its tensors take dtypes, and whether they require gradients, from
-        the leaves of another ``call`` where these are tensors or describe tensors.
+        """Return an example call, ``(args, kwargs)``. Its tensors take dtype and ``requires_grad`` from the leaves of
+        another ``call``, if these are tensors or describe tensors.
         """
         leaves = []
         for leaf, other in zip(self.examples, call or self.examples, strict=True):
@@ -141,7 +141,7 @@ class Arguments:
         return f"({', '.join([*self._positions(len(args))[: len(args)], *kwargs])})"
 
     def _positions(self, count: int) -> list[str]:
-        """Return the names of the first ``count`` positional arguments, and possibly of more."""
+        """Return the names of at least the first ``count`` positional arguments."""
         names: list[str] = []
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -158,18 +158,19 @@ def _name(path: tuple[Any, ...], positions: list[str]) -> str:
 
 
 Trial = tuple[tuple[Any, ...], bool]
-"""A way to capture a model: for every tensor leaf which dimensions are free, as for ``torch.export.export``; and
-whether these may be 0 or 1 as well.
+"""A way to capture a model: the free dimensions of every tensor leaf, as for ``torch.export.export``, and whether their
+sizes may also be 0 or 1.
 """
 
 
 def trials(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> Iterator[Trial]:
-    """Yield what to try, one after the other.
+    """Yield the ways to try, in order.
 
-    With ``dynamic_shapes``, in the form of ``torch.export.export``, that alone. Otherwise all dimensions free, the
-    first of each tensor, none; but not where the example has 0 or 1, for which torch takes another path.
+    With ``dynamic_shapes``, in the form of ``torch.export.export``, there is only that one. Otherwise: all dimensions
+    free, the first of each tensor, none. Dimensions where the example has size 0 or 1 are not free, because torch takes
+    another path for these sizes.
     """
     from torch.export import Dim
 
@@ -194,7 +195,7 @@ def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     by_id: dict[int, Any] = {}
     for name, value in bound.items():
         spec = shapes.get(name)
-        # Entries for arguments collected by **kwargs may be on the level of the named ones.
+        # Shapes for arguments that **kwargs collects may be at the same level as shapes for named arguments.
         if name not in shapes and isinstance(value, dict) and all(key in shapes for key in value):
             spec = {key: shapes[key] for key in value}
         by_id.update((id(leaf), of_leaf) for leaf, of_leaf in _pairs(value, spec, name))
@@ -223,19 +224,19 @@ def _pairs(value: Any, spec: Any, name: str) -> Iterator[tuple[Tensor, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class InputChecks:
-    """Checks the leaves of a call. Sizes are numbers, and expressions of sympy in symbols for what is free."""
+    """Checks the leaves of a call. Sizes are numbers, or sympy expressions in symbols for free sizes."""
 
     arguments: Arguments
     sizes: dict[int, tuple[Any, ...]]
     """Sizes of the leaves that are tensors, by number."""
     conditions: dict[Any, str]
-    """Conditions on free sizes under which the model's code takes the captured path: expressions, and for each the line
-    that asked, or nothing.
+    """Conditions on free sizes under which the model's code takes the captured path: expressions, each with the line of
+    code that tested it, if known.
     """
     limits: dict[Any, tuple[int, int | None]]
-    """The least and the greatest value of symbols."""
+    """The least and the greatest value of each symbol."""
     fixed: dict[tuple[int, int], str]
-    """The line that fixed a size, by (leaf, dimension)."""
+    """The line of code that fixed a size, by (leaf, dimension)."""
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise ValueError, naming argument and dimension, for leaves that do not fit."""
@@ -311,7 +312,9 @@ def _check_kind(name: str, example: Like, value: Any) -> None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype. Those of one kind can replace each other: a model may change its precision."""
+    """Return the kind of a dtype. Dtypes of one kind can replace each other, because a model may change its
+    precision.
+    """
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -320,13 +323,13 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def sizes_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the sizes of a placeholder of an exported graph: numbers, and expressions of sympy."""
+    """Return the sizes of a placeholder of an exported graph: numbers, or sympy expressions."""
     sizes = [size if isinstance(size, int) else size.node.expr for size in node.meta["val"].shape]
     return tuple(size if isinstance(size, int) or not size.is_number else int(size) for size in sizes)
 
 
 def _check_constant(name: str, expected: Any, value: Any) -> None:
-    if value is not expected and freeze(value) != freeze(expected):  # tells zeros apart by sign, and NaN is NaN
+    if value is not expected and freeze(value) != freeze(expected):  # distinguishes the two zeros, and NaN equals NaN
         raise ValueError(
             f"{name}: expected {expected!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
             "tensors are constants of the capture"
@@ -334,12 +337,12 @@ def _check_constant(name: str, expected: Any, value: Any) -> None:
 
 
 def _evaluate(expression: Any, numbers: dict[Any, int]) -> Any:
-    """Return the value of an expression, or None where it has symbols that no argument gives."""
+    """Return the value of an expression, or None if it has symbols that no argument defines."""
     value = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
     return None if getattr(value, "free_symbols", None) else value
 
 
-# Which conditions a capture makes, and where the model's code asks for them.
+# Conditions of a capture, and where the model's code tests them.
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _CONVERSIONS = torch.__file__
@@ -350,7 +353,9 @@ _TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
 
 @contextmanager
 def where_sizes_are_asked(environment: Any) -> Iterator[None]:
-    """Note, within the block, the lines that ask a ``ShapeEnv``, if there is one, for :func:`conditions_asked`."""
+    """Within the block, note the lines of code that test sizes in a ``ShapeEnv``, if there is one, for
+    :func:`conditions_asked`.
+    """
     if environment is None:
         yield
         return
@@ -366,10 +371,13 @@ class _ShapeGuards(list[Any]):
         super().__init__(guards)
         self.places = [""] * len(guards)
         self.answers: list[tuple[Any, str]] = []
-        """Questions of the model's own code, as they were answered, with their lines, even if the answer was known."""
+        """Conditions that the model's own code has tested, as they were answered, each with its line, even if the
+        answer was already known."""
 
     def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``evaluate``, which answers questions about sizes, such that those of the model's code are noted."""
+        """Return a version of ``evaluate``, which tests conditions on sizes, that notes the tests of the model's
+        code.
+        """
 
         def listener(node: Any, *more: Any, **named: Any) -> Any:
             expression, answer = node.expr, evaluate(node, *more, **named)
@@ -396,7 +404,7 @@ def _users_line(frame: FrameType | None) -> str:
 def _is_asked_by_model(frame: FrameType | None) -> bool:
     """Return whether Python code of the model, or of ``torch.nn``, has made a ``bool`` or ``int`` of a size.
 
-    Operators ask, too, as to whether to broadcast: but when the graph runs, they ask again.
+    Operators test sizes, too (whether to broadcast, for example), but they test again when the graph runs.
     """
     converted = False
     while frame is not None and frame.f_code.co_filename.startswith((_CONVERSIONS, _SYMBOLS)):
@@ -417,9 +425,10 @@ def _as_answered(expression: Any, answer: Any) -> Any:
 
 
 def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
-    """Return the conditions on sizes under which a graph was made, as expressions of sympy, and the lines that asked.
+    """Return the conditions on sizes under which a graph was made, as sympy expressions, and the lines that tested
+    them.
 
-    Those of operators that hold for all sizes but 0 and 1 are left out.
+    Conditions from operators that hold for all sizes except 0 and 1 are left out.
     """
     guards = environment.guards
     if not isinstance(guards, _ShapeGuards):
@@ -429,7 +438,7 @@ def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
 
 
 def _holds_from_two(expression: Any) -> bool:
-    """Return whether a condition holds for all sizes from 2 up, as far as trying some tells."""
+    """Return whether a condition seems to hold for all sizes from 2 up, by trying some."""
     symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
     if not symbols:
         return False

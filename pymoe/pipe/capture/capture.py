@@ -1,4 +1,4 @@
-"""``capture``: from a model and example arguments to one graph, made from what ``torch.export`` makes."""
+"""``capture``: makes one graph from a model and example arguments, with ``torch.export``."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def capture(
     """Capture ``model``, in its present mode, as one graph, by ``torch.export``.
 
     The graph computes what the model computes, with the same operators in the same order: outputs, gradients, changed
-    buffers and random numbers are equal bit by bit. The model stays exactly as it is, also when this fails.
+    buffers and random numbers are equal bit by bit. The model stays exactly as it is, even after a failure.
 
-    Python values are constants of the capture: ``Captured.guards`` tells whether they are still what they were. A
-    submodule whose forward changes its attributes becomes opaque, with a warning; other changes of Python values by the
-    model's code, and random numbers that are not torch's, are refused. What leaves no trace in them (prints) happens
-    during the capture alone.
+    Python values are constants of the capture; ``Captured.guards`` checks that they have not changed. A submodule whose
+    forward changes its attributes becomes opaque, with a warning; other changes of Python values by the model's code,
+    and random numbers that are not torch's, are refused. Effects that leave no trace in Python values, such as prints,
+    happen only during the capture.
 
     Args:
         model: any module that ``torch.export`` takes.
-        args: examples of the arguments; at least 2 in every dimension that is to be free.
-        kwargs: examples of the arguments by name.
-        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default all that the model's code
-            does not fix.
-        opaque: types of modules, and qualified names, that are called as a whole instead of being traced, as layers of
-            :mod:`pymoe.nn`, autograd Functions and modules with hooks always are. They keep their state, hooks and
-            mode; their outputs' shapes must follow from the shapes of their inputs.
+        args: example arguments; sizes of at least 2 in every dimension that is to be free.
+        kwargs: example keyword arguments.
+        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default every one that the model's
+            code does not fix.
+        opaque: types and qualified names of modules that are called as a whole instead of being traced. (Layers of
+            :mod:`pymoe.nn`, autograd Functions and modules with hooks always are.) They keep their state, hooks and
+            mode; the shapes of their outputs must follow from the shapes of their inputs.
 
     Raises:
         TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` does not fit the model.
@@ -66,10 +66,10 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # includes opaque modules, whose effects in a capture are undone
+    external = ExternalValues(model)  # includes opaque modules, because their effects in a capture are undone
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
-    closed: set[str] = set()  # modules that change their attributes
+    closed: set[str] = set()  # modules whose forward changes their attributes
     while True:
         new_run = partial(ModelRun, model, arguments, choose_opaque(model, opaque, opened, closed), external, ambient)
         try:
@@ -94,7 +94,7 @@ def capture(
 
 
 def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) -> tuple[Any, ModelRun]:
-    """Return what ``torch.export`` makes, and the run that it made of it.
+    """Return what ``torch.export`` makes, and the run of the model in which it was made.
 
     Raises:
         BoundaryInside: a stage boundary is inside an opaque module.
@@ -103,7 +103,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
     failure: BaseException | None = None
     for trial in ways:
         if failure is not None and branches_on_values(failure) and any(trial[0]):
-            continue  # other free dimensions will not help
+            continue  # a retry with other free dimensions will not help
         run = new_run()
         try:
             return _export(run, trial), run
@@ -135,9 +135,9 @@ def _export(run: ModelRun, trial: Trial) -> Any:
 
 
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
-    """Return what a capture assumes; not what torch's own layers set before they read it."""
+    """Return the assumptions of a capture, without attributes that torch's own layers set before they read them."""
     reads = run.recorder.reads
-    # A graph may hold for the dtypes of the example alone: ``x.float()`` of a float32 ``x`` was ``x``.
+    # A graph may be valid only for the dtypes of the example: ``x.float()`` of a float32 ``x`` was ``x`` itself.
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     reads.dtypes |= any(
         node.target is _torch_private.assert_tensor_metadata for graph in graphs for node in graph.nodes
@@ -156,7 +156,9 @@ def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
 def _refusal(
     run: ModelRun, trial: Trial, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]
 ) -> CaptureError:
-    """Return the error for what a graph cannot do, with the line that does it, which ``run`` finds."""
+    """Return the error for something that a graph cannot do, with the line of code that does it, which ``run``
+    finds.
+    """
     with suppress(Exception, Stopped):
         _export(run, trial)
     if side_effects:
@@ -173,7 +175,7 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """Empty the caches that the block has filled: they may hold tensors without values."""
+    """After the block, empty the caches that it has filled, because they may hold tensors without values."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
@@ -185,7 +187,9 @@ def _cleared(caches: Collection[Any]) -> Iterator[None]:
 
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
-    """Set the state in which graphs are made, whatever the caller's is; that holds when the graph runs."""
+    """Set the state in which graphs are made, whatever the caller's state is: the caller's counts when the graph
+    runs.
+    """
     config: Any = _torch_private.fx_config  # imported when it is first used
     with (
         torch.inference_mode(False),
@@ -193,10 +197,10 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         torch.compiler.set_stance("force_eager"),
-        # They report what an error will say.
+        # These modules log what the error will say.
         patched((logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True)),
         patched((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)),
-        # Otherwise torch assumes that free dimensions are at least 2, and adds no guard for it.
+        # Without this, torch assumes that free dimensions are at least 2, and adds no guard for that.
         config.patch(backed_size_oblivious=any_size),
     ):
         yield
@@ -216,14 +220,14 @@ class Captured:
 
     - a ``placeholder`` for every leaf of ``(args, kwargs)``, also for those that are not tensors: these are constants
       of the capture and have no users;
-    - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), of
+    - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), and of
       ``_constant_N`` for other tensors that the model's code holds;
     - ``call_function``: operators, arithmetic on sizes, blocks with a state of their own (a ``Region``), and opaque
       calls (``OpaqueCall``); the last three return lists;
     - one ``output`` with the list of output leaves.
 
-    The graph module looks parameters and buffers up in the model's own modules: what the model gets in their place,
-    by ``load_state_dict(assign=True)`` or ``.to()``, the graph sees.
+    The graph module looks parameters and buffers up in the model's own modules, so it sees replacements by
+    ``load_state_dict(assign=True)`` or ``.to()``.
 
     A node's ``meta`` holds ``val`` (a fake tensor or number), ``stack_trace`` and ``nn_module_stack``.
     """
@@ -231,16 +235,17 @@ class Captured:
     graph: fx.GraphModule
     arguments: Arguments
     input_checks: InputChecks
-    """Checks of a call: dimensions that the model leaves free may have any size, and dtypes any precision."""
+    """Checks a call: free dimensions may have any size, and dtypes any precision."""
     out_spec: pytree.TreeSpec
     training: bool
     guards: Callable[[nn.Module], Guards]
-    """Makes the capture's assumptions about Python, for the model or for another one with the same submodules."""
+    """Makes the guards, the capture's assumptions about Python, for the model or for another one with the same
+    submodules."""
 
 
 class Region:
-    """The target of a node that stands for a block that runs without gradients, or in autocast: the block's graph, run
-    in that state. Returns a list.
+    """The target of a node for a block without gradients or in autocast: runs the block's graph in that state. Returns
+    a list.
     """
 
     def __init__(self, name: str, graph: fx.GraphModule, grad: bool | None, autocast: dict[str, Any] | None) -> None:
@@ -276,7 +281,7 @@ def opaque_modules(graph: fx.Graph) -> list[OpaqueModule]:
 
 
 def captured_graph(program: Any, run: ModelRun, guards: Callable[[nn.Module], Guards]) -> Captured:
-    """Return the captured model from the exported program, which ``run`` has made."""
+    """Return the captured model, made from the exported program of ``run``."""
     builder = _Builder(program, run)
     graph = builder.build()
     assert run.spec is not None
@@ -300,7 +305,7 @@ class _Builder:
         self._inputs: dict[int, fx.Node] = {}  # placeholders of the exported graph, by leaf
         self._state: dict[str, fx.Node] = {}
         self.constants: dict[str, Tensor] = {}
-        # Shared parameters and buffers go by their first name.
+        # Shared parameters and buffers have their first name.
         self._first_name: dict[int, str] = {}
         for name, value in (*run.model.named_parameters(), *run.model.named_buffers()):
             self._first_name.setdefault(id(value), name)
@@ -335,7 +340,7 @@ class _Builder:
         conditions, fixed = self._conditions()
         limits: dict[Any, tuple[int, int | None]] = {}
         for symbol, constraint in self._program.range_constraints.items():
-            # Where operators ask about 0 and 1, 2 is what is left.
+            # Where operators distinguish 0 and 1, sizes from 2 on remain.
             low = int(constraint.lower) if constraint.lower > 2 else 0
             high = int(constraint.upper) if constraint.upper.is_number and constraint.upper < 2**40 else None
             if low or high is not None:
@@ -344,7 +349,7 @@ class _Builder:
         return InputChecks(self._run.arguments, sizes, conditions, limits, fixed)
 
     def _conditions(self) -> tuple[dict[Any, str], dict[tuple[int, int], str]]:
-        """Return what the graph requires of free sizes, and the lines that fixed others."""
+        """Return the graph's conditions on free sizes, and the lines that fixed other sizes."""
         modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in self._inputs.values()]
         environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env), None)
         if environment is None:
@@ -399,8 +404,8 @@ class _Builder:
 
 
 def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Let the nodes of an exported graph, also those of blocks, call regions and opaque calls, and name modules as the
-    model does.
+    """Make the nodes of an exported graph, including its blocks, call regions and opaque calls and use the model's
+    names of modules.
     """
     hop = torch.ops.higher_order
     for node in reversed(list(module.graph.nodes)):  # blocks after their use
@@ -421,7 +426,7 @@ def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
 
 
 def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
-    """Return the graph of the block that a node fetches."""
+    """Return the graph of the block that a ``get_attr`` node fetches."""
     module = getattr(owner, str(node.target))
     assert isinstance(module, fx.GraphModule)
     _resolve(module, calls)
@@ -430,7 +435,7 @@ def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) ->
 
 
 def _users_meta(node: fx.Node) -> dict[str, Any]:
-    """Return what an exported graph knows of a node, as the model names the modules around it."""
+    """Return the metadata of a node of an exported graph, with the model's names of the modules around it."""
     meta = {key: value for key, value in node.meta.items() if key not in ("from_node", "custom")}
     if "nn_module_stack" in meta:
         meta["nn_module_stack"] = {
@@ -445,9 +450,9 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
     """Return the module of ``graph``, in which ``get_attr`` names a parameter or buffer of ``model``, or one of
     ``constants``.
 
-    It holds no parameters itself: its modules share the dictionaries of the model's, so that it sees every parameter
-    and buffer that the model gets. Opaque modules are in it themselves. Its ``state_dict`` has the keys of the model's,
-    for all of the modules that the graph uses.
+    It has no parameters of its own: its modules share the dictionaries of the model's modules, so that it sees later
+    parameters and buffers of the model, too. It contains opaque modules themselves. Its ``state_dict`` has the model's
+    keys for all modules that the graph uses.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph(), "Captured")
     _share(module, model)
@@ -457,7 +462,7 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
         if name:
             around._modules[name] = call.module
     for node in graph.find_nodes(op="get_attr"):
-        if node.target in constants:  # not buffers, which would be added to the model's
+        if node.target in constants:  # not registered as buffers, which would be added to the model's
             module.__dict__[node.target] = constants[node.target]
         else:
             _module_at(str(node.target).rpartition(".")[0], module, model)
@@ -469,10 +474,10 @@ _STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the module of ``root`` that stands for one of ``model``'s, made where there is none."""
+    """Return the module of ``root`` that stands for one of ``model``'s; make it if there is none."""
     here, original = root, model
     for name in path.split(".") if path else []:
-        if here is original:  # an opaque module, which is here itself
+        if here is original:  # an opaque module: the graph contains the module itself
             return here
         original = original.get_submodule(name)
         step = here._modules.get(name)

@@ -1,4 +1,4 @@
-"""Looks into Python values: this is the one place that knows all kinds of holders."""
+"""Reads the contents of Python values: the only place that knows all kinds of containers and objects."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ CONSTANTS = (
     *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types of values that are always the same: numbers, strings, None and the like."""
+"""Types of values that never change: numbers, strings, None and the like."""
 
 
 class Holder(NamedTuple):
-    """Tells how to look into the values of one class."""
+    """Describes how to read the contents of values of one class."""
 
     read: Callable[[Any], list[Any]] | None = None
-    """Returns the objects that a value holds, the same ones as long as nothing has changed."""
+    """Returns the objects that a value holds: the same objects as long as nothing has changed."""
     state: Callable[[Any], Any] | None = None
     """Returns the rest of a value's state, to be compared by ``==``."""
     names: Callable[[Any], list[str]] | None = None
-    """Returns what code writes after the name of a value to get what ``read`` returns, item by item; a dot alone stands
-    for the dictionary of its attributes.
+    """Returns, for each item of ``read``, the suffix that gets it in code after the value's name; a single dot stands
+    for the dictionary of attributes.
     """
     by_identity: bool = False
-    """True if another object of the same contents is another value."""
+    """True if another object with the same contents is a different value."""
     is_opaque: bool = False
-    """True if what it holds cannot be seen."""
+    """True if the contents cannot be read."""
     is_plain: bool = False
-    """True if it is a container, or a function, of which all that it holds counts as read."""
+    """True for a container or function all of whose contents count as read."""
     is_fixed: bool = False
     """True if it always holds the same objects."""
     glance: Callable[[Any], list[Any]] | None = None
-    """Returns what ``read`` does, and possibly more, in less time."""
+    """Returns what ``read`` returns, and possibly more, in less time."""
 
 
 _LEAF = Holder(by_identity=True)
@@ -80,23 +80,23 @@ _BY_IDENTITY = frozenset(
         "typing",
     )
 )
-"""Packages whose objects are compared by identity: locks, files, loggers, and random generators, of which it is watched
-otherwise whether they are used.
+"""Packages whose objects are compared by identity: locks, files, loggers, and random generators, whose use is watched
+elsewhere.
 """
 _LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.utils.data.")
-"""The exceptions: modules of torch whose objects hold numbers that users change."""
+"""Exceptions: modules of torch whose objects hold numbers that users change."""
 
 SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
 
 
 def is_users_class(kind: type) -> bool:
-    """Return whether a class comes neither from a package nor from Python itself."""
+    """Return whether a class is the user's: neither from a package nor from Python itself."""
     home = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
     return is_users_file(home) or kind.__module__ == "__main__"
 
 
 def is_users_object(value: Any) -> bool:
-    """Return whether a value is an object with attributes whose class does not come from a package."""
+    """Return whether a value is an object with attributes whose class is the user's."""
     kind = type(value)
     if kind.__module__ in ("builtins", "torch") or isinstance(value, _NO_OBJECTS):
         return False
@@ -112,7 +112,7 @@ _NO_OBJECTS = (
 
 
 def holder_of(value: Any) -> Holder:
-    """Return how to look into a value that is not one of the ``CONSTANTS``, or is a member of an enumeration."""
+    """Return how to read a value that is not one of the ``CONSTANTS``, or is a member of an enumeration."""
     kind = type(value)
     try:
         found = _holders.get(kind)
@@ -135,14 +135,15 @@ def contents(value: Any) -> list[Any]:
 
 
 def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield all objects that values hold at any depth, the values themselves included, but no numbers and strings, none
-    of those whose ids are in ``own`` or ``seen``, and nothing within these. Those that it yields are ``seen``.
+    """Yield the values and all objects that they hold, at any depth. Numbers and strings are left out, and so are
+    objects whose ids are in ``own`` or ``seen``, with everything in them. The ids of yielded objects are added to
+    ``seen``.
     """
     queue = list(values)
     for value in queue:
         if type(value) in SCALARS or id(value) in own or id(value) in seen:
             continue
-        seen[id(value)] = value  # keeps the value, and so its id
+        seen[id(value)] = value  # keeps the value alive, so that its id stays unique
         yield value
         held = contents(value)
         if len(held) < _FEW or not set(map(type, held)) <= SCALARS:
@@ -182,7 +183,7 @@ def _make_holder(kind: type, value: Any) -> Holder:
 
 
 def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Holder:
-    """Return how to look into an object: into what its class inherits from ``base``, its attributes, and its class."""
+    """Return how to read an object: what its class inherits from ``base``, its attributes, and its class."""
     about_class = [] if _is_finished(kind) else [kind]
     if not slots and not has_dict and not about_class:
         return base
@@ -201,7 +202,7 @@ def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Hol
 
 
 def dict_of(value: Any) -> Any:
-    """Return the attributes of an object, without asking its class; None if it has none."""
+    """Return the dictionary of an object's attributes, bypassing its class; None if it has none."""
     try:
         if isinstance(value, threading.local):
             return value.__dict__  # the attributes of this thread
@@ -211,7 +212,7 @@ def dict_of(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> Holder:
-    """Return how to look into objects of a class in C: by what ``pickle`` would keep of them, if it does."""
+    """Return how to read objects of a class in C: by the state that ``pickle`` would save, if it can."""
     try:
         _bytes_of(value)
     except Exception:
@@ -221,14 +222,16 @@ def _pickled(value: Any) -> Holder:
 
 def _bytes_of(value: Any) -> bytes:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # iterators of itertools will not be pickled for ever
+        warnings.simplefilter("ignore")  # later versions of Python cannot pickle iterators of itertools
         return pickle.dumps(value, 4)
 
 
 def _is_finished(kind: type) -> bool:
-    """Return whether the attributes of a class are not looked at: those of Python, torch and pymoe are as they are."""
+    """Return whether the attributes of a class are not read. The classes of Python, torch and pymoe are assumed not to
+    change.
+    """
     home: Any = kind.__module__
-    if not isinstance(home, str):  # a metaclass in C: the descriptor of its classes
+    if not isinstance(home, str):  # a metaclass in C: this is the descriptor of its classes
         return True
     package = home.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")
@@ -260,7 +263,7 @@ def _glance_at_class(value: type) -> list[Any]:
 
 
 def _of_function(function: Any) -> list[Any]:
-    """Return what a function holds; of one of a package, whose files are as they are, nothing."""
+    """Return what a function holds; nothing for a function of a package, whose files are assumed not to change."""
     if not is_users_file(function.__code__.co_filename):
         return []
     return _glance_at_function(function)
@@ -352,7 +355,7 @@ _CONTAINERS: dict[type, Holder] = {
     weakref.ref: Holder(lambda value: [weakref.ref.__call__(value)]),
     threading.local: Holder(),
 }
-"""Classes that others may inherit from, which then add attributes; those of subclasses first."""
+"""Classes that may have subclasses with more attributes; derived classes come first."""
 
 _VIEWS: dict[type, Holder] = {
     types.MappingProxyType: Holder(_of_mapping, names=_names_of_mapping, is_plain=True),
@@ -362,7 +365,7 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-# One for all arrays of numpy: it is found by their class, which says nothing of their dtype.
+# One for all numpy arrays: it is found by their class, which does not tell their dtype.
 _ARRAY = Holder(
     lambda value: list(value.ravel()) if value.dtype.hasobject else [],
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),

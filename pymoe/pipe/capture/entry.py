@@ -1,5 +1,5 @@
-"""The model behind a function of tensors that returns tensors, which ``torch.export`` is given; and what the model's
-code does to Python in addition to computing: it draws random numbers, and changes values outside of it.
+"""Presents the model to ``torch.export`` as a function from tensors to tensors, and finds side effects of the model's
+code: random numbers that it draws, and values outside of the model that it changes.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pymoe.pipe.capture.python_reads import Answers, ReadRecorder
 from pymoe.pipe.capture.snapshots import Changes, Snapshots, attributes_restored
 
 MODEL = "model"
-"""The name of the model in what ``torch.export`` is given."""
+"""The name of the model in the module that ``torch.export`` gets."""
 
 
 class ModelRun:
-    """A run of the model within ``torch.export``, and what it has done.
+    """A run of the model within ``torch.export``, and its side effects.
 
-    What the model assigns to its buffers is written into them instead, and what it assigns to other attributes, or
-    does to Python's values elsewhere, is undone after the run. What the model raises comes out as :class:`Stopped`.
+    Values that the model assigns to its buffers are written into them instead. Changes of other attributes, and of
+    Python values elsewhere, are undone after the run. An exception of the model is raised as :class:`Stopped`.
 
     Args:
         model: the model.
-        arguments: of the example, whose constants are in their places.
+        arguments: the arguments of the example, with its constants.
         opaque: its opaque modules.
-        external: what its code may read and change outside of it.
+        external: the values outside of the model that its code may read and change.
         ambient: the caller's state.
-        finds_line: whether to look for the line that does something a graph cannot do; it takes much longer.
+        finds_line: whether to look for the line that does something a graph cannot do; this takes much longer.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class ModelRun:
         self.external = external
         self.recorder = ReadRecorder(model, ambient)
         self.leaves: list[Any] = []
-        """Leaves of the output; ``Computed`` stands for one that the graph computes."""
+        """Leaves of the output; ``Computed`` stands for a leaf that the graph computes."""
         self.spec: pytree.TreeSpec | None = None
         self.opaque_calls: OpaqueCalls
         """The opaque calls that it has made."""
         self.changed: list[str] = []
         """The attributes that it has changed."""
         self.side_effects: list[str] = []
-        """Other changes that it has made to Python's values, as the end of "it ..."."""
+        """Other changes that it has made to Python values, as texts that follow "it"."""
         self.place: str | None = None
-        """The first line that did such a thing, if it was looked for."""
+        """The first line that made such a change, if it was searched for."""
         self._finds_line = finds_line
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
@@ -108,8 +108,8 @@ class ModelRun:
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
     def users_changes(self) -> dict[str, list[str]]:
-        """Return the attributes that it has changed, by the qualified name of the module that has them; no buffers,
-        and nothing of torch's own layers.
+        """Return the attributes that it has changed, by qualified name of the module, without buffers and torch's own
+        layers.
         """
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
@@ -118,7 +118,7 @@ class ModelRun:
         return found
 
     def _attributes(self) -> dict[tuple[str, str], Snapshots]:
-        """Return snapshots of what the modules hold that are not opaque, and are the user's."""
+        """Return snapshots of the contents of the user's modules that are not opaque."""
         return {
             (path, name): Snapshots(
                 [(f"{path}.{name}".lstrip("."), partial(module.__dict__.get, name), "{}")],
@@ -132,7 +132,7 @@ class ModelRun:
         }
 
     def _moved(self, before: dict[tuple[str, str], Snapshots]) -> list[str]:
-        """Return the names of what it has changed of what it has read: iterators that it took values from, say."""
+        """Return the names of values that it has both read and changed, such as iterators that it took values from."""
         reads = self.recorder.reads.attributes
         found = (snapshots.change() for place, snapshots in before.items() if place in reads)
         return [name for name in found if name is not None]
@@ -141,7 +141,7 @@ class ModelRun:
     def _watching_side_effects(
         self, changed: Changes, before: dict[tuple[str, str], Snapshots]
     ) -> Iterator[SideEffects]:
-        """Note what the block does to Python's values, and undo it."""
+        """Note the changes of Python values in the block, and undo them."""
         side_effects = SideEffects(self.external.places, self.external.own)
         self.recorder.on_object = side_effects.add_object
 
@@ -161,13 +161,15 @@ class ModelRun:
 
     @contextmanager
     def _ignoring(self, side_effects: SideEffects) -> Iterator[None]:
-        """Ignore what opaque calls read and do in the block: they do it whenever the graph runs."""
+        """Ignore reads and side effects of opaque calls in the block: they happen again whenever the graph runs."""
         with self.recorder.paused(), side_effects.ignored():
             yield
 
 
 class ModelEntry(nn.Module):
-    """Its ``forward`` is a run. torch restores the attributes of a module, so what a run has done is not among them."""
+    """A module whose ``forward`` is the run. torch restores the attributes of a module, so results of the run are kept
+    elsewhere.
+    """
 
     def __init__(self, run: ModelRun) -> None:
         super().__init__()
@@ -179,14 +181,14 @@ class ModelEntry(nn.Module):
 
 
 class Stopped(BaseException):
-    """Carries an error of the model's code through ``torch.export``, which would log it."""
+    """Carries an error of the model's code through ``torch.export``, which would log other errors."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def _users_module(name: str, model: nn.Module) -> str | None:
-    """Return the qualified name of the module that has an attribute; None for buffers, and for torch's own layers."""
+    """Return the qualified name of the module with an attribute; None for buffers, and for torch's own layers."""
     path: list[str] = []
     module, steps = model, name.split(".")
     while steps and (child := module._modules.get(steps[0])) is not None:
@@ -211,12 +213,12 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
 
 
 class _WatchedPlace:
-    """A random generator, or a place outside of the model, as it is when this is made.
+    """A random generator, or a value outside of the model, whose state is recorded when this object is made.
 
     Args:
-        words: what happens when it changes, as the end of "it ...".
-        watch: returns a function that tells the name of what has changed since, or None.
-        restorer: returns a function that restores what is there now.
+        words: what a change means, as a text that follows "it".
+        watch: returns a function that returns the name of what has changed since, or None.
+        restorer: returns a function that restores the present state.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class _WatchedPlace:
         return _WatchedPlace(self._words, self._watch, self._restorer)
 
     def words(self) -> str | None:
-        """Return what has happened, if something has."""
+        """Return what has happened, if anything."""
         name = self._change()
         return None if name is None else self._words.format(name)
 
@@ -240,7 +242,7 @@ class _WatchedPlace:
 
 
 class SideEffects:
-    """Watches random generators, and values outside of the model, from when it is made."""
+    """Watches random generators, and values outside of the model, from the time when it is made."""
 
     def __init__(self, external: Sequence[ExternalValue], own: Collection[int]) -> None:
         self._watched: list[_WatchedPlace] = []
@@ -270,7 +272,7 @@ class SideEffects:
                 self._add_generator(words, value.get_state, value.set_state)
 
     def words(self) -> list[str]:
-        """Return what has happened, as the end of "it ..."."""
+        """Return what has happened, as a text that follows "it"."""
         return [words for watched in self._watched if (words := watched.words()) is not None]
 
     def undo(self) -> None:
@@ -280,7 +282,7 @@ class SideEffects:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Undo what the block does, and never tell of it."""
+        """Undo what the block does, without reporting it."""
         before = [watched.again() for watched in self._watched]
         try:
             yield
@@ -311,13 +313,13 @@ def _set_torch_state(state: bytes) -> None:
 
 
 class LineFinder:
-    """Finds the line of the user's code after which something has happened: within ``with finder:``, every line is
-    followed by the question whether it has. ``files`` count as the user's, too.
+    """Finds the line of the user's code after which something has happened: within ``with finder:`` it checks after
+    every line. ``files`` count as the user's code, too.
     """
 
     def __init__(self, has_happened: Callable[[], bool], files: Container[str] = ()) -> None:
         self.place: str | None = None
-        """The line, by :func:`describe_line`, once it has happened."""
+        """The line, as :func:`describe_line` gives it, once it was found."""
         self._has_happened = has_happened
         self._files = files
         self._last: tuple[str, int, str] | None = None

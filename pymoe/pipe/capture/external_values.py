@@ -1,8 +1,8 @@
-"""Values outside of a model that its code may read: global variables, those of enclosing functions, defaults.
+"""Values outside of a model that its code may read: global variables, variables of enclosing functions, defaults.
 
-They are found in the bytecode, not seen when it runs: variables by name, and of Python modules and classes the
-attributes that the code takes of them. The code is that of the model's classes and hooks, of the functions that it
-names, of those that lie in what it reads, and of the methods of objects there, as far as some code names them.
+They are found by reading bytecode, not by running it: variables by name, and attributes of Python modules and classes
+that the code takes. The search covers the code of the model's classes and hooks, functions that this code names,
+functions in values that it reads, and methods of objects there, if some code names them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ExternalValue(NamedTuple):
-    """Names the place of such a value: a dictionary and a key, or a cell of a function."""
+    """The place of such a value: a dictionary and a key, or a cell of a function."""
 
     label: str
     where: Any
@@ -56,7 +56,7 @@ class ExternalValue(NamedTuple):
             self.where[self.key] = value
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores the present value, and what that holds now."""
+        """Return a function that restores the present value and its present contents."""
         value = self.value(None)
         restore_contents = restorer(value)
 
@@ -74,12 +74,12 @@ class Attributes(NamedTuple):
 
 
 def is_within(path: str, outer: Collection[str]) -> bool:
-    """Return whether a module, by its qualified name, is one of ``outer``, or in one of them."""
+    """Return whether the module with this qualified name is one of ``outer``, or inside one of them."""
     return any(path == each or path.startswith(f"{each}.") for each in outer)
 
 
 def users_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the forward hooks of a module that neither torch nor a split point has put there."""
+    """Yield the forward hooks of a module, except for those of torch and of split points."""
     for kind in FORWARD_HOOKS:
         for hook in module.__dict__[kind].values():
             if not getattr(hook, "is_boundary", False) and not _module_of(hook).startswith("torch."):
@@ -94,18 +94,18 @@ def _module_of(function: Any) -> str:
 
 
 class ExternalValues:
-    """Finds what the code of a model, except for that of its opaque modules, may read outside of the model.
+    """Finds the values outside of a model that its code, except for the code of opaque modules, may read.
 
     Args:
         model: the model.
         opaque: qualified names of modules that are not looked into.
-        read: attributes of its modules that its code reads. None: all.
+        read: the attributes of its modules that its code reads. None: all of them.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = (), read: Iterable[Any] | None = None) -> None:
         self.places: list[ExternalValue] = []
         self.functions: list[ExternalValue] = []
-        """Variables that hold functions and classes of Python, torch and pymoe, which stay as they are."""
+        """Variables that hold functions and classes of Python, torch and pymoe, which are assumed not to change."""
         self.caches: dict[int, Any] = {}
         """The functions with ``functools.lru_cache`` that it calls, by their ids."""
         self.files: set[str] = set()
@@ -122,7 +122,7 @@ class ExternalValues:
         self._methods: dict[str, list[Any]] = {}  # methods that no code has named yet
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
-            # None for classes that make one for every module, as those of TorchScript.
+            # None for classes that create one for every module, such as TorchScript's.
             if not is_library(file := _file_of(getattr(type(module), "forward", None))):
                 self.files.add(file)
         for _, module in modules:
@@ -138,7 +138,7 @@ class ExternalValues:
             self._data_of_class(kind)
 
     def _search(self, value: Any) -> None:
-        """Search the functions that lie in a value at any depth, and the classes of the objects there."""
+        """Search the functions in a value at any depth, and the classes of the objects there."""
         for held in reachable([value], self.own, self._searched):
             if isinstance(held, type):
                 self._class(held, makes_objects=True)
@@ -148,8 +148,8 @@ class ExternalValues:
                 self._class(type(held), makes_objects=False)
 
     def _class(self, kind: type, makes_objects: bool) -> None:
-        """Search the methods of a class that the code names, or that Python calls."""
-        for base in kind.__mro__:  # super() may call those that others override
+        """Search the methods of a class that the code names, or that Python calls implicitly."""
+        for base in kind.__mro__:  # super() may call methods that other classes override
             if base not in self._classes and not _is_pythons(base.__module__):
                 self._classes.add(base)
                 for name, method in vars(base).items():
@@ -162,7 +162,7 @@ class ExternalValues:
                     self._method(vars(base).get(name))
 
     def _data_of_class(self, kind: type) -> None:
-        """Search what a class holds except for methods, as far as the code names it: ``type(self).name`` reads it."""
+        """Search the attributes of a class other than methods, if the code names them, as ``type(self).name`` does."""
         for base in kind.__mro__:
             if not _is_pythons(base.__module__):
                 for name, value in vars(base).items():
@@ -233,7 +233,7 @@ class ExternalValues:
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search what a text may stand for in code that looks names up: a variable, a module, or Python itself."""
+        """Search what a string may name in code that looks names up: a variable, a module, or a builtin."""
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])
@@ -241,7 +241,7 @@ class ExternalValues:
             self._code(compile(text, "<text>", "exec"), variables)
 
     def _name(self, name: str, variables: dict[str, Any], taken: list[str]) -> None:
-        """Search a global variable, of which the code takes the attribute ``taken[0]``, of that ``taken[1]`` ..."""
+        """Search a global variable of which the code takes the attributes ``taken``, each from the one before."""
         if name not in variables and hasattr(builtins, name):
             return
         self._taken(ExternalValue(name, variables, name), taken)
@@ -249,7 +249,7 @@ class ExternalValues:
     def _import(
         self, name: str, arguments: list[dis.Instruction], variables: dict[str, Any], after: list[dis.Instruction]
     ) -> None:
-        """Search what an import within a function makes a variable of."""
+        """Search the values that an import within a function assigns to variables."""
         level = next((step.argval for step in arguments if isinstance(step.argval, int)), 0)
         module = sys.modules.get(f"{variables.get('__package__')}.{name}".rstrip(".") if level == 1 else name)
         if module is None:
@@ -263,8 +263,8 @@ class ExternalValues:
             self._taken(ExternalValue(name, {name: module}, name), taken)
 
     def _taken(self, place: ExternalValue, taken: list[str]) -> None:
-        """Search a value of which the code takes attributes, as far as these are those of Python modules and classes;
-        of a user's Python module of which no attribute is seen all.
+        """Search a value and the attributes that the code takes of it, as long as these belong to Python modules and
+        classes. If the code takes no attribute of a user's Python module, search all of it.
         """
         value = place.value(MISSING)
         if not isinstance(value, (types.ModuleType, type)):
@@ -313,18 +313,20 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAS
 
 
 def _attributes_after(steps: Sequence[dis.Instruction], number: int) -> list[str]:
-    """Return the attributes that are taken of what a step loads, of one another."""
+    """Return the chain of attributes that the code takes of the value which a bytecode step loads."""
     after = itertools.takewhile(lambda step: step.opname in _TAKES_ATTRIBUTE[:2], steps[number + 1 :])
     return [str(step.argval) for step in after]
 
 
 def _is_pythons(module: str) -> bool:
-    """Return whether a module, by its name, is one of Python, torch or pymoe, whose functions and classes stay."""
+    """Return whether the Python module with this name belongs to Python, torch or pymoe, whose functions and classes
+    are assumed not to change.
+    """
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("builtins", "torch", "pymoe")
 
 
 def _file_of(function: Any) -> str:
-    """Return the file of a function's code; of one without code, something that is not a user's file."""
+    """Return the file of a function's code; for a function without code, a text that is not a user's file."""
     code = getattr(function, "__code__", None)
     return "<" if code is None else str(code.co_filename)

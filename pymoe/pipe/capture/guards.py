@@ -21,14 +21,15 @@ from pymoe.pipe.stages import CALL_HOOKS, have_same_items
 
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
-"""The subject of an answer, in words and, where these are not enough, something more."""
+"""The subject of an assumption: words and, where they are not enough, an object."""
 
 
 class Guards:
-    """Keeps the assumptions of a capture: modes, hooks, submodules and shapes of parameters, and the values that the
+    """Keeps the assumptions of a capture: modes, hooks, submodules, shapes of parameters, and the values that the
     model's code has read.
 
-    ``model`` may be another one with the same submodules. No capture looks into ``opaque``, by qualified names.
+    ``model`` may be another one with the same submodules. ``opaque``: qualified names of modules whose contents
+    captures ignore.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str], reads: Reads, arguments: Arguments) -> None:
@@ -50,11 +51,11 @@ class Guards:
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
         self._sharing = self._sharing_now()
-        self._is_shared_alike: bool | None = True  # None: not known since a parameter or buffer was replaced
+        self._is_shared_alike: bool | None = True  # None after a parameter or buffer was replaced
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Return what has changed since, in words; None if nothing has. ``leaves``: of a call."""
+        """Return in words what has changed since; None if nothing has. ``leaves``: the leaves of a call."""
         if self._expected is None:
             self._expected = self._expect(self._questions(), self._snapshots_kept())
         expected = self._expected
@@ -71,7 +72,7 @@ class Guards:
             now = zip(self._dictionaries(), self._structure, strict=True)
             return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
-            if len(dictionary) != size:  # hasattr() may have been told that there is none
+            if len(dictionary) != size:  # hasattr() may have returned False
                 return "a parameter or buffer"
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
@@ -82,7 +83,7 @@ class Guards:
                 entry[2], self._is_shared_alike = now, None
         if self._is_shared_alike is None:
             self._is_shared_alike = self._sharing_now() == self._sharing
-        if not self._is_shared_alike:  # a graph has one name for all places of a parameter
+        if not self._is_shared_alike:  # a graph knows a shared parameter by one name
             return "which parameters or buffers are one and the same"
         if (name := expected.snapshots.change()) is not None:
             return name
@@ -97,7 +98,7 @@ class Guards:
         return None
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
-        """Return from which floating point dtype to which the whole model went, if it had one and has one."""
+        """Return the former and the present floating point dtype of the whole model, if it had and has a single one."""
         before, now = (
             {dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point}
             for dtypes in (self._dtypes, self._dtypes_now())
@@ -105,7 +106,7 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what of the world outside of the model cannot be in a copy: the copy captures again."""
+        """For a copy, leave out values outside of the model that cannot be copied: the copy captures again."""
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
@@ -113,7 +114,7 @@ class Guards:
         return {**self.__dict__, "_expected": None, "_tokens": kept}
 
     def _snapshots_kept(self) -> Snapshots:
-        """Return what was where the values are now, in a copy in its own model."""
+        """Return the recorded values at their present places; for a copy, in its own model."""
         places = self._places()
         kept = [self._tokens.get(about) for about in places]
         return Snapshots(list(places.values()), self._own(), [[] if tokens is None else tokens for tokens in kept])
@@ -122,7 +123,7 @@ class Guards:
         return frozenset(map(id, self._model.modules()))
 
     def _places(self) -> dict[_About, Place]:
-        """Return where the values are that the code may have read, and a name for each."""
+        """Return the places of the values that the code may have read, and a name for each."""
         found: dict[_About, Place] = {}
         values = []
         for path, name in self._reads.attributes:
@@ -150,7 +151,7 @@ class Guards:
         return found
 
     def _expect(self, questions: dict[_About, Callable[[], Any]], snapshots: Snapshots) -> _Expected:
-        """Prepare a check, which then does as little as can be."""
+        """Prepare a check, so that the check itself takes as little time as possible."""
         members = [
             (dictionary, kept) for (_, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
         ]
@@ -169,7 +170,7 @@ class Guards:
         )
 
     def _questions(self) -> dict[_About, Callable[[], Any]]:
-        """Return functions that tell how it is now, for what else must not change."""
+        """Return functions that read the present state of everything else that must not change."""
         found: dict[_About, Callable[[], Any]] = {
             ("the mode of a module", None): self._modes_now,
             ("the class of a module", None): self._classes_now,
@@ -212,7 +213,7 @@ class Guards:
         return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # by name: copies cannot keep every class
 
     def _sharing_now(self) -> list[int | None]:
-        """Return for all parameters and buffers, in order, the number of the first that is the same tensor."""
+        """Return for each parameter and buffer, in order, the index of the first one that is the same tensor."""
         everything = (
             value for module in self._model.modules() for kind in _STATE for value in module.__dict__[kind].values()
         )
@@ -231,10 +232,10 @@ class _Expected(NamedTuple):
 
     answers: list[tuple[_About, Callable[[], Any], Any]]
     empty: list[dict[Any, Any]]
-    """Dictionaries of submodules and hooks; most are empty."""
+    """Dictionaries of submodules and hooks, most of which are empty."""
     filled: list[tuple[dict[Any, Any], dict[Any, Any]]]
     sizes: list[tuple[dict[Any, Any], int]]
-    """Dictionaries of parameters and buffers, and how many they have."""
+    """Dictionaries of parameters and buffers, and their lengths."""
     state: list[list[Any]]
     snapshots: Snapshots
 

@@ -1,10 +1,10 @@
 """Intercepts calls while ``torch.export`` runs a model: opaque calls, each of which leaves one node and runs outside of
 the graph, and calls that a graph would lose, which are refused.
 
-Calls of autograd Functions are intercepted also by a name that was bound before, as in ``cubed = Cubed.apply``.
-``apply`` need not go through Python: from torch 2.15 on it is C code from the start, so an ``apply`` put in its place
-would miss bound ones. But in every version it asks the class for what it runs: ``_backward_cls``, while the caller's
-grad mode is still on, then ``forward``, then, where the class has one, ``setup_context``.
+Calls of autograd Functions are also intercepted through names that were bound before, as in ``cubed = Cubed.apply``.
+``apply`` need not go through Python: from torch 2.15 on it is C code, so replacing ``apply`` would miss bound names.
+But in every version it gets attributes of the class: ``_backward_cls``, while the caller's grad mode is still set, then
+``forward``, then ``setup_context`` if the class has one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pymoe.pipe.capture.python_reads import ReadRecorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
 Held = dict[int, Tensor]
-"""Tensors that take gradients and that no module has registered, by address. A graph would hold them detached."""
+"""Tensors that require gradients and are not registered in a module, by address. A graph would hold them detached."""
 
 
 def _hold(values: Any, held: Held) -> None:
@@ -66,23 +66,24 @@ class _OpaqueMarker(HigherOrderOperator):
 
 
 OPAQUE_CALL = _OpaqueMarker("pymoe_opaque_call")
-"""Stands for opaque calls in an exported graph: takes the number of the call and its computed leaves."""
+"""The operator that stands for opaque calls in an exported graph; it takes the number of the call and its computed
+leaves."""
 
 
 _Call = Callable[..., Any]
 
 _OF_OPERATORS = "torch._library.autograd"
-"""The module in which torch makes Functions for custom operators, which graphs hold as they are."""
+"""The module in which torch creates Functions for custom operators; graphs contain these operators as they are."""
 
 
 class OpaqueCalls:
-    """Calls of opaque modules and of autograd Functions on this thread, which leave a node of ``OPAQUE_CALL`` and run
+    """Calls of opaque modules and autograd Functions on this thread: each adds a node of ``OPAQUE_CALL`` and runs
     within ``outside()``.
     """
 
     def __init__(self, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         self.calls: list[OpaqueCall] = []
-        """The calls, by the numbers that the nodes have."""
+        """The calls, indexed by the numbers in the nodes."""
         self.held: Held = {}
         self._outside = outside
         self._thread = threading.get_ident()
@@ -114,7 +115,7 @@ class OpaqueCalls:
             if not self._is_on():
                 return run(*args, **kwargs)
             _run_boundaries(module._forward_pre_hooks)
-            # Fake tensors that go through recurrent layers lose their free sizes.
+            # Fake tensors lose their free sizes in recurrent layers.
             through = None if isinstance(module, nn.RNNBase) else run
             result = self._record(OpaqueModule(path, module), through, real.copy, args, kwargs)
             _run_boundaries(module._forward_hooks)
@@ -139,10 +140,10 @@ class OpaqueCalls:
         return self._record(OpaqueCall(function.__name__, apply), apply, lambda: apply, args, {})
 
     def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
-        """Leave a node for the call, and return its fake result, as the node's value.
+        """Add a node for the call, and return its fake result as the node's value.
 
-        That is what ``run`` returns for fake arguments; or what ``real()`` returns for real ones, without ``run``, or
-        where fake ones do not pass through it.
+        The result comes from ``run`` with fake arguments or, if there is no ``run`` or it fails on fake arguments, from
+        ``real()`` with real ones.
         """
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
@@ -185,7 +186,7 @@ class OpaqueCalls:
 
 
 def _run_boundaries(hooks: Mapping[int, Any]) -> None:
-    """Run the stage boundaries among hooks: those of an opaque module would be lost within its call."""
+    """Run the hooks that are stage boundaries: within the call of an opaque module, they would be lost."""
     for hook in hooks.values():
         if getattr(hook, "is_boundary", False):
             hook()
@@ -208,7 +209,7 @@ _NOT_OF_STAND_INS: dict[Any, str] = {
     Tensor.is_leaf: "it asks whether a tensor is a leaf: a graph has no autograd history",
     Tensor._version: "it asks for the version of a tensor, which is another one in every call",
 }
-"""Properties of tensors of which the model's code would be told something else in a capture."""
+"""Properties of tensors whose values would differ in a capture."""
 
 
 class _Refusing(TorchFunctionMode):
@@ -221,7 +222,7 @@ class _Refusing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         asked = getattr(func, "__self__", None)
-        if asked is Tensor.data and len(args) == 1:  # a graph cannot look behind a tensor
+        if asked is Tensor.data and len(args) == 1:  # a graph cannot see through a tensor subclass
             return args[0].detach()
         if asked is Tensor.dtype:
             self._recorder.reads.dtypes = True
@@ -251,18 +252,18 @@ class _Refusing(TorchFunctionMode):
 
 
 def _is_in_autocast_block() -> bool:
-    # The mode by which torch.export notes such blocks keeps a list of those that it is in.
+    # The mode with which torch.export records such blocks keeps a list of the open ones.
     modes = get_current_function_mode_stack()
     return any(getattr(mode, "enter_autocast_nodes", None) for mode in modes)
 
 
 @contextmanager
 def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRecorder) -> Iterator[None]:
-    """Refuse calls that a graph would lose within the block: they raise CaptureError, without a place.
+    """Within the block, refuse calls that a graph would lose: they raise CaptureError, without a place.
 
-    ``torch.inference_mode`` is ``torch.no_grad`` there, which a graph can have. Conditions on the sizes of ``tensors``
-    remember the line that asked; ``held`` gets the tensors that ``Held`` describes, and ``recorder`` what tensors are
-    asked.
+    ``torch.inference_mode`` acts as ``torch.no_grad`` there, which a graph can contain. Conditions on the sizes of
+    ``tensors`` remember the line that tested them; ``held`` gets the tensors that ``Held`` describes, and ``recorder``
+    the properties of tensors that code reads.
     """
     fake_mode = detect_fake_mode(list(tensors))
     blocks: list[Any] = []
@@ -295,24 +296,24 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
 
 
 class FunctionCalls:
-    """The calls of autograd Functions that ``instead`` is to make.
+    """Redirects calls of autograd Functions to ``instead``.
 
     Args:
         instead: takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
             runs with the caller's grad mode.
-        is_asked: whether the call that begins now is one of them.
+        is_asked: returns whether to redirect the call that begins now.
     """
 
     def __init__(self, instead: Callable[..., Any], is_asked: Callable[[type], bool]) -> None:
         self._instead = instead
         self._is_asked = is_asked
         self._begun: tuple[type, bool] | None = None
-        """The class whose ``apply`` has begun and will ask for ``forward``, and the grad mode of its caller."""
+        """The class whose ``apply`` has begun and will get ``forward`` next, and the grad mode of its caller."""
         self._has_run: type | None = None
-        """The class whose ``apply`` will ask for ``setup_context``."""
+        """The class whose ``apply`` will get ``setup_context`` next."""
 
     def intercepted(self) -> AbstractContextManager[None]:
-        """Intercept them within the block."""
+        """Intercept calls of ``autograd.Function`` within the block."""
         _functions_are_heard()
         return self._patched()
 
@@ -320,7 +321,7 @@ class FunctionCalls:
         return patched((FunctionMeta, "__getattribute__", lambda cls, name: self._attribute(cls, name)))
 
     def _attribute(self, cls: Any, name: str) -> Any:
-        """Return what a Function's class answers."""
+        """Return the attribute that a Function's class gives to ``apply``."""
         value = type.__getattribute__(cls, name)
         if name not in ("_backward_cls", "forward", "setup_context") or not self._is_asked(cls):
             return value
@@ -335,7 +336,7 @@ class FunctionCalls:
         return value
 
     def _forward(self, cls: Any, grad_enabled: bool) -> Callable[..., Any]:
-        """Return what ``apply`` is to call in place of ``forward``."""
+        """Return the function that ``apply`` calls in place of ``forward``."""
         above: Any = super(SingleLevelFunction, cls)
         apply = above.apply
         has_context = type.__getattribute__(cls, "setup_context") is not SingleLevelFunction.setup_context
@@ -354,7 +355,7 @@ class FunctionCalls:
 
 
 def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
-    """Have ``apply``, which takes ``result`` for what a forward has computed, return it as it is."""
+    """Make ``apply``, which takes ``result`` for the result of a forward, return it unchanged."""
     outputs = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
     context.mark_dirty(*[output for output in outputs if any(output is value for value in inputs)])
     context.mark_non_differentiable(*[output for output in outputs if not output.requires_grad])
@@ -362,7 +363,7 @@ def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Switch gradients on or off, which ``apply`` has done without the knowledge of a graph that is being recorded."""
+    """Switch gradients on or off in the recorded graph, as ``apply`` has done without the graph noticing."""
     before = torch.is_grad_enabled()
     with DisableTorchFunction():
         set_grad_enabled(enabled)
@@ -395,7 +396,7 @@ class _OfSetup(_OfOneContext):
 
 @canaries.canary
 def _functions_are_heard() -> canaries.Exercises:
-    """Exercise what intercepts the autograd Functions of a model while it is captured."""
+    """Test the private names that intercept a model's autograd Functions during a capture."""
     leaf = torch.ones(1, dtype=torch.float64, device="cpu", requires_grad=True)
     found = []
     for kind in (_OfOneContext, _OfSetup):

@@ -1,9 +1,9 @@
 """Opaque calls: autograd Functions, and modules that a graph calls as they are, instead of tracing them.
 
-``torch.export`` records the operators of a Function's forward and forgets its backward, and it runs a module's code
-once and for all. An opaque call is one node instead, whose target makes the call, with all that belongs to it: the
-Function's backward, the module's parameters, its state, its hooks. Where fake tensors do not pass through such a call,
-it runs on real ones, which tell the shapes of its results.
+``torch.export`` records the operators of a Function's forward and drops its backward, and it runs a module's Python
+code only once. An opaque call is one node instead. The target of the node makes the call, with everything that belongs
+to it: the Function's backward, the module's parameters, state and hooks. If such a call fails on fake tensors, it runs
+on real ones to find the shapes of its results.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
-    """The target of a node, as it is for a call of an autograd Function: takes the computed leaves of the arguments,
-    returns a list of those of the result. Leaves that are neither tensors nor sizes are constants of the call.
+    """The target of a node for an opaque call, here of an autograd Function: takes the computed leaves of the
+    arguments, returns a list of the computed leaves of the result. Leaves that are neither tensors nor sizes are
+    constants of the call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.__name__ = name
         self.function = function
-        """The function that is called with arguments and keywords."""
+        """The function that is called, with its arguments and keywords."""
         self._constants: list[Any] = []
         self._spec: pytree.TreeSpec | None = None
         self._kept: list[int] = []
@@ -77,7 +78,7 @@ class Computed:
 
 
 class OpaqueModule(OpaqueCall):
-    """A call of a module of the model, in whatever mode that is when the graph runs."""
+    """A call of a module of the model, in the mode that the module has when the graph runs."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(path.replace(".", "_") or "model", module)
@@ -90,7 +91,7 @@ _running = threading.local()
 
 
 def calling_as_a_whole(path: str) -> AbstractContextManager[None]:
-    """Refuse stage boundaries in the block, where an opaque call runs outside of the graph."""
+    """Refuse stage boundaries in the block, in which an opaque call runs outside of the graph."""
     replacements: list[tuple[Any, str, Any]] = [(_running, "path", path)]
     if "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split"):
         replacements.append((torch.ops.pippy, "_pipe_split", refuse_boundary))  # torch's own pipe_split() calls it
@@ -98,13 +99,13 @@ def calling_as_a_whole(path: str) -> AbstractContextManager[None]:
 
 
 def refuse_boundary() -> None:
-    """Raise BoundaryInside within an opaque call, where a boundary would be lost."""
+    """Raise BoundaryInside within an opaque call, because the boundary would be lost."""
     if (path := getattr(_running, "path", None)) is not None:
         raise BoundaryInside(path)
 
 
 class RealModule:
-    """A module with the parameters and buffers that it has now, even when they are replaced later."""
+    """A module with the parameters and buffers that it has now; they can be put back after they were replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -134,19 +135,19 @@ Opaque = Iterable[type[nn.Module] | str]
 
 
 def must_be_opaque(model: nn.Module, opaque: Opaque, path: str) -> bool:
-    """Return whether a module is opaque for more than its forward hooks and changed attributes."""
+    """Return whether a module is opaque for other reasons than its forward hooks or changed attributes."""
     return is_within(path, choose_opaque(model, opaque, opened={name for name, _ in model.named_modules()}, closed=()))
 
 
 def choose_opaque(
     model: nn.Module, opaque: Opaque, opened: Collection[str], closed: Collection[str]
 ) -> dict[str, RealModule]:
-    """Return the opaque modules of a model, by qualified name; none within another.
+    """Return the outermost opaque modules of a model, by qualified name.
 
-    They are those that ``opaque`` lists, and those that act on more than their output: layers of ``pymoe.nn`` that
-    count or inject losses, deferred batch norms, modules with hooks (except for the model itself, and those with
-    boundaries inside, ``opened``), those whose forward changes their attributes (``closed``), which a graph would not;
-    and recurrent layers, whose graph would hold for one length.
+    These are the modules in ``opaque``; modules with other effects than their output: layers of ``pymoe.nn`` that count
+    or inject losses, deferred batch norms, modules with hooks (except for the model itself, and for modules with
+    boundaries inside, ``opened``), modules whose forward changes their attributes (``closed``); and recurrent layers,
+    whose graph would be valid for one length only.
 
     Raises:
         TypeError: ``opaque`` holds something else.
@@ -198,13 +199,13 @@ def _has_backward_hooks(module: nn.Module) -> bool:
 def infer_by_running(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any
 ) -> Any:
-    """Return what ``function`` returns for fake arguments, inferred from what it returns for real ones of two sizes.
+    """Return the fake result of ``function`` for fake arguments, inferred from results for real arguments of two sizes.
 
-    Every dimension of its results must be a number, a free dimension of the arguments, a product of two, or a multiple
-    or part of these.
+    Every dimension of its results must be a number, a free dimension of the arguments, a product of two of them, or a
+    multiple or fraction of these.
 
     Raises:
-        CaptureError: one is not.
+        CaptureError: a dimension is something else.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     free = {size.node.expr: size for size in symbolic_sizes(leaves) if not size.node.expr.is_number}
@@ -216,7 +217,7 @@ def infer_by_running(
         sizes_now = {**others, **trial}
         try:
             second, _ = _run(function, leaves, spec, sizes_now)
-        except Exception:  # these sizes are not free, or not each by itself
+        except Exception:  # these sizes are not free, or not independent
             continue
         others = sizes_now
         _settle([size for size in sizes if size.node.expr in trial and len(set(trial.values())) < len(trial)])
@@ -243,7 +244,7 @@ def _hint(size: Any, symbol: Any) -> int:
 
 
 def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
-    """Yield sizes to try in place of ``hints``: all changed, one changed, and those that are equal changed together."""
+    """Yield sizes to try in place of ``hints``: all changed, one changed, and equal ones changed together."""
     others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
     yield others
     for symbol, other in others.items():
@@ -261,7 +262,7 @@ def _settle(sizes: list[Any]) -> None:
 
 
 def symbolic_sizes(leaves: list[Any]) -> Iterator[Any]:
-    """Yield the sizes among leaves, and of tensors among them, that are no numbers."""
+    """Yield the symbolic sizes among leaves, and in the shapes of tensors among them."""
     for leaf in leaves:
         for size in leaf.shape if isinstance(leaf, Tensor) else [leaf]:
             if isinstance(size, torch.SymInt):

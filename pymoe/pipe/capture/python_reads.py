@@ -1,8 +1,8 @@
 """Records what a model's code reads while it is captured: attributes, environment, the caller's state, and values of
 tensors.
 
-A graph holds a tensor that is neither parameter nor buffer, and follows what is written into it. A number that
-``.item()`` has made of it, an index, or a fill value is a constant of the graph instead.
+A graph refers to a tensor that is neither parameter nor buffer, and sees later writes to it. But a number that
+``.item()`` has made of it, an index, or a fill value is a constant of the graph.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ _TELLS_NO_VALUE = frozenset(
         "type",
     )
 )
-"""Methods of tensors that tell something else about them."""
+"""Methods of tensors that return other facts about them."""
 
 
 class TakenValues:
-    """Notes the tensors of whose values the model's code has made values of Python's."""
+    """Notes the tensors from whose elements the model's code has made Python values."""
 
     def __init__(self) -> None:
         self.tensors: dict[int | None, Tensor] = {}
         """The tensors, by address."""
-        self._single: dict[int | None, Tensor] = {}  # all that it has used of one element
+        self._single: dict[int | None, Tensor] = {}  # all tensors of one element that it has used
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function of torch returns, and note of whose values that is made."""
+        """Return what a function of torch returns, and note the tensors from whose elements that is made."""
         given = _leaves((args, kwargs))
         real = {_address(leaf): leaf for leaf in given if _is_real(leaf)}
         if isinstance(func, HigherOrderOperator) or not (real or any(map(_is_known, given))):
@@ -115,8 +115,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the addresses of the real tensors that operators get, and of those that are asked for a number, and whether
-    one is of which torch knows that alone.
+    """Notes the addresses of the real tensors that operators get, of tensors that are converted to a number, and
+    whether torch itself knows that number.
     """
 
     def __init__(self) -> None:
@@ -140,12 +140,14 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether a value is a tensor with elements, not one that stands for what a graph computes."""
+    """Return whether a value is a real tensor, not one that stands for a value of the graph."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and _address(value) is not None
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether torch knows the value of a tensor of a graph: it is made of tensors of one known element."""
+    """Return whether torch knows the value of a tensor of a graph: that is so if it is made of tensors of one known
+    element.
+    """
     return isinstance(value, FakeTensor) and value.constant is not None
 
 
@@ -161,22 +163,22 @@ def _address(tensor: Tensor) -> int | None:
 
 @dataclass
 class Reads:
-    """Lists what a capture has read."""
+    """All that the model's code read during a capture."""
 
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Qualified names of modules, and of each the name of an attribute; in the order in which they were read."""
+    """Attributes of modules, as qualified name of the module and name of the attribute, in the order of reading."""
     of_tensors: dict[tuple[str, str, str], dict[str, None]] = field(default_factory=dict)
-    """The same of parameters and buffers, by module, ``_parameters`` or ``_buffers``, and name."""
+    """The same for parameters and buffers: module, ``_parameters`` or ``_buffers``, and name."""
     environment: dict[str, str | None] = field(default_factory=dict)
     all_variables: dict[str, str] | None = None
     """The whole environment, if the model's code has gone through it."""
     ambient: Answers = field(default_factory=dict)
-    """Questions of the model's code to torch about the caller's state, and their answers."""
+    """Functions of torch about the caller's state that the model's code has called, and their results."""
     dtypes: bool = False
-    """True if the model's code has asked a tensor for its dtype."""
+    """True if the model's code has read the dtype of a tensor."""
     values: TakenValues = field(default_factory=TakenValues)
     gradients: bool = False
-    """True if it has asked a tensor whether it requires gradients."""
+    """True if it has read whether a tensor requires gradients."""
 
 
 _MODULES_OWN = {*dir(nn.Module), *nn.Module().__dict__} - {"forward"}
@@ -202,44 +204,44 @@ _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "get_num_interop_threads": ((),),
     "backends.mha.get_fastpath_enabled": ((),),
 }
-"""Functions of torch, and the arguments with which they are asked."""
+"""Functions of torch, and the arguments with which they are called."""
 
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
 _ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
 """Functions that take random numbers from the operating system, and whether they do so only without a seed."""
 _OF_ENTROPY = tuple(str(module.__file__) for module in (random, secrets, tempfile, uuid))
-"""Files of Python that ask for it on behalf of their callers."""
+"""Files of Python that take such random numbers on behalf of their callers."""
 
 
 Answers = dict[tuple[str, tuple[Any, ...]], Any]
-"""Answers of torch about its state on this thread, by function and arguments."""
+"""Values that torch's functions return about the state of this thread, by function and arguments."""
 
 
 def ambient_answers() -> Answers:
-    """Return what the caller of a capture would be told about its state. Graphs are made in a plain one."""
+    """Return the caller's state as torch would report it. Graphs are made in a plain state."""
     return {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
 
 
 def ask(name: str, args: tuple[Any, ...]) -> Any:
-    """Return what torch answers now."""
+    """Return what torch reports now."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return attrgetter(name)(torch)(*args)
 
 
 class ReadRecorder:
-    """Records what this thread reads within ``with recorder.on():``, except for what happens in :meth:`paused`.
+    """Records what this thread reads within ``with recorder.on():``, except in :meth:`paused`.
 
-    The model's code is told of the caller's state, ``ambient``, instead of that of the capture.
+    The model's code sees the caller's state, ``ambient``, instead of the capture's.
     """
 
     def __init__(self, model: nn.Module, ambient: Answers) -> None:
         self.reads = Reads()
         self.on_object: Callable[[str, Any], None] = lambda name, value: None
-        """Gets the name and value of an attribute when it is read first."""
+        """Called with the name and value of an attribute at its first reading."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        # It puts stand-ins, which lack the attributes, in the places of parameters and buffers.
+        # It replaces parameters and buffers by stand-ins without their attributes.
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
             for path, module in model.named_modules()
@@ -252,7 +254,7 @@ class ReadRecorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return what ``frame`` is told about whether a tensor requires gradients: as in the caller's grad mode."""
+        """Return whether a tensor requires gradients as ``frame`` must see it: as in the caller's grad mode."""
         if not self.hears(frame):
             return real
         self.reads.gradients = True
@@ -261,7 +263,7 @@ class ReadRecorder:
         return real and (self._ambient[key] or tensor.is_leaf)
 
     def hears(self, frame: FrameType) -> bool:
-        """Return whether what ``frame`` asks is asked by the model's code, and recorded."""
+        """Return whether a reading by ``frame`` is one of the model's code, and to be recorded."""
         return self._hears() and not _asked_by_library(frame)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -270,8 +272,8 @@ class ReadRecorder:
 
     @contextmanager
     def on(self, functions: Sequence[ExternalValue] = ()) -> Iterator[None]:
-        """Record what the block reads of modules, of the environment, and of torch's state. ``functions``: where the
-        model's code has torch's functions by names of its own.
+        """Record what the block reads of modules, of the environment, and of torch's state. ``functions``: places where
+        the model's code has torch's functions under its own names.
         """
         self._plain = ambient_answers()
         environment: Any = type(os.environ)
@@ -413,11 +415,13 @@ class ReadRecorder:
 _HOMES = (torch, torch.random)
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
-"""Files of ``os.environ``'s own code, which asks for its caller."""
+"""Files of ``os.environ``'s own code, which reads on behalf of its caller."""
 
 
 def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
-    """Return whether torch or pymoe asks, not the model's code; frames of ``passed_over`` ask for their caller."""
+    """Return whether torch or pymoe reads, not the model's code; frames of ``passed_over`` read on behalf of their
+    caller.
+    """
     while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
         frame = frame.f_back
     return frame is None or is_library(frame.f_code.co_filename)

@@ -1,5 +1,5 @@
-"""Python values as they were at one time: whether they, and all that they hold at any depth, are still the same, and
-what puts them back.
+"""Snapshots of Python values: they tell whether values, and everything in them at any depth, are still the same, and
+can put them back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Contents(NamedTuple):
     before: Any
 
     def changes(self) -> list[str]:
-        """Return the names of what has changed: of a dictionary the keys, else the container."""
+        """Return the names of what has changed: the keys of a dictionary, or the container."""
         now, before = self.container, self.before
         if isinstance(now, dict):
             keys = [key for key in {**before, **now} if now.get(key, MISSING) is not before.get(key, MISSING)]
@@ -57,21 +57,21 @@ class _Contents(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value holds numbers that are no objects, in one dimension at least."""
+    """Return whether a value is an array of plain numbers with at least one dimension."""
     if isinstance(value, (bytearray, array.array)):
         return True
     return is_numpy_array(value) and value.ndim > 0 and not value.dtype.hasobject
 
 
 class Changes(list[str]):
-    """The names of the attributes that a block has changed, once it is over."""
+    """The names of the attributes that a block has changed, filled when the block ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self._memory: dict[int, _Contents] = {}
 
     def remember(self, container: Any, name: str) -> None:
-        """Remember what a container holds now, and those in it, at any depth."""
+        """Remember the present contents of a container, and of the containers in it, at any depth."""
         queue = [(name, container)]
         for name, container in queue:
             if id(container) in self._memory or type(container) in SCALARS:
@@ -95,11 +95,11 @@ class Changes(list[str]):
                 self._memory[id(container)] = _Contents(name, container, copied)
 
     def now(self) -> list[str]:
-        """Return the names of those that it has changed so far."""
+        """Return the names of what has changed so far."""
         return [name for each in self._memory.values() for name in each.changes()]
 
     def restore(self) -> None:
-        """Undo the changes, and note their names."""
+        """Undo the changes, and note the names of what had changed."""
         for each in self._memory.values():
             if names := each.changes():
                 each.restore()
@@ -108,9 +108,9 @@ class Changes(list[str]):
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[Changes]:
-    """Restore, after the block, the attributes of all modules of ``model``: they are the objects that they were, and
-    lists, dicts, sets, arrays and objects of the user's classes among them, at any depth, hold what they held. Changes
-    inside tensors and other objects stay.
+    """After the block, restore the attributes of all modules of ``model``: the same objects, with the earlier contents
+    of lists, dicts, sets, arrays and objects of the user's classes, at any depth. Changes inside tensors and other
+    objects stay.
     """
     changes = Changes()
     for path, module in model.named_modules():
@@ -122,7 +122,9 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
 
 
 def restorer(value: Any) -> Callable[[], None]:
-    """Return a function that restores what a container, or an object of the user's, holds now, at any depth."""
+    """Return a function that restores the present contents of a container, or of an object of the user's, at any
+    depth.
+    """
     changes = Changes()
     changes.remember(value, "")
     return changes.restore
@@ -148,15 +150,15 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 _MAX_VALUES = 1_000_000
 _MANY = 32
-"""One token is made of more numbers and strings than this."""
+"""More numbers and strings than this are combined in one token."""
 
 
 class Unwatchable(Exception):
-    """Carries the name of a value, and why its changes cannot be noticed."""
+    """Carries the name of a value, and the reason why changes of it cannot be noticed."""
 
 
 class Same:
-    """Equal to another one of the very same object."""
+    """Compares by identity: equal to another one for the very same object."""
 
     __slots__ = ("value",)
 
@@ -171,9 +173,9 @@ class Same:
 
 
 Tokens = list[Any]
-"""Tokens of a value and all that it holds, in order, which are equal for equal values alone. Numbers and strings are
-compared by type and value, containers and objects by class and contents; functions, classes, modules and tensors by
-identity, and the first two by contents, too.
+"""Tokens of a value and everything in it, in order; they are equal only for equal values. Numbers and strings are
+compared by type and value, containers and objects by class and contents, functions and classes by identity and
+contents, modules and tensors by identity.
 """
 
 
@@ -184,15 +186,14 @@ def freeze(
     names: list[str] | None = None,
     is_strict: bool = False,
 ) -> Tokens:
-    """Return what tells a value, with all that it holds at any depth, from every other.
+    """Return what distinguishes a value, with everything in it at any depth, from every other value.
 
     Args:
         value: any value.
-        own: ids of objects that are not looked into: others watch them.
-        watch: gets all that may change.
-        names: begins with the name of the value, and gets that of every token.
-        is_strict: whether to refuse a value, or one that it holds in containers, of a class that does not show its
-            state.
+        own: ids of objects whose contents are ignored, because others watch them.
+        watch: gets everything that may change.
+        names: begins with the name of the value; the name of every token is added.
+        is_strict: whether to refuse a value, or one inside its containers, whose class hides its state.
 
     Raises:
         Unwatchable: the value holds more than a million others, or ``is_strict`` refuses it.
@@ -243,7 +244,7 @@ def freeze(
 
 
 def _importable(kind: type) -> type | str:
-    """Return a class, or its name if ``pickle`` does not find it, as that of code."""
+    """Return a class, or its name if ``pickle`` cannot find it, as for code objects."""
     return kind.__name__ if kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__) else kind
 
 
@@ -262,14 +263,14 @@ def _name(names: list[str] | None, number: int) -> str:
 
 
 def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> None:
-    """Add the names of what a value holds. A name that ends with a dot is that of the attributes of an object."""
+    """Add the names of a value's contents. A name that ends with a dot stands for the attributes of an object."""
     if name.endswith("."):
         suffixes = [suffix.strip("[]'\"") for suffix in suffixes]
     names += [name + suffix for suffix in suffixes] + [name] * (count - len(suffixes))
 
 
 def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None:
-    """Return the name of a value within what ``get`` returns, if it is there."""
+    """Return the name of a value inside the result of ``get``, if it is there."""
     names = [name]
     tokens = freeze(get(MISSING), names=names)
     where = (number for number, token in enumerate(tokens) if isinstance(token[0], Same) and token[0].value is wanted)
@@ -277,13 +278,13 @@ def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None
 
 
 class Watch:
-    """Notices at little cost that values may have changed: what they hold are no longer the same objects."""
+    """Notices at little cost that values may have changed: they no longer hold the same objects."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[Any, Any, list[Any], Any, Any]] = {}
 
     def add(self, value: Any, holder: Holder, held: list[Any], state: Any) -> None:
-        """Watch a value that holds these objects, and is in this state."""
+        """Watch a value that holds these objects and has this state."""
         if holder.is_fixed:
             return
         if holder.glance is not None:
@@ -293,7 +294,7 @@ class Watch:
             self._watched[id(value)] = value, holder.read, held, holder.state, state
 
     def is_untouched(self) -> bool:
-        """Return whether all that is watched holds what it held."""
+        """Return whether all watched values have their earlier contents."""
         for value, read, held, state_of, state in self._watched.values():
             if read is not None:
                 now = read(value)
@@ -307,14 +308,16 @@ class Watch:
 _NEVER = object()
 
 Place = tuple[str, Callable[[Any], Any], str]
-"""The name of a value; what returns it, or its argument if there is none; and a format for names of what it holds."""
+"""The name of a value; a function that returns the value, or its argument if there is none; and a format for names of
+its contents."""
 
 
 class Snapshots:
-    """Keeps what is in several places, with all that it holds, when this is made; or what ``tokens`` say was there.
+    """Keeps the values of several places, with everything in them, at the time when this is made; or as given by
+    ``tokens``.
 
     Raises:
-        CaptureError: ``is_strict``, and later changes of a value could not be noticed.
+        CaptureError: with ``is_strict``, if later changes of a value could not be noticed.
     """
 
     def __init__(
@@ -339,7 +342,7 @@ class Snapshots:
 
     @property
     def tokens(self) -> list[Tokens]:
-        """Return what was there, place by place."""
+        """Return the kept values, place by place."""
         return [entry[4] for entry in self._now]
 
     def change(self) -> str | None:

@@ -1,4 +1,4 @@
-"""A pipe on several processes: its stages are run by the schedules of ``torch.distributed.pipelining``.
+"""Runs a pipe on several processes, with the schedules of ``torch.distributed.pipelining``.
 
 ``build_stage`` (:mod:`.stage`) adapts a stage to torch's schedules, ``rank.py`` runs the stages of a process,
 ``plan.py`` plans which values and gradients of shared parameters are sent where, ``messages.py`` describes them,

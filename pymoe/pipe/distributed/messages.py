@@ -1,7 +1,8 @@
 """Messages between ranks: a key, a description, and tensors as they lie in memory.
 
-The description has everything but the tensors' contents: structure, shapes, strides, which of them require gradients,
-and the leaves that are not tensors. Most messages have the description of an earlier one, so it is sent when it is new.
+The description has everything except the tensors' contents: structure, shapes, strides, which tensors require
+gradients, and the leaves that are not tensors. Most messages have the same description as an earlier one, so a
+description is only sent when it is new.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Subject(IntEnum):
 
 
 WORDS = ("the values", "the gradients of the values", "the gradients of shared parameters", "the shared parameters")
-"""The subjects in words: values of a micro-batch, or parameters that a stage shares with others."""
+"""The subjects of messages, in words: values of a micro-batch, or parameters that a stage shares with others."""
 
 
 class Key(NamedTuple):
@@ -53,18 +54,19 @@ class TensorLayout(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """Says where in the message a tensor among values is."""
+    """Says where in the message a tensor is."""
 
     number: int
-    """The number of one of the message's tensors."""
+    """The index of a tensor of the message."""
     view: tuple[TensorLayout, int] | None
-    """Layout and offset in the bytes of that tensor, which it shares with others; None: it is that tensor."""
+    """Layout and offset within the bytes of that tensor, which several tensors share; None: it is that tensor
+    itself."""
     requires_grad: bool
     """True if the receiver sends back a gradient."""
     is_fixed: bool
-    """True if nobody may change it in place (:class:`.BoundaryTensor`)."""
+    """True if it must not be changed in place (:class:`.BoundaryTensor`)."""
     taken_until: int
-    """The last stage on ranks other than the receiver's that takes the same memory; -1: none."""
+    """The last stage on a rank other than the receiver's that takes the same memory; -1: none."""
 
 
 def describe_values(
@@ -72,11 +74,11 @@ def describe_values(
 ) -> tuple[bytes, list[torch.Tensor]]:
     """Return the description of values, and their tensors.
 
-    ``taken_until``: the last stage on ranks other than the receiver's that takes the memory of a tensor.
+    ``taken_until``: the last stage on a rank other than the receiver's that takes the memory of a tensor.
 
     Raises:
         TypeError: something in them cannot be sent to another process.
-        RuntimeError: a stage that has taken one has changed it in place.
+        RuntimeError: a stage that has taken one of the tensors has changed it in place.
     """
     boundaries = [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
     sent, views = _lay_out_all([receive(boundary, None) for boundary in boundaries])
@@ -92,7 +94,7 @@ def describe_values(
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the description of tensors, some of which may be missing, and those that are there."""
+    """Return the description of tensors, some of which may be missing, and the tensors that are present."""
     there = [_lay_out(_checked(tensor)) for tensor in tensors if tensor is not None]
     description = [layout for _, layout in there], [tensor is not None for tensor in tensors]
     return _dump(description), [tensor for tensor, _ in there]
@@ -101,9 +103,9 @@ def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, lis
 def read_values(
     described: Any, tensors: Sequence[torch.Tensor], accumulator: GradAccumulator | None
 ) -> list[StageValue]:
-    """Return the values; gradients of those that need one go to ``accumulator``, numbered in their order.
+    """Return the values; gradients of tensors that need one go to ``accumulator``, numbered in order.
 
-    A description is unpickled to the layouts of the tensors, and ``described``.
+    An unpickled description consists of the layouts of the tensors and ``described``.
     """
     values = []
     count = 0
@@ -137,17 +139,18 @@ def empty(layout: TensorLayout, device: torch.device) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor that was laid out, as bytes."""
+    """Return the memory of a laid-out tensor as bytes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _lay_out_all(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[list[tuple[torch.Tensor, TensorLayout]], list[tuple[int, tuple[TensorLayout, int] | None]]]:
-    """Return what is sent, and for every tensor the number of that and, if it is a part of it, which part.
+    """Return the tensors to send and, for every given tensor, the index of the one that contains it and, if it is only
+    a part, which part.
 
-    Tensors that overlap in memory are sent as the bytes that they lie in, so that the receiver's overlap as well: one
-    that is changed in place there changes the others, or the change is refused, as in one process.
+    Tensors that overlap in memory are sent as the bytes that contain them, so that they overlap at the receiver as
+    well: an in-place change of one changes the others, or is refused, as in one process.
     """
     sent: list[tuple[torch.Tensor, TensorLayout]] = []
     found: list[tuple[int, tuple[TensorLayout, int] | None]] = [(0, None)] * len(tensors)
@@ -172,11 +175,11 @@ def _lay_out_all(
 
 
 ALIGNED = 16
-"""Bytes: elements of all dtypes begin at multiples of a divisor of this."""
+"""In bytes: a multiple of the element sizes of all dtypes."""
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the numbers of the tensors in groups of those whose stretches of memory overlap."""
+    """Return the indices of the tensors, in groups whose ranges of memory overlap."""
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
         groups.setdefault(memory_of(tensor) if tensor.numel() else -1 - number, []).append(number)
@@ -195,7 +198,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a strided tensor in its storage, and the one after its last."""
+    """Return the first byte of a strided tensor in its storage, and the byte after its last."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.itemsize
     return first, first + int(elements) * tensor.itemsize
@@ -211,7 +214,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
-    """Return the tensor without gaps in its memory, and its layout."""
+    """Return the tensor's contents without gaps in memory, and its layout."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # the strides without gaps
         tensor = tensor.contiguous()
@@ -219,7 +222,9 @@ def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes pytree's leaf specification as a reference: torch warns of the class of those that it makes itself."""
+    """Pickles pytree's leaf specification by reference, because torch warns when its class is used to make a new
+    one.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is type(_LEAF) and obj == _LEAF:

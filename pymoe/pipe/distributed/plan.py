@@ -1,11 +1,12 @@
 """Plans what one rank exchanges with the others: values, their gradients, and gradients of shared parameters.
 
 A value is sent once from the rank that makes it to every other rank with a stage that takes it, and the gradients of
-that rank's stages come back as one sum. Everything that a stage makes for a rank is sent together: one message there
-and one back for every micro-batch. Inputs of the model are made by stage 0; its outputs are taken by the last stage.
+that rank's stages come back as one sum. Everything that a stage makes for a rank is sent together: for every
+micro-batch one message there and one back. Inputs of the model count as made by stage 0, and its outputs as taken by
+the last stage.
 
-Of a parameter that stages on several ranks share, each rank has a copy, and all copies get the same gradient, the sum
-over stages. Every rank adds the same parts in the same order, so copies that were equal stay equal to the last bit, and
+If stages on several ranks share a parameter, each rank has a copy, and all copies get the same gradient, the sum over
+stages. Every rank adds the same parts in the same order, so copies that were equal stay equal to the last bit, and
 equal to the parameter of a pipe in one process.
 """
 
@@ -23,7 +24,7 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, shared_parameters
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The part of ``rank`` in a pipeline."""
+    """The part of ``rank`` in a pipeline: its stages, and the values that it takes and sends."""
 
     pipeline: Pipeline
     rank_of: Sequence[int]
@@ -37,7 +38,9 @@ class RankPlan:
 
     @cached_property
     def takes(self) -> list[tuple[Source, ...]]:
-        """Return what every stage takes. The last one also takes the model's outputs, except those that it makes."""
+        """Return the values that every stage takes. The last one also takes the model's outputs, except those that it
+        makes.
+        """
         taken = [stage.inputs for stage in self.pipeline.stages]
         last = len(taken) - 1
         taken[last] = (*taken[last], *[source for source in self.pipeline.outputs if source.stage != last])
@@ -45,7 +48,9 @@ class RankPlan:
 
     @cached_property
     def _makers(self) -> list[set[int]]:
-        """Return the stages that send to every stage. One without inputs gets an empty message from stage 0."""
+        """For every stage, return the stages that send to it. A stage without inputs gets an empty message from stage
+        0.
+        """
         makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
@@ -67,8 +72,8 @@ class RankPlan:
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """Return, for every stage of this rank, what it sends to which ranks. As many messages come back with
-        gradients.
+        """Return, for every stage of this rank, what it sends to which ranks. The same number of messages with
+        gradients comes back.
         """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
@@ -88,7 +93,7 @@ class RankPlan:
     def returns(self) -> Mapping[int, tuple[int, ...]]:
         """Return, for every stage of this rank, the stages of other ranks whose gradients its backward completes.
 
-        Backwards run from the last stage to the first, so it is the first stage here that takes their values.
+        Backwards run from the last stage to the first, so these are the values that no earlier stage here takes.
         """
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
@@ -102,7 +107,7 @@ class RankPlan:
 
     @cached_property
     def uses(self) -> Counter[Source]:
-        """Return how often every value is taken on this rank. Sending it to any number of ranks counts once."""
+        """Return how often every value is used on this rank. Sending it to any number of ranks counts once."""
         uses = Counter(source for stage in self.stages for source in self.takes[stage])
         uses.update({source for to in self.sent.values() for sources in to.values() for source in sources})
         last = len(self.rank_of) - 1
@@ -112,7 +117,7 @@ class RankPlan:
 
 
 def maker_of(source: Source) -> int:
-    """Return the stage whose rank has the value first."""
+    """Return the stage on whose rank the value is first present."""
     return 0 if source.stage == INPUT else source.stage
 
 
@@ -123,7 +128,9 @@ Shared = dict[int, str]
 
 
 class Tied:
-    """The part of one rank in the shared parameters of a pipeline, whose stages have the modules ``parts``."""
+    """The gradients of shared parameters that one rank sends and receives. ``parts``: the modules of the pipeline's
+    stages.
+    """
 
     def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
         self.sent: dict[tuple[int, int], list[Shared]] = {}
@@ -131,7 +138,7 @@ class Tied:
         self.received: dict[int, list[Shared]] = {}
         """The parameters whose gradients are received, by stage of another rank."""
         self.copied_to: dict[int, list[Shared]] = {}
-        """The parameters that are copied to another rank, as this is the rank of their first stage."""
+        """The parameters that are copied to another rank, because this is the rank of their first stage."""
         self.copied_from: dict[int, list[Shared]] = {}
         """The parameters that are copied from another rank."""
         self._parts = parts
@@ -160,7 +167,7 @@ class Tied:
         self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
 
     def holds(self) -> bool:
-        """Return whether stages share what they shared; parameters may have been replaced, tied or untied since."""
+        """Return whether stages still share the same parameters, which may have been replaced, tied or untied since."""
         if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
             return True
         self._look()

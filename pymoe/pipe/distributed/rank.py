@@ -1,9 +1,9 @@
-"""Runs the stages of a pipe that are in this process, one mini-batch after the other.
+"""Runs the stages of a pipe in this process, one mini-batch after the other.
 
 All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
 every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
-the values. In a step in which any stage has drawn, the default generator of every rank advances by one number, so ranks
-that were seeded alike stay alike, and like a pipe in one process.
+the values. If any stage has drawn in a step, the default generator of every rank advances by one number, so ranks with
+equal seeds stay equal to each other and to a pipe in one process.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from pymoe.pipe.traced.stage_module import StageModule
 
 
 class SharedSource(random_streams.RandomSource):
-    """Streams of random numbers made from a base that all ranks know."""
+    """Makes streams of random numbers from a base that all ranks know."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
         self._base = self.base = base
         self.has_drawn = False
-        """True if any stage has drawn, as far as this rank knows."""
+        """True if any stage is known to have drawn random numbers."""
 
     def seed(self, position: int) -> int:
         """Return the seed of the stream at ``position``."""
@@ -82,9 +82,9 @@ class RankStep:
     number: int
     """The number of the step, the same on all ranks."""
     graphs: bool
-    """True if there will be backwards."""
+    """True if there will be backward passes."""
     recompute: Sequence[StageRecompute]
-    """One for every stage of the pipeline."""
+    """One item for every stage of the pipeline."""
     recomputed: range
     """The micro-batches whose forward is recomputed."""
     count: int
@@ -115,7 +115,7 @@ class RankStep:
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
         """Run a stage's forward. Return the model's output values in the last stage.
 
-        ``inputs``, of the model, and ``rows``, of the micro-batch, are used by stage 0 alone.
+        ``inputs`` (of the model) and ``rows`` (of the micro-batch) are used by stage 0 alone.
         """
         plan, pipeline = self.plan, self.plan.pipeline
         about = pipeline.stages[stage]
@@ -127,7 +127,7 @@ class RankStep:
         received = [self._values[micro_batch, source] for source in about.inputs]
         position = micro_batch * len(pipeline.stages) + stage
         begun = self._begun[stage] = self._begun.get(stage, 0) + 1
-        # Weights are known at the end of the step.
+        # Weights are only known at the end of the step.
         description = MicroBatch(micro_batch, self.count, 1.0, False, False, stage, begun == self.count, self)
         activation = Activation(about, description, self._source, position, self._state)
         recompute = self.recompute[stage]
@@ -155,7 +155,7 @@ class RankStep:
     def backward(self, stage: int, micro_batch: int, loss: torch.Tensor | None, whole: bool) -> None:
         """Run a stage's backward, from the ``loss`` of the micro-batch in the last stage.
 
-        ``whole``: with the gradients of weights, which :meth:`backward_weight` computes otherwise.
+        ``whole``: including the gradients of weights; otherwise :meth:`backward_weight` computes them later.
         """
         plan = self.plan
         if stage == len(plan.rank_of) - 1:
@@ -186,7 +186,7 @@ class RankStep:
 
     @property
     def _source(self) -> SharedSource:
-        assert self._random is not None  # since the first stage here has its values
+        assert self._random is not None  # because the first stage here has its values
         return self._random
 
     def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
@@ -204,7 +204,7 @@ class RankStep:
             self._keep(micro_batch, Source(INPUT, number), pack(value, given.cross if self.graphs else BoundaryTensor))
 
     def _outputs(self, micro_batch: int) -> list[Any]:
-        """Return the model's outputs. Their history begins here, for whoever computes a loss."""
+        """Return the model's outputs, with a history that begins here, to compute a loss of them."""
         pipeline = self.plan.pipeline
         last = len(pipeline.stages) - 1
         values = [self._values[micro_batch, source] for source in pipeline.outputs]
@@ -233,7 +233,7 @@ class RankStep:
         graph.deliver(found)
         self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
         if not loss._is_view():
-            loss.detach_()  # the schedule keeps it to the end of the step, and its graph with it
+            loss.detach_()  # the schedule keeps the loss until the end of the step, and with it the graph
 
     def _keep(self, micro_batch: int, source: Source, value: StageValue) -> None:
         if uses := self.plan.uses[source]:
@@ -241,7 +241,7 @@ class RankStep:
             self._uses_left[micro_batch, source] = uses
 
     def _release(self, micro_batch: int, source: Source) -> None:
-        """Count one use of a value, and let go of it after the last."""
+        """Count one use of a value, and release it after the last."""
         key = micro_batch, source
         self._uses_left[key] -= 1
         if not self._uses_left[key]:
@@ -250,7 +250,7 @@ class RankStep:
     def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
-        """Begin to send a message of this step. The random numbers that this rank knows go along."""
+        """Begin to send a message of this step, with the base of random numbers if this rank knows it."""
         notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
@@ -264,9 +264,9 @@ class RankStep:
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
-        """Return by memory, of what the stage has made, and by rank the last stage that takes it there.
+        """Return, by memory and rank, the last stage there that takes a value of this stage.
 
-        What is taken here gets to know the last stage elsewhere.
+        Values that are taken here are told the last stage elsewhere.
         """
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
@@ -289,13 +289,13 @@ class RankStep:
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
         self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
-            self._sent[stage, micro_batch, rank] = [  # without the tensors, which are not needed any more
+            self._sent[stage, micro_batch, rank] = [  # without the tensors, which are no longer needed
                 None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
                 for one in boundaries_of(values)
             ]
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
-        """Return the memory that may be written to while it is being sent: values that stages here take, too, and the
+        """Return the memory that may be written to while it is being sent: values that stages here also take, and the
         stage's own parameters and buffers.
         """
         taken = [self._values[micro_batch, source] for source in sources if self._uses_left[micro_batch, source] > 1]
@@ -327,7 +327,7 @@ def boundaries_of(values: Sequence[StageValue]) -> list[BoundaryTensor]:
 
 
 def last_elsewhere(takers: dict[int, dict[int, int]], tensor: torch.Tensor, rank: int) -> int:
-    """Return the last stage on ranks other than ``rank`` that takes the memory of a tensor; -1: none does."""
+    """Return the last stage on a rank other than ``rank`` that takes the memory of a tensor; -1: none does."""
     of_ranks = takers.get(memory_of(tensor), {})
     return max((taker for other, taker in of_ranks.items() if other != rank), default=-1)
 
@@ -359,7 +359,7 @@ class Rank:
         self._steps = 0
 
     def place(self, index: int, device: torch.device) -> None:
-        """Add a stage to this rank. Its modules are moved to ``device``, and later what it takes."""
+        """Add a stage to this rank. Its modules are moved to ``device`` now, and its inputs later."""
         self._devices[index] = device
         self._move(self.staged.pipeline, index)
         self._plans.clear()
@@ -371,7 +371,7 @@ class Rank:
                 module.update_model()
 
     def begin(self, stage: int) -> None:
-        """Begin a step. Schedules say so for each of their stages."""
+        """Begin a step. Schedules call this for each of their stages."""
         if self._begun and stage not in self._begun:
             self._begun.add(stage)
             return
@@ -380,10 +380,10 @@ class Rank:
         self.step = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
-        """Begin the forwards of a step of ``count`` micro-batches, after which there will be backwards if ``graphs``.
+        """Begin the forwards of a step of ``count`` micro-batches; with ``graphs``, backwards will follow.
 
-        ``rank_of``: the rank of every stage. ``is_certain``: ``count`` is known, rather than guessed from several
-        schedules.
+        ``rank_of``: the rank of every stage. ``is_certain``: whether ``count`` is known, rather than guessed from
+        several schedules.
         """
         random_streams.install()
         self.failure_detector.begin()
@@ -404,11 +404,11 @@ class Rank:
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
         """Sum the gradients of a stage whose backwards have run. After the rank's last one, add them to ``.grad``.
 
-        ``is_mean``: the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: that of the stage;
-        a ``DistributedDataParallel`` around it averages the gradients that are added.
+        ``is_mean``: whether the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: the
+        stage's module; a ``DistributedDataParallel`` around it averages the gradients that are added.
 
         Raises:
-            ValueError: losses are seen not to be means over rows, and ``is_mean`` says so.
+            ValueError: ``is_mean`` is set, and losses are not means over rows, as their graphs show.
         """
         step = self.step
         assert step is not None
@@ -476,7 +476,7 @@ class Rank:
         return found
 
     def _compare(self, plan: RankPlan) -> None:
-        """Raise ValueError unless the ranks that make a plan in this step have cut the same model in the same way."""
+        """Raise ValueError unless all ranks that make a plan in this step have cut the same model in the same way."""
         stages = plan.pipeline.stages
         modules = [[name for name, _ in part.named_modules()] for part in self.staged.parts]
         parameters = [[name for name, _ in part.named_parameters()] for part in self.staged.parts]
@@ -506,7 +506,7 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """Keeps how a pipeline runs on these ranks. A model may have a pipeline for training and one for evaluation."""
+    """A pipeline, and how it runs on these ranks. A model may have one pipeline for training and one for evaluation."""
 
     made_for: Pipeline
     plan: RankPlan
@@ -514,7 +514,9 @@ class _Planned(NamedTuple):
     recompute: list[StageRecompute]
 
     def find_shared_state(self) -> None:
-        """Begin a step, in which no forward may write to what several stages share: ranks have copies of it."""
+        """Begin a step, in which no forward may write to state that several stages share, because ranks have copies of
+        it.
+        """
         found = turns_of(
             [stage.held.look().layout for stage in self.recompute], [stage.turns for stage in self.recompute]
         )
@@ -528,7 +530,7 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """Return the rank that all stages of a pipe which are built for a group share."""
+    """Return the object that all stages of a pipe which are built for a group share."""
     ranks = _ranks.setdefault(pipe, {})
     if group not in ranks:
         ranks[group] = Rank(pipe.staged, pipe.checkpoint, group, device)

@@ -1,9 +1,9 @@
 """A stage of a pipe for the schedules of ``torch.distributed.pipelining``.
 
-torch's stages infer shapes by an additional forward, fix them, talk to their neighbours alone, and leave partial
-gradients. :class:`RankStage` has the same interface, so that GPipe, 1F1B, the interleaved and the zero-bubble schedules
-run it unchanged, with an implementation of its own: it sends and receives by itself when a schedule runs a forward or
-backward, and gives schedules nothing to send.
+torch's stages infer shapes with an additional forward, fix them, communicate only with their neighbours, and leave
+partial gradients. :class:`RankStage` has the same interface, so that GPipe, 1F1B, the interleaved and the zero-bubble
+schedules run it unchanged, but another implementation: it sends and receives by itself when a schedule runs a forward
+or backward, and gives the schedule nothing to send.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pymoe.pipe.stages import usable_device
 
 
 def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.ProcessGroup | None = None) -> RankStage:
-    """Return a stage of ``pipe`` for a schedule of ``torch.distributed.pipelining``, to be run by this process.
+    """Return a stage of ``pipe`` for a schedule of ``torch.distributed.pipelining`` in this process.
 
     ::
 
@@ -31,36 +31,37 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
         schedule.step(x) if rank == 0 else schedule.step(target=y)
         optimizer.step()
 
-    Every process makes the same pipe and builds the stages that it runs; a schedule decides which these are.
+    Every process makes the same pipe and builds the stages that it runs; the schedule decides which these are.
 
-    - The model's arguments are given to ``schedule.step`` in the process that has stage 0, which sends them to the
-      stages that take them. Other processes' are ignored. Targets are given where the last stage is.
+    - The process with stage 0 gives the model's arguments to ``schedule.step``, which sends them to the stages that
+      take them. Arguments in other processes are ignored. The process with the last stage gives targets.
     - Rows are dimension 0 of the first tensor among the arguments. A micro-batch is weighted by its rows, unless the
       schedule has ``scale_grads=False``: then losses are sums. The number of rows may change from step to step.
-      A loss that is seen to be a mean over something else, such as tokens that are no padding, raises ValueError in
-      the process of the last stage. Let it return the sum, divided by their number in the whole mini-batch, with
-      ``scale_grads=False``.
+      A loss that is a mean over something else, such as tokens that are not padding, raises ValueError in the process
+      of the last stage, as far as its graph shows that. Instead let it return the sum, divided by the number of such
+      tokens in the whole mini-batch, with ``scale_grads=False``.
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
       gradients of several steps add up. Every process has a copy of a parameter that stages of several processes
-      share, with the same gradient, the sum; before the first step copies are set to that of the first stage.
-    - Forwards must not write to state that stages share (the statistics of a batch norm, say): that is an error.
+      share, with the same gradient, the sum. Before the first step, copies are set to the first stage's copy.
+    - Forwards must not write to state that stages share (such as the statistics of a batch norm): that is an error.
     - ``pymoe.pipe.micro_batch().weight`` is 1 here: weights are known at the end of a step.
     - A pipe that returns its own loss takes ``loss_fn=lambda output, _: output["loss"]``, and any target.
-    - A stage's module may be wrapped in ``DistributedDataParallel`` (``stage.submod = DistributedDataParallel(...)``,
-      its group being the processes that have the same stage of other pipes): it averages what is added to ``.grad``.
+    - A stage's module may be wrapped in ``DistributedDataParallel``, for the group of processes with the same stage of
+      other pipes (``stage.submod = DistributedDataParallel(...)``). It averages the gradients that are added to
+      ``.grad``.
     - ``pipe.train()`` and ``pipe.eval()`` are called in every process.
     - The pipe's ``checkpoint`` applies here, too; ``chunks`` is the schedule's own.
     - Anything that can be pickled, with dense strided tensors, can be sent between processes.
     - A process that dies or raises ends the others within seconds: their steps raise
-      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group is then of no further
-      use. Errors of a loss function are reported to the others when they end the process; programs that go on after
-      an error put ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
+      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group cannot be used
+      afterwards. Errors of a loss function are reported to the others when they end the process; programs that continue
+      after an error put ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
 
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.
         index: the number of the stage.
         device: where it runs; its modules are moved there.
-        group: whose processes share the stages; None: the default group.
+        group: the processes that share the stages; None: the default group.
 
     Raises:
         ValueError: the stage is out of range, or the device cannot be used.
@@ -82,7 +83,7 @@ class RankStage(PipelineStageBase):
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
         self._part = parts[index]
-        # Of the schedules so far, the last one last, by whether there are backwards.
+        # Numbers of micro-batches of the schedules so far, the latest last, by whether there are backwards.
         self._chunks: dict[bool, list[int]] = {}
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
@@ -94,7 +95,9 @@ class RankStage(PipelineStageBase):
         self._note_chunks(True, num_microbatches)
 
     def _nothing_to_exchange(self, *_: Any, **__: Any) -> Any:
-        """Return no operations for a schedule to run: forwards and backwards send and receive by themselves."""
+        """Return an empty list of operations for the schedule: forwards and backwards send and receive by
+        themselves.
+        """
         return []
 
     _create_grad_recv_info = _get_init_p2p_neighbors_ops = _nothing_to_exchange
@@ -131,7 +134,7 @@ class RankStage(PipelineStageBase):
             self._run("backward of weights", bwd_chunk_id, self._now().backward_weight, self.stage_index, bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Add the gradients of a step up. A factor other than 1 says that losses are means."""
+        """Sum the gradients of a step. A factor other than 1 means that losses are means."""
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
@@ -150,7 +153,7 @@ class RankStage(PipelineStageBase):
             if save:
                 self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
-                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule goes on with it
+                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule continues with it
         if not self.has_backward and step.forwards == len(step.plan.stages) * self._count():
             self._rank.finish(step)
         return output
@@ -165,12 +168,14 @@ class RankStage(PipelineStageBase):
         known = self._chunks.get(bool(self.has_backward), [])
         graphs = bool(self.has_backward) and graphs_are_made()
         part, self._part = self._part, self._rank.staged.present_parts()[self.stage_index]
-        if self.submod is part:  # and not wrapped in something
+        if self.submod is part:  # and the module is not wrapped
             self.submod = self._part  # it may have been replaced
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:
-        """Note a schedule's micro-batches: it tells them before its first step alone, and never which schedule runs."""
+        """Note a schedule's number of micro-batches. A schedule tells it only before its first step, and never tells
+        which schedule runs.
+        """
         self.chunks = count
         known = self._chunks.setdefault(has_backward, [])
         if count in known:

@@ -1,11 +1,11 @@
 """Messages between two ranks, over ``isend`` and ``irecv`` of a process group.
 
-A message is a header, its description if the receiver does not have that yet, and tensors. Those of one rank to another
-arrive in the order in which they were sent, and an inbox keeps what comes before the one that is asked for. So nobody
-has to know in which order another rank works, and nothing depends on tags, which NCCL does not have.
+A message is a header, its description if the receiver does not have that yet, and tensors. Messages from one rank to
+another arrive in the order in which they were sent, and an inbox keeps messages that arrive before the one that is
+waited for. So no rank has to know in which order another works, and nothing depends on tags, which NCCL does not have.
 
-Sending never blocks: the sender goes on, and :meth:`Transport.flush` waits at the end of a step. What was sent is
-released as soon as it has arrived. Over gloo, threads wait for messages in both directions while the rank computes.
+Sending never blocks: the sender continues, and :meth:`Transport.flush` waits at the end of a step. Memory that was sent
+is released as soon as it has arrived. Over gloo, threads wait for messages in both directions while the rank computes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from pymoe.pipe.distributed.messages import Key, Subject, empty, flat
 
 FIRST_TAG = 20117
-"""The tag of the first pipe in a group. Each pipe has its own, so that it takes its own messages alone."""
+"""The tag of the first pipe in a group. Each pipe has its own tag, so that it takes only its own messages."""
 REMEMBERED = 256  # descriptions that both ends keep
-HEADER = 4 + 3 + 2  # numbers: the key, the notes, the description's slot and its bytes (0 if the receiver has it)
+HEADER = 4 + 3 + 2  # integers: the key, the notes, the description's slot and its bytes (0 if the receiver has it)
 
 _pipes: Counter[dist.ProcessGroup] = Counter()  # the number of pipes that each group has had
 
@@ -46,28 +46,30 @@ class Message(NamedTuple):
 
 
 class Transport:
-    """Sends and receives the messages of this rank. Not for several threads at once."""
+    """Sends and receives the messages of this rank. Not thread-safe."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank = dist.get_rank(group)
         self._wire = wire_device(group, device)
         self._device = device
         self.tag = FIRST_TAG + _pipes[group]
-        """The same on all ranks, and another one for every pipe of the group."""
+        """The same on all ranks, and different for every pipe of the group."""
         _pipes[group] += 1
         self.groups = groups_of_directions(group, self._wire)
-        """The groups in which this rank waits for messages: for those to higher, and to lower ranks."""
+        """The groups in which this rank waits for messages: one for messages to higher, one for messages to lower
+        ranks."""
         peers = range(dist.get_world_size(group))
-        # By peer: slots of the descriptions that it has, descriptions that it has sent, by slot, and messages that have
-        # come before they were asked for.
+        # By peer: slots of the descriptions that it has; descriptions that it has sent, by slot; and messages that were
+        # received before they were asked for.
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
         self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
-        self._posted: list[tuple[Any, Callable[[], None]]] = []  # works without a thread, and waits for them
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # operations without a thread, and waits for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
         if self._wire.type == "cpu":
-            # gloo's works make no progress of their own, and do not tell whether they are done: threads wait for them.
+            # gloo's operations make no progress on their own, and do not tell whether they are done, so threads wait
+            # for them.
             self._sender = Background("pymoe-pipe-sends")
             self._readers = [Background(f"pymoe-pipe-from-{peer}") for peer in peers]
 
@@ -101,7 +103,7 @@ class Transport:
                 self._readers[peer].put(partial(self._take, peer))
 
     def receive(self, peer: int, key: Key) -> Message:
-        """Wait for the message with this key from ``peer``. Raise RuntimeError if it cannot come any more."""
+        """Wait for the message with this key from ``peer``. Raise RuntimeError if it can no longer come."""
         inbox = self._inboxes[peer]
         while key not in inbox:
             for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
@@ -113,7 +115,7 @@ class Transport:
         return inbox.pop(key)
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sent messages have arrived."""
         posted, self._posted = self._posted, []
         for _, arrival in posted:
             arrival()
@@ -121,7 +123,7 @@ class Transport:
             self._sender.get()
 
     def _next(self, peer: int) -> Message:
-        """Return the next message of a rank: one that a thread has taken, where there is one."""
+        """Return the next message of a rank, received by a thread if there is one."""
         if not self._readers:
             return self._take(peer)
         if not self._readers[peer].pending:
@@ -153,7 +155,7 @@ class Transport:
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return where tensors must be for the group to send them. Gloo sends from the host's memory alone."""
+    """Return the device from which the group sends tensors. Gloo sends from host memory only."""
     if device.type == "cpu" or device.type not in {there.type for there in group._device_types}:
         return torch.device("cpu")
     return torch.device("cpu") if group._get_backend(device).name() == "gloo" else device
@@ -165,8 +167,8 @@ _directions: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]
 def groups_of_directions(group: dist.ProcessGroup, wire: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups for messages to higher and to lower ranks.
 
-    NCCL runs one operation between two ranks after the other, so two that send to each other would deadlock: each
-    direction has a communicator of its own. All ranks of the group come here together.
+    NCCL runs the operations between two ranks one after the other, so two ranks that send to each other would deadlock.
+    Therefore each direction has its own communicator. All ranks of the group must call this together.
     """
     if wire.type == "cpu":
         return group, group
@@ -179,8 +181,8 @@ def groups_of_directions(group: dist.ProcessGroup, wire: torch.device) -> tuple[
 def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | None = None) -> None:
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
-    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: which message; None: one is received.
-    ``kept``: what must be there until then.
+    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: which message is sent; None: one is
+    received. ``kept``: objects that must stay alive until then.
     """
     try:
         work.wait()
@@ -194,7 +196,7 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
 class Background:
     """A daemon thread that runs functions one after the other until one raises.
 
-    (The interpreter waits for those of an executor when it exits, and a wait for a message may never end.)
+    (At its exit the interpreter waits for the threads of an executor, but a wait for a message may never end.)
     """
 
     def __init__(self, name: str) -> None:
@@ -205,14 +207,14 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, function: Callable[[], Any]) -> None:
-        """Have the thread call a function."""
+        """Make the thread call a function."""
         if self._thread.ident is None:
             self._thread.start()
         self.pending += 1
         self._functions.put(function)
 
     def get(self) -> Any:
-        """Wait for the next result. Raise what the function has raised, from then on every time."""
+        """Wait for the next result. If the function has raised, raise its exception, in every later call, too."""
         result, error = self._results.get()
         if error is not None:
             self._results.put((None, error))
@@ -229,6 +231,6 @@ class Background:
                 result = function()
             except BaseException as raised:
                 error = raised
-            del function  # and what it sends, before the rank learns that it has arrived
+            del function  # also release what was sent, before the rank learns that it has arrived
             self._results.put((result, error))
             result = None

@@ -1,11 +1,11 @@
-"""A failure detector: when a rank dies or raises, the others stop waiting for it and say why.
+"""Detects failures: when a rank dies or raises, the others stop waiting for it and report why.
 
-A thread of every rank writes heartbeats into the store of the process group, reads those of the others, and asks it
-whether a rank has failed. On the same host the system tells more than heartbeats do, and at once: the pidfd of a
-process becomes readable when it ends, and shared memory says where its rank was then. On another host the end of a
-process is noticed when a connection to it breaks or it has been silent for ``patience``. Whoever notices a failure
-reports it to the store, where the first report counts; every thread then aborts the waits of its own rank, whose step
-raises ``RankError`` with the cause.
+A thread of every rank writes heartbeats into the store of the process group, reads the other ranks' heartbeats, and
+checks there whether a rank has failed. On the same host, the system tells more, and at once: the pidfd of a process
+becomes readable when the process ends, and shared memory says where its rank was then. On another host the end of a
+process is noticed when a connection to it breaks or it has been silent for ``patience``. A rank that notices a failure
+reports it to the store, where the first report counts. The thread of every rank then aborts its rank's waits, and the
+step raises ``RankError`` with the cause.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ import torch.distributed as dist
 
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 
-# What ranks know of each other.
+# Heartbeats: the messages from which ranks know each other's state.
 
 HEARTBEAT_S = 0.2  # between two heartbeats
 PAGE_BYTES = 128
 
 
 class Position(NamedTuple):
-    """Says what a rank is doing. The phase is "forward", "backward", "loss", or any other word for it."""
+    """Says what a rank is doing. The phase is "forward", "backward", "loss", or another word."""
 
     phase: str
     stage: int
     micro_batch: int
-    """-1 stands for all of them."""
+    """-1 stands for all stages or micro-batches."""
 
     def __str__(self) -> str:
         of = "" if self.micro_batch < 0 else f" of micro-batch {self.micro_batch}"
@@ -55,7 +55,7 @@ class Position(NamedTuple):
 
 
 class RankError(RuntimeError):
-    """Another rank of a pipeline has failed, and this one cannot go on. The process group is of no further use.
+    """Another rank of a pipeline has failed, and this one cannot continue. The process group cannot be used any more.
 
     Attributes:
         rank: the rank of the group that failed. None: unknown.
@@ -75,33 +75,33 @@ class RankError(RuntimeError):
 
 
 def this_host() -> str:
-    """Return a text equal in processes that see each other's process ids; empty where that cannot be known."""
+    """Return a text that is equal in processes which see each other's process ids; empty if that cannot be known."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
 class GroupStore:
-    """Records that all ranks of a group read and write, in its store. For several threads.
+    """Records in a group's store, which all ranks read and write. Thread-safe.
 
-    Once the store is lost, nothing is written any more, and no records are found.
+    Once the store is lost, nothing is written, and no records are found.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._shared = group.get_group_store()  # the store's server ends with the last reference to it
-        # A connection of its own: a wait of another thread may block the shared one.
+        # A separate connection, because a wait of another thread may block the shared one.
         self._store = dist.PrefixStore("pymoe.pipe", self._shared.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=30))
         self.lost: str | None = None
-        """Why the store cannot be reached any more: its process, or its host, has ended. None: it can be reached."""
+        """Why the store can no longer be reached: its process, or its host, has ended. None: it can be reached."""
 
     def write(self, key: str, record: object) -> None:
-        """Write a record. It is there when this returns."""
+        """Write a record; it is visible when this returns."""
         self._call("set", key, pickle.dumps(record))
         self._call("check", [key])  # setting does not wait for the store
 
     def write_first(self, key: str, record: object) -> Any:
-        """Write a record unless there is one already. Return the one that is there then."""
+        """Write a record unless there is one already. Return the record that is now in the store."""
         found = self._call("compare_set", key, "", pickle.dumps(record))
         return record if found is None else pickle.loads(found)
 
@@ -121,24 +121,25 @@ class GroupStore:
 
 @dataclass
 class Heartbeat:
-    """Holds what a rank tells the others about itself a few times a second."""
+    """The message about itself that a rank sends to the others a few times a second."""
 
     page: int
-    """The file descriptor of its :func:`new_page`; -1: it has none."""
+    """The file descriptor of the rank's :func:`new_page`; -1: there is none."""
     host: str = field(default_factory=this_host)
     process: int = field(default_factory=os.getpid)
     count: int = 0
     """The number of heartbeats so far."""
     steps: float = 0
-    """Steps that have ended; infinite once the rank knows of a failure, since it makes no more."""
+    """Number of steps that have ended; infinite once the rank knows of a failure, because it makes no more."""
     at: Position | None = None
     """None: between its steps."""
 
 
 def new_page() -> int:
-    """Return a file descriptor of memory that others can read also after this process was killed; -1: there is none.
+    """Return a file descriptor of memory that others can read even after this process was killed; -1: there is none.
 
-    The heartbeats in the store tell where a rank is a few times a second. Here it is exact, and costs microseconds.
+    Heartbeats in the store give a rank's position a few times a second. This memory gives the present one, and a write
+    takes microseconds.
     """
     with contextlib.suppress(OSError, AttributeError):
         file = os.memfd_create("pymoe")
@@ -148,7 +149,7 @@ def new_page() -> int:
 
 
 class Peer:
-    """Another rank, from its first heartbeat on."""
+    """The state of another rank, as far as this rank knows it since the first heartbeat."""
 
     def __init__(self, rank: int, heartbeat: Heartbeat) -> None:
         self.rank = rank
@@ -168,26 +169,24 @@ class Peer:
         except ProcessLookupError:
             self.has_ended = True
         except (OSError, ValueError, AttributeError):
-            pass  # not offered by this system: the store has to do
+            pass  # not available on this system: rely on the store
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the system tells when its process ends, so that its silence means nothing."""
+        """Return whether the system reports the end of its process, so that silence does not count as a failure."""
         return self.pidfd is not None or self.has_ended
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Return its heartbeat: on the same host the present one, or that of its end; otherwise the last that was
-        heard.
-        """
+        """Return its heartbeat: on the same host the present or final one, otherwise the latest that was received."""
         if self._page is not None:
-            with contextlib.suppress(Exception):  # whatever half a record raises
+            with contextlib.suppress(Exception):  # errors from an incomplete record
                 steps, *at = pickle.loads(self._page[:])
                 self._heartbeat = replace(self._heartbeat, steps=steps, at=Position(*at) if at else None)
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Take its newest heartbeat from the store, if it is nowhere else. Return whether there is one to be had."""
+        """Take its newest heartbeat from the store, if that is the only source. Return whether one could be read."""
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -214,18 +213,18 @@ class Peer:
 
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
 SUSPICION_S = 3.0  # the same when a connection has broken
-GRACE_S = 3.0  # to wait for the others' first heartbeats, and until they have read of a failure
-LEAVE_S = 60.0  # to wait, for a rank that is done, until the others have ended their steps
+GRACE_S = 3.0  # seconds to wait for the others' first heartbeats, and until they have read of a failure
+LEAVE_S = 60.0  # seconds for which a rank that is done waits until the others have ended their steps
 ABORT_TAG = 2**30  # the tag of messages that are never sent
 
 
 class FailureDetector:
     """The failure detector of one rank; :func:`watching` makes it.
 
-    All ranks of the group make the same steps. A step that fails on any rank ends on every rank: on the one that
-    raised by its own error, on the others by :class:`RankError`, and so do all later ones. Stages tell their position
-    and their errors. Errors in between, of a loss function or the loading of data, are reported when they end the
-    process, or when they leave a ``with`` block of the detector, for programs that go on after an error::
+    All ranks of the group make the same steps. A step that fails on any rank fails on every rank: with its own error on
+    the rank that raised, with :class:`RankError` on the others. All later steps fail, too. Stages report their position
+    and their errors. Errors outside of stages, in a loss function or in loading data, are reported when they end the
+    process or, in programs that continue after an error, when they leave a ``with`` block of the detector::
 
         with watching(group):
             schedule.step(...)
@@ -246,18 +245,18 @@ class FailureDetector:
         self._thread: threading.Thread | None = None
         self._is_leaving = False
         self._write()
-        # Not atexit, which the processes of multiprocessing, and so of torch's spawn, do not run.
+        # Not atexit: processes of multiprocessing, and so of torch's spawn, do not run it.
         Finalize(None, self._leave, exitpriority=10)
         wait_for_gloo_at_exit()
 
     # ------------------------------------------------------------------------------------------ the rank's own thread
 
     def add(self, *groups: dist.ProcessGroup) -> None:
-        """Have waits in these groups, too, end when a rank fails."""
+        """Make waits in these groups end when a rank fails, too."""
         self._groups.update(groups)
 
     def first(self, key: str, record: object) -> Any:
-        """Return what the first rank that came here has recorded under a key; None if the store is lost."""
+        """Return what the first rank to call this has recorded under a key; None if the store is lost."""
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
@@ -273,21 +272,21 @@ class FailureDetector:
         self._in_step = True
 
     def at(self, phase: str, stage: int, micro_batch: int) -> None:
-        """Note what this rank begins to do. Raise RankError if another has failed."""
+        """Note what this rank begins to do. Raise RankError if another rank has failed."""
         self._show(Position(phase, stage, micro_batch))
         self._check()
 
     def end(self) -> None:
-        """End a step that went well here. Raise RankError if another rank has failed meanwhile."""
+        """End a step that succeeded here. Raise RankError if another rank has failed meanwhile."""
         self._in_step = False
         self._check()
         self._show(None, steps=1)
-        self._write()  # if the store is lost, the next step finds out why
+        self._write()  # if the store is lost, the next step reports why
 
     def fail(self, error: BaseException) -> RankError | None:
-        """Report that a step is about to end here by ``error``.
+        """Report that a step is about to fail here with ``error``.
 
-        Return what to raise in its place: that another rank had failed before. None: ``error`` is the first.
+        Return the error to raise in its place if another rank had failed before; None: ``error`` is the first.
         """
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):
@@ -297,14 +296,14 @@ class FailureDetector:
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
         if is_about_connections(error):
-            # Most likely the fault of another rank; it takes the thread a moment to find it.
+            # Most likely caused by another rank's failure, which the thread finds a moment later.
             self._patience = min(self._patience, SUSPICION_S)
             self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
             if self._failure is None:
                 what += f"; the others: {'; '.join(map(str, self._peers))}"
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
-        self._wait_until(self._others_are_done, GRACE_S)  # the store may end with this process
+        self._wait_until(self._others_are_done, GRACE_S)  # because the store may end with this process
         abort_waits(tuple(self._groups))  # waits of threads that send
         return None if failure.rank == self._rank else copy.copy(failure)
 
@@ -314,7 +313,7 @@ class FailureDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
-            if self._in_step:  # otherwise the block has ended it
+            if self._in_step:  # otherwise the block has ended the step
                 self.end()
         elif (other := self.fail(error)) is not None and isinstance(error, Exception):
             raise other from error
@@ -325,7 +324,7 @@ class FailureDetector:
         self._excepthook(kind, error, tb)
 
     def _leave(self) -> None:
-        """Wait, at the end of this process, until the others are done, too: the store may end with it."""
+        """At the end of this process, wait until the others are done, too, because the store may end with it."""
         if not self._in_step:
             self._wait_until(self._others_are_done, LEAVE_S if self._failure is None else GRACE_S)
         self._is_leaving = True
@@ -337,21 +336,25 @@ class FailureDetector:
             raise copy.copy(self._failure)
 
     def _show(self, at: Position | None, steps: float = 0) -> None:
-        """Note where this rank is and how many more ``steps`` it has made; show both to the others on this host."""
-        with self._page_lock:  # the rank's thread may be here while the watchdog's reports a failure
+        """Note this rank's position and how many more ``steps`` it has made; show both to the other ranks on this
+        host.
+        """
+        with self._page_lock:  # the rank's thread may be here while the watchdog thread reports a failure
             self._heartbeat.steps += steps
             self._heartbeat.at = at
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
-        """Return whether all others have been heard of. A process that ends before that ends unseen."""
+        """Return whether all other ranks have sent a heartbeat. The end of a process before that is not noticed."""
         for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
             if (heartbeat := self._store.read(f"rank {rank}")) is not None:
                 self._peers.append(Peer(rank, heartbeat))
         return len(self._peers) == self._ranks - 1
 
     def _others_are_done(self) -> bool:
-        """Return whether all others have made as many steps as this rank, or know of the failure too, or have ended."""
+        """Return whether all other ranks have made as many steps as this one, or know of the failure, too, or have
+        ended.
+        """
         failed = None if self._failure is None else self._failure.rank
         late = [peer for peer in self._peers if peer.rank != failed and peer.heartbeat.steps < self._heartbeat.steps]
         return not any([peer.hear(self._store) and not peer.has_ended for peer in late])
@@ -362,7 +365,7 @@ class FailureDetector:
             self._sleep(0.02)
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep, but no longer than until the process of a peer ends that had not before."""
+        """Sleep, but wake when the process of a peer ends."""
         running: dict[Any, Peer] = {
             peer.pidfd: peer for peer in self._peers if peer.pidfd is not None and not peer.has_ended
         }
@@ -376,7 +379,7 @@ class FailureDetector:
             if self._failure is None:
                 self._look()
             elif self._in_step:
-                abort_waits(tuple(self._groups))  # again and again: the rank may begin another wait after this
+                abort_waits(tuple(self._groups))  # repeatedly, because the rank may begin another wait after this
             self._sleep(HEARTBEAT_S)
 
     def _look(self) -> None:
@@ -388,7 +391,7 @@ class FailureDetector:
         failure = self._store.read("failure")
         if failure is None and self._in_step:
             if self._store.lost is None:
-                # One that has made a step more, and ended then, has not failed.
+                # A rank that has made one more step and then ended has not failed.
                 late = [peer for peer in self._peers if peer.heartbeat.steps <= self._heartbeat.steps]
                 failure = next(filter(None, (peer.failure(self._patience) for peer in late)), None)
             else:
@@ -397,9 +400,9 @@ class FailureDetector:
             self._report(failure)
 
     def _loss_of_the_store(self, why: str) -> RankError:
-        """Return why the store was lost: a process that has it ended too early.
+        """Return the error for a lost store: the process that holds it has ended too early.
 
-        A rank that leaves in order waits until the others have ended their steps.
+        A rank that ends in order waits until the others have ended their steps.
         """
         if not any(peer.has_ended for peer in self._peers):
             self._sleep(1.0)
@@ -413,7 +416,9 @@ class FailureDetector:
             self._store.write(f"rank {self._rank}", self._heartbeat)
 
     def _report(self, failure: RankError) -> RankError:
-        """Report a failure to the store. Return the first that any rank has reported: that one counts from now on."""
+        """Report a failure to the store. Return the first failure that any rank has reported: that one counts from now
+        on.
+        """
         first: RankError = self._store.write_first("failure", failure)
         self._failure = first = self._failure or first
         self._show(self._heartbeat.at, steps=math.inf)
@@ -422,11 +427,11 @@ class FailureDetector:
 
 
 def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let all that waits for messages of these groups in this process raise, now. They are of no further use.
+    """Make every wait for messages of these groups in this process raise now. The groups cannot be used afterwards.
 
-    gloo cannot abort a wait, but closes all connections of a context when one of its waits exceeds its timeout: so wait
-    a millisecond for a message that is never sent. NCCL's operations are aborted; they raise nothing, but what a stream
-    waits for is then done.
+    gloo cannot abort a wait, but closes all connections of a context when one of its waits exceeds its timeout. So this
+    waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing, but count
+    as done for a stream that waits for them.
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
@@ -435,8 +440,8 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
             with contextlib.suppress(RuntimeError):
                 backend.abort()
             continue
-        # A context for every network device; tags choose one. A connection that is broken already raises at once, and
-        # leaves the others alone: so try every peer.
+        # There is a context for every network device; tags choose one. A connection that is already broken raises at
+        # once and does not affect the others, so try every peer.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
         others = set(range(group.size())) - {group.rank()}
         for peer, context in itertools.product(others, range(contexts)):
@@ -455,7 +460,7 @@ _detectors: dict[dist.ProcessGroup, FailureDetector] = {}
 
 
 def watching(group: dist.ProcessGroup | None = None, *, patience: float = PATIENCE_S) -> FailureDetector:
-    """Return this process's failure detector of a group; None: of all processes. There is one for each group.
+    """Return this process's failure detector for a group; None: for all processes. There is one for each group.
 
     Args:
         group: the ranks of a pipeline.

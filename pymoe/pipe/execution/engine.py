@@ -1,4 +1,4 @@
-"""Runs the passes through a pipe's stages, and keeps what one mini-batch leaves for the next."""
+"""Runs the passes through a pipe's stages, and keeps state between mini-batches."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
-"""Number of schedules, and of plans made of them, that are kept."""
+"""The most schedules, and plans made from them, that are kept."""
 Grads = Sequence[torch.Tensor | None]
 
 
 class Engine:
-    """Runs mini-batches through the stages of one model. A copy has threads and plans of its own."""
+    """Runs mini-batches through the stages of one model. A copy gets its own threads and plans."""
 
     def __init__(self) -> None:
         self._workers = Workers()
         self._plans: dict[tuple[Any, ...], ActionPlan] = {}
-        self._states: dict[tuple[int, ...], StageRecompute] = {}  # one for each stage, by the ids of its modules
+        self._states: dict[tuple[int, ...], StageRecompute] = {}  # one for each stage, keyed by the ids of its modules
         self._shared: tuple[list[HeldLayout], list[Turns | None]] = [], []
         self._with_loss: tuple[tuple[Any, ...], Pipeline | None] = (), None
         self._last: tuple[Schedule, list[TimedAction]] | None = None
@@ -65,9 +65,9 @@ class Engine:
     ) -> torch.Tensor:
         """Run forward, loss and backward of all micro-batches, interleaved; add gradients if nothing fails.
 
-        The last of the values of ``micro_batches`` is the target if there is one; :func:`pymoe.pipe.loss.with_loss`
-        tells what the loss is made of. ``recomputed``: the micro-batches whose forward is recomputed. ``weights``: how
-        much their losses count. Returns (micro-batches,): the losses.
+        The last value in ``micro_batches`` is the target, if there is one; :func:`pymoe.pipe.loss.with_loss` computes
+        the loss. ``recomputed``: the micro-batches whose forward is recomputed. ``weights``: the weights of their
+        losses. Returns (micro-batches,): the losses.
         """
         arguments = pipeline, loss_fn, has_target, unflatten, own_loss, weights.uncounted, weights.are_rows
         known, ended = self._with_loss  # most steps have the arguments of the previous one
@@ -92,9 +92,10 @@ class Engine:
     def forward(
         self, pipeline: Pipeline, micro_batches: MicroBatches, recomputed: range, own_loss: int | None = None
     ) -> list[list[Any]]:
-        """Return for every micro-batch the pipeline's output values, which have the pipeline as their history.
+        """Return for every micro-batch the pipeline's output values, with the pipeline as their autograd history.
 
-        ``own_loss``: the output that is a loss, a mean over rows. Raises ValueError if it is seen to be another one.
+        ``own_loss``: the index of the output that is a loss. Raises ValueError if its graph shows that it is not a mean
+        over rows.
         """
         schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
         is_read = own_loss is not None and len(micro_batches.rows) > 1
@@ -132,7 +133,9 @@ class Engine:
     def _backward(
         self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
     ) -> Callable[[Grads, bool], Grads]:
-        """Return what autograd calls with the gradients of the outputs, to get those of inputs and ``leaves``."""
+        """Return the function that autograd calls with the gradients of the outputs to get the gradients of inputs and
+        ``leaves``.
+        """
         ends = [(boundary.accumulator, boundary.number) for boundary in crossed]
 
         def backward(grads: Grads, keep: bool) -> Grads:
@@ -165,7 +168,7 @@ class Engine:
         for stage in pipeline.stages:
             key = tuple(map(id, stage.modules))
             state = self._states.get(key)
-            if state is None:  # a known one keeps its modules alive, so no others have their ids
+            if state is None:  # a known pipeline keeps its modules alive, so their ids stay unique
                 if len(self._states) >= REMEMBERED + len(pipeline.stages):
                     self._states.clear()
                 state = self._states[key] = StageRecompute(stage.modules)
@@ -173,7 +176,7 @@ class Engine:
         return StepState(pipeline, micro_batches, graphs, states, recomputed, loss_weights, inside.workers)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
-        """Perform the actions of these kinds."""
+        """Perform all actions of these kinds."""
         workers = self._workers
         workers.prepare()
         with workers.lock:
@@ -183,7 +186,7 @@ class Engine:
                 try:
                     inside.workers = (*around, workers)
                     plan = self._plan(state, schedule, kinds)
-                    # On a thread of autograd's own for a device the workers could not reach that device's nodes.
+                    # If this were autograd's own thread for a device, the workers could not run that device's nodes.
                     inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
                     run = PlanRun(plan, state)
                     if not run.run_inline(to_the_end=inline):
@@ -195,7 +198,7 @@ class Engine:
         step.refuse_conflict()
 
     def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> ActionPlan:
-        """Return the plan for actions that are about to run, in which stages take turns that share what they write."""
+        """Return the plan for the next actions. In it, stages that write to shared state take turns."""
         turns: list[Turns] = []
         if Kind.FORWARD in kinds and len(state.recompute) > 1:
             layouts = [stage.held.look().layout for stage in state.recompute]
@@ -205,14 +208,14 @@ class Engine:
                 self._shared = layouts, found
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
-            # Other code writes elsewhere: that of another mode, and of the graph that was captured for it.
+            # Other code may write elsewhere: another mode, or the graph that was captured for it.
             code = [*state.functions(), *(module.training for one in layouts for module in one.modules.values())]
             turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
-        # A loss runs with the last stage.
+        # A loss runs together with the last stage.
         in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]
         key = id(schedule), kinds, *in_turns
         plan = self._plans.get(key)
-        if plan is None:  # a known one keeps its schedule alive, so no other has its id
+        if plan is None:  # a known plan keeps its schedule alive, so the id stays unique
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
             plan = self._plans[key] = ActionPlan(schedule, kinds, in_turns)
@@ -221,7 +224,7 @@ class Engine:
         return plan
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-        """Return the schedule of that name; or the given one. Raise ValueError if it does not fit."""
+        """Return the schedule with this name, or the given schedule. Raise ValueError if it does not fit."""
         if isinstance(schedule, str):
             return _built(schedule, stages, micro_batches)
         if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
@@ -233,7 +236,7 @@ class Engine:
 
     @property
     def last_run(self) -> Record | None:
-        """Return when every action of the last pass started and ended; None before."""
+        """Return when each action of the last pass started and ended; None before the first pass."""
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +245,7 @@ class Engine:
 
 
 def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[list[Any]]:
-    """Return the same as :meth:`Engine.forward`, run on this thread, with nothing cut off from its history."""
+    """Return the same as :meth:`Engine.forward`, computed on this thread, with the whole autograd history."""
     outputs = []
     for index, inputs in enumerate(micro_batches.values):
         made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
@@ -275,12 +278,14 @@ def _value(value: StageValue, made: dict[int, torch.Tensor]) -> Any:
 
 
 def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
-    """Return gradients for the inputs and for ``leaves``; those of others are added where they belong."""
+    """Return the gradients of the inputs and of ``leaves``; add gradients of other leaves to ``.grad`` or their
+    histories.
+    """
     found, grads = state.gradients()
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)
     ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
-    # Recomputed forwards have found them: tensors of closures, for example, which are not known before.
+    # Leaves that recomputed forwards have found, such as tensors in closures, which are not known before.
     late = [leaf for leaf in found if id(leaf) in by_leaf]
     accumulate(late, [by_leaf[id(leaf)] for leaf in late])
     return [*inputs, *ordered]

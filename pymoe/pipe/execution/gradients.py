@@ -1,7 +1,7 @@
 """Sums of gradients of leaves, and the one autograd node by which a pipeline takes part in the caller's graph.
 
-That node's inputs are the tensors that the pipeline was given and all leaves that its stages have reached. So autograd
-adds to each parameter once, and calls its hooks once, however many micro-batches there are.
+The inputs of that node are the tensors that the pipeline was given and all leaves that its stages have reached. So
+autograd adds to each parameter once, and calls its hooks once, for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
 _NUMBER = torch.zeros((), device="cpu")  # any number
 FOREACH_FROM = 4
-"""With this many leaves or more, one call for all takes less time than a call for each."""
+"""From this many leaves on, one call for all leaves is faster than a call for each."""
 Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
@@ -38,8 +38,8 @@ class LeafSums:
         self.leaves: list[torch.Tensor] = []
         self.sums: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        # The dtype of a sum that nobody else has, so that it may be changed in place; autograd may have given a
-        # gradient to somebody else, too.
+        # The dtype of a sum without another reference, which may be changed in place. (Autograd may have passed a
+        # gradient to others, too.)
         self._own: list[torch.dtype | None] = []
 
     def add(self, leaves: Sequence[torch.Tensor], grads: Grads) -> None:
@@ -77,9 +77,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def total(
     parts: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], float]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all leaves in ``parts``, each once, and the sums of their gradients over the parts, in that order.
+    """Return all leaves in ``parts``, each once, and the sums of their gradients over the parts, in the order of the
+    parts.
 
-    A part is leaves, their gradients (other ranks may have sent them to another device) and the weight of these.
+    A part has leaves, their gradients (which other ranks may have sent to another device) and the weight of the
+    gradients.
     """
     sums = LeafSums()
     for leaves, grads, weight in parts:
@@ -89,21 +91,21 @@ def total(
 
 
 class WeightedSums:
-    """Sums gradients of one stage whose weights are known at the end of a step: one sum for every size of micro-batch.
+    """Sums gradients of one stage whose weights are only known at the end of a step: one sum per size of micro-batch.
 
-    A micro-batch counts by its share of the rows of the mini-batch if losses are means; how many rows there are, and
-    whether losses are means, is known at the end.
+    If losses are means, a micro-batch is weighted by its share of the rows of the mini-batch. The number of rows, and
+    whether losses are means, is known only at the end.
     """
 
     def __init__(self) -> None:
         self._of_rows: dict[int, LeafSums] = {}
 
     def of(self, rows: int) -> LeafSums:
-        """Return the sums to which a micro-batch of so many rows adds."""
+        """Return the sums to which a micro-batch with this number of rows adds."""
         return self._of_rows.setdefault(rows, LeafSums())
 
     def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves and their sums, each size of micro-batch weighted. Lets go of the parts."""
+        """Return the leaves and their sums, weighted by size of micro-batch, and release the parts."""
         parts, self._of_rows = self._of_rows, {}
         return total(
             (part.leaves, part.sums, weight_of[rows])
@@ -120,7 +122,8 @@ class _PipeOutputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = [output.detach() for output in outputs]
         for number in tied:
-            # torch refuses changes in place of views that are made here: nothing could tell those who share the memory.
+            # torch refuses in-place changes of views that are made here: tensors that share the memory would not
+            # notice.
             made[number] = made[number].view_as(made[number])
         return tuple(made)
 
@@ -156,29 +159,31 @@ def attach(
     tensors: Sequence[torch.Tensor],
     tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``outputs``, which have no history, as functions of ``tensors``.
+    """Return ``outputs``, which have no autograd history, as functions of ``tensors``.
 
-    ``backward(grads, keep)`` takes the gradients of the outputs and returns those of the tensors; ``keep``: it will be
-    called again. ``tied`` are the numbers of outputs that nobody may change in place.
+    ``backward(grads, keep)`` takes the gradients of the outputs and returns the gradients of ``tensors``; ``keep``: it
+    will be called again. ``tied``: indices of outputs that must not be changed in place.
     """
     made: tuple[torch.Tensor, ...] = apply_directly(_PipeOutputs, backward, outputs, tied, *tensors)
     return made
 
 
 def end_history(edited: Sequence[torch.Tensor]) -> None:
-    """Have backward passes raise RuntimeError that come to what stages have made of these inputs in place."""
+    """Make backward passes raise RuntimeError where they reach the results of in-place changes of these inputs by
+    stages.
+    """
     with torch.enable_grad():
         for tensor in edited:
             version = tensor._version
             apply_directly(_Edited, tensor)
-            # Marking it as dirty has counted as one more change, which it was not.
+            # Marking the tensor as dirty has counted as a change, which it was not.
             unsafe_set_version_counter((tensor,), (version,))
 
 
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-    """Pass gradients on to the tensors' histories or add them to ``.grad``, as ``backward()`` does in the end.
+    """Pass gradients on to the tensors' histories, or add them to ``.grad``, as ``backward()`` does.
 
-    ``grads`` is emptied, so that autograd need not copy what nobody else has.
+    ``grads`` is emptied, so that autograd need not copy gradients without another reference.
     """
     kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     grads[:] = [grad for grad in grads if grad is not None]

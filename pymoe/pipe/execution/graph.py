@@ -1,15 +1,15 @@
 """The autograd graph of one micro-batch in one stage, and the values that cross the boundaries of stages.
 
 The graph begins at the stage's inputs and ends at its outputs. The stage works on aliases of the tensors that it takes:
-the same memory, with a history that begins there. Aliases count changes in place together with the tensors, so whoever
-has saved the memory for a backward pass, in any stage, notices all of them. A tensor that leaves a stage is cut off
-from its history; its :class:`BoundaryTensor` remembers where its gradient has to go.
+the same memory, with a history that begins there. Aliases share the tensors' count of in-place changes, so a stage that
+has saved the memory for a backward pass notices changes by any stage. A tensor that leaves a stage is cut off from its
+history; its :class:`BoundaryTensor` knows where its gradient has to go.
 
 An ``IsolatedCall`` (:mod:`pymoe.autograd.isolated_graph`) has a graph of its own, too, and both find, differentiate and
-keep nodes by the same functions. They differ in what is behind the beginning: a call's aliases lead on into the
-caller's graph, for tensors that leave the call otherwise than as outputs, and all calls of a map have one entry. Behind
-a stage there is no graph to lead into, so a gradient that comes there is an error, and every micro-batch enters by
-itself.
+keep nodes by the same functions. They differ in what comes before the beginning. The aliases of a call lead on into the
+caller's graph, for tensors that leave the call in other ways than as outputs, and all calls of a map have one entry.
+Before a stage there is no such graph, so a gradient that arrives there is an error, and every micro-batch has its own
+entry.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PAST = (
 
 
 class GradAccumulator:
-    """Sums the gradients of the boundary tensors of one maker, which are numbered in their order."""
+    """Sums the gradients of the boundary tensors that one stage makes, numbered in order."""
 
     __slots__ = ("grads",)
 
@@ -61,8 +61,9 @@ class GradAccumulator:
 class BoundaryTensor:
     """A tensor that crosses a boundary of stages.
 
-    ``accumulator`` sums its gradients under ``number``; None: it needs none. ``is_fixed``: it shares the memory of a
-    leaf, so nobody may change it in place. ``taken_until``: the last stage on other ranks that takes the same memory.
+    ``accumulator`` sums its gradients under ``number``; None: it needs no gradient. ``is_fixed``: it shares the memory
+    of a leaf, so it must not be changed in place. ``taken_until``: the last stage on other ranks that takes the same
+    memory.
     """
 
     __slots__ = ("accumulator", "is_fixed", "number", "taken_until", "tensor", "version")
@@ -79,13 +80,13 @@ class BoundaryTensor:
         self.number = number
         self.is_fixed = is_fixed
         self.taken_until = -1
-        self.version = -1 if tensor.is_inference() else tensor._version  # version_of(tensor), without a call
+        self.version = -1 if tensor.is_inference() else tensor._version  # version_of(tensor), inlined
 
 
 class StageValue:
     """A value that crosses a boundary: its leaves, with a boundary tensor for every tensor, and its structure.
 
-    The structure is None for a value that is its own only leaf.
+    The structure is None for a value that is a single leaf.
     """
 
     __slots__ = ("leaves", "structure")
@@ -96,12 +97,12 @@ class StageValue:
 
 
 _LEAVES = {LossReading, type(None), bool, int, float, str}
-"""Classes of values that are their own only leaves and hold no tensors with a history."""
+"""Classes of values that are single leaves and hold no tensors with a history."""
 _WITHOUT_TENSORS = {BoundaryTensor, *_LEAVES}
 
 
 def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
-    """Return the value with ``cross(tensor)`` for every tensor in it."""
+    """Return the value with ``cross(tensor)`` in place of every tensor in it."""
     if isinstance(value, torch.Tensor):
         return StageValue([cross(value)], None)
     if type(value) in _LEAVES:
@@ -116,7 +117,9 @@ def unpack(leaves: list[Any], structure: Any) -> Any:
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
-    """Return whether torch refuses changes in place of this tensor, which requires gradients: a leaf or its view."""
+    """Return whether torch refuses in-place changes of this tensor, which requires gradients: a leaf or a view of
+    one.
+    """
     return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
 
 
@@ -128,13 +131,13 @@ _EDITED = (
 
 
 def refuse_unseen_edit(boundary: BoundaryTensor, stage: int) -> None:
-    """Raise RuntimeError if ``stage`` has changed the tensor in place, and a later stage on another rank takes it."""
+    """Raise RuntimeError if ``stage`` has changed the tensor in place and a later stage on another rank takes it."""
     if stage < boundary.taken_until and boundary.version != version_of(boundary.tensor):
         raise RuntimeError(_EDITED)
 
 
 def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tensor:
-    """Return the tensor, on ``device`` if that is given.
+    """Return the tensor, moved to ``device`` if one is given.
 
     Raises:
         RuntimeError: another stage that has received it has changed it in place.
@@ -152,13 +155,15 @@ def receive_value(value: StageValue, device: torch.device | None) -> Any:
 
 
 class _StageInputs(torch.autograd.Function):
-    """Makes the aliases, after one that keeps this node alive. Gradients are taken before they come here."""
+    """Makes the aliases, and before them one more that keeps this node alive. Gradients are taken before they get
+    here.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, fixed: Sequence[bool], *sources: torch.Tensor) -> Any:
         aliases = [source.detach() for source in sources]
         if True in fixed:
-            # torch refuses changes in place of views that are made here.
+            # torch refuses in-place changes of views that are made here.
             aliases = [alias.view_as(alias) if own else alias for alias, own in zip(aliases, fixed, strict=True)]
         return anchor.detach(), *aliases
 
@@ -168,12 +173,14 @@ class _StageInputs(torch.autograd.Function):
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a tensor that is at hand, but whose history is not: a backward pass that needs it raises."""
+    """Return an alias of a tensor whose history is not available: a backward pass that needs the history raises."""
     return apply_directly(_StageInputs, ANCHOR, [False], tensor)[1]
 
 
 class Graph:
-    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps its ends, and the leaves in it."""
+    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps the ends of the graph, and its
+    leaves.
+    """
 
     __slots__ = (
         "_aliases",
@@ -190,11 +197,13 @@ class Graph:
     )
 
     def __init__(self, stream: RandomStream | None = None, device: torch.device | None = None) -> None:
-        """``stream``: the random numbers of the stage. ``device``: of the stage; None: that of whatever it receives."""
-        self.stream: Any = stream  # the backward continues where the forward has left it
-        self.entry: Node | None = None  # where the graph begins, if it has inputs
-        self.edges: list[GradientEdge] = []  # edges of the entry, one for each of these inputs
-        # For each edge the accumulator that gets its gradient, the number there, and the device.
+        """``stream``: the random numbers of the stage. ``device``: the stage's; None: the devices of the tensors that
+        it receives.
+        """
+        self.stream: Any = stream  # the backward continues the forward's random numbers
+        self.entry: Node | None = None  # the entry node of the graph, if it has inputs
+        self.edges: list[GradientEdge] = []  # edges of the entry, one for each input that needs gradients
+        # For each edge: the accumulator that gets its gradient, its number there, and the device.
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
@@ -208,7 +217,7 @@ class Graph:
         """Return the arguments for the stage's function: tensors that need gradients are aliases."""
         device, sources = self._device, self._sources
         arguments: list[Any] = []
-        nested: list[tuple[int, list[Any], Any]] = []  # a place among the arguments, and what will be there
+        nested: list[tuple[int, list[Any], Any]] = []  # positions among the arguments, and their future values
         places: list[tuple[list[Any], int]] = []
         fixed: list[bool] = []
         for value in received:
@@ -242,7 +251,7 @@ class Graph:
         return arguments
 
     def end(self, outputs: Sequence[Any], accumulator: GradAccumulator) -> list[StageValue]:
-        """Return what the stage sends: ``outputs``, whose gradients go to ``accumulator``. Calls :meth:`close`."""
+        """Return ``outputs`` as the stage sends them; their gradients go to ``accumulator``. Calls :meth:`close`."""
         self.close()
         roots = self.roots
         nodes: list[Node] = []
@@ -257,7 +266,7 @@ class Graph:
             return BoundaryTensor(tensor.detach(), accumulator, len(roots) - 1, is_fixed(tensor))
 
         sent: list[StageValue] = []
-        for output in outputs:  # no comprehension, and no pack for lone tensors: every micro-batch comes here
+        for output in outputs:  # no comprehension, no packing of single tensors: it is faster
             sent.append(StageValue([cross(output)], None) if isinstance(output, torch.Tensor) else pack(output, cross))
         self.refuse_hidden_tensors(sent)
         self.leaves, reached = find_leaves_and_nodes(nodes, self.entry)
@@ -280,7 +289,7 @@ class Graph:
                     )
 
     def close(self) -> None:
-        """Let go of the inputs.
+        """Release the inputs.
 
         Raises:
             RuntimeError: an input was changed in place that shares its memory with another.
@@ -295,14 +304,16 @@ class Graph:
                 )
 
     def deliver(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients of the edges, the first of ``grads``, to the accumulators that they are for."""
+        """Add the gradients of the edges, which come first in ``grads``, to their accumulators."""
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
                 accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the tensors that need gradients in an object: its attributes, items, or what a function encloses."""
+    """Yield the tensors that need gradients in an object: in its attributes, its items, or the closure of a
+    function.
+    """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             yield value
@@ -338,7 +349,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 def have_tangents(values: Any, *modules: nn.Module) -> bool:
     """Return whether a tensor in ``values``, or a parameter or buffer of the modules, has a tangent.
 
-    Tangents of forward-mode differentiation (``torch.autograd.forward_ad``) would get lost at boundaries, where tensors
+    Tangents of forward-mode differentiation (``torch.autograd.forward_ad``) would be lost at boundaries, where tensors
     are cut off from their history.
     """
     if forward_ad._current_level < 0:

@@ -1,17 +1,17 @@
-"""Finds out what a forward writes: compares what the modules of a stage hold before it with what they hold after it.
+"""Finds out what a forward writes: compares the contents of a stage's modules before and after it.
 
 Every forward is compared, since one may begin to write at any time. Python values are compared by identity; tensors by
-version counter and address, and by fingerprints of their memory where that is the host's, since much writes behind the
-counter's back (``parameter.data.mul_()``, numpy, kernels of batch norms and observers). Small tensors that are not
-parameters are always copied. :mod:`pymoe.pipe.execution.held_values` says what is found in modules.
+version counter and address, and tensors in host memory also by fingerprints of the memory, because many writes bypass
+the counter (``parameter.data.mul_()``, numpy, kernels of batch norms and observers). Small tensors that are not
+parameters are always copied. :mod:`pymoe.pipe.execution.held_values` describes what is found in modules.
 
-What cannot be put back for a recomputation (attributes of objects that are no modules, what functions enclose,
-attributes of classes, iterators) is compared, but never changed: a stage that changes it keeps its graphs.
+State that cannot be put back for a recomputation (attributes of objects other than modules, closures of functions,
+attributes of classes, iterators) is compared, but never changed: a stage that changes such state keeps its graphs.
 
-Some writes that change no version are not seen: to a part of a tensor of more than 4 KiB, in forwards whose sample of
-its memory misses that part (the first, second, fourth, eighth... forward of a stage reads everything, and a part that
-is written every time is met in the end); to CUDA tensors, since a look at them would wait for the device; and to
-tensors of classes other than torch's own. Writes of other threads look like the forward's own.
+Some writes that change no version are missed: writes to a part of a tensor of more than 4 KiB, in forwards whose sample
+of the memory misses that part (the first, second, fourth, eighth... forward of a stage reads everything, and a part
+that is written every time is found eventually); writes to CUDA tensors, because reading them would wait for the device;
+and writes to tensors of classes other than torch's own. Writes by other threads count as the forward's own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from pymoe.pipe.execution.graph import without_history
 from pymoe.pipe.execution.held_values import PLAIN, Cell, HeldLayout
 
 _FRESH = 1 << 24
-"""Added to the version of a tensor while it holds what it held earlier: graphs made then are of no use afterwards."""
+"""Added to the version of a tensor while earlier contents are put back, so that graphs made then are invalid
+afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
-"""Ends of the names of buffers that batch norms write behind autograd's back; their nodes keep them unread."""
+"""Ends of the names of buffers that batch norms write without autograd's knowledge. Autograd nodes save these buffers
+but do not read them."""
 
 _NOT_THE_SAME = (
     "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the "
@@ -46,7 +48,7 @@ _CHANGED_SINCE = (
 
 
 class HeldSnapshot:
-    """Keeps what was there at one time."""
+    """A snapshot of the state at one time."""
 
     def __init__(self, layout: HeldLayout) -> None:
         self.layout = layout
@@ -69,24 +71,24 @@ class HeldSnapshot:
 
 
 class Seen(NamedTuple):
-    """Keeps what a forward saw, which its recomputation needs."""
+    """Keeps the state that a forward saw and that its recomputation needs."""
 
     state: HeldSnapshot | None
-    """The state at that time; None: it had tensors with a history, whose graphs are not kept alive."""
+    """The state at that time; None if it had tensors with a history, whose graphs must not be kept alive."""
     layout: HeldLayout
     contents: Sequence[Any]
     stamps: Sequence[int]
     moment: int
-    """The number of the look at which the fingerprints were taken."""
+    """The number of the reading in which the fingerprints were taken."""
     fingerprints: Sequence[int]
-    """The fingerprints of the memory that the layout watches."""
+    """Fingerprints of the memory that the layout watches."""
     copies: dict[int, torch.Tensor]
     """Copies of tensors, by their number in the layout."""
     generators: Sequence[Any]
     """The states of random number generators."""
 
     def rewritten(self) -> set[int]:
-        """Return the numbers of the watched tensors whose memory has changed since, as far as it was read."""
+        """Return the numbers of the watched tensors whose memory has changed since, as far as the memory was read."""
         now = self.layout.fingerprints(self.moment)
         if now == self.fingerprints:
             return set()
@@ -95,19 +97,19 @@ class Seen(NamedTuple):
 
 
 class HeldState:
-    """Compares what some modules hold before and after the forwards of one stage."""
+    """Compares the contents of some modules before and after the forwards of one stage."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], moment: int = 0) -> None:
-        """Begin at ``roots``: modules, containers and tensors, with names that messages begin with.
+        """Begin at ``roots``: modules, containers and tensors, with names for messages.
 
-        ``moment``: the one before that of the first fingerprints.
+        ``moment``: the number before the first reading of fingerprints.
         """
         self._roots = [*roots]
         self._state: HeldSnapshot | None = None
         self.written: set[int] = set()
-        """The tensors that forwards have written to: these are copied, whatever their size."""
+        """The tensors that forwards have written to; they are copied, whatever their size."""
         self.fixed: set[str] = set()
-        """The names of what forwards change and nobody can put back: with one no forward is recomputed."""
+        """The names of what forwards change and cannot be put back. If there are any, no forward is recomputed."""
         self._moment = moment
 
     def look(self) -> HeldSnapshot:
@@ -117,7 +119,7 @@ class HeldState:
             layout = state.layout
             try:
                 is_same = layout.holds(state.sizes, state.values)
-            except (KeyError, RuntimeError):  # an attribute is gone; another thread adds to an object's
+            except (KeyError, RuntimeError):  # an attribute is gone, or another thread adds attributes to the object
                 is_same = False
             if is_same:
                 stamps = layout.stamps()
@@ -131,14 +133,16 @@ class HeldState:
         return state
 
     def before(self) -> Seen | None:
-        """Return what the forward that is about to run will see; None: it cannot be recomputed, whatever it does."""
+        """Return the state that the next forward will see; None: the forward cannot be recomputed, whatever it does."""
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
         return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return what a forward would see now. ``to_compare``: for :meth:`changes` alone, without copies on devices."""
+        """Return the state that a forward would see now. ``to_compare``: only for :meth:`changes`, without copies on
+        devices.
+        """
         state = self.look()
         layout = state.layout
         numbers: Iterable[int] = layout.small
@@ -154,7 +158,7 @@ class HeldState:
         )
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of what has changed since, as far as a look at it does not wait for a device."""
+        """Return the names of what has changed since, as far as this can be seen without waiting for a device."""
         layout = seen.layout
         names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]
         written = layout.written(seen.stamps, layout.stamps())
@@ -164,7 +168,9 @@ class HeldState:
         return names + [layout.names[id(one)] for one, was in drawn if not _drawn_alike(one.get_state(), was)]
 
     def after(self, seen: Seen | None) -> Seen | None:
-        """Return what a recomputation needs after the forward that saw this; None: it cannot see the same again."""
+        """Return what a recomputation needs, after the forward that saw this state; None: the state cannot be
+        restored.
+        """
         if seen is None:
             return None
         rewritten = seen.rewritten()
@@ -181,7 +187,7 @@ class HeldState:
                 self.written.add(layout.identity(number))
                 can_be_put_back = False
             elif not _alike(tensor, copy):
-                can_be_put_back = False  # it has another shape now, say
+                can_be_put_back = False  # it may have another shape now
         if not can_be_put_back:
             return None
         contents = [_without_histories(one) for one in seen.contents]
@@ -191,22 +197,22 @@ class HeldState:
         return seen._replace(state=None, contents=contents)
 
     def put_back(self, seen: Seen) -> PutBack:
-        """Return a context in which a forward can be recomputed: it sees what it has seen, and leaves no trace.
+        """Return a context in which a forward can be recomputed: it sees the same state again, and leaves no trace.
 
         Raises:
-            RuntimeError: something has begun to change since that was not copied; or the recomputation has written to
-                what the first run has left alone.
+            RuntimeError: state that was not copied has begun to change; or the recomputation has written to state that
+                the first run has not written to.
         """
         return PutBack(self, seen)
 
     def refuse_rewritten(self, seen: Seen) -> None:
-        """Raise RuntimeError if memory has changed, unseen by autograd, that the recomputation has read."""
+        """Raise RuntimeError if memory that the recomputation has read was changed without autograd's knowledge."""
         if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
             self.written.update(map(seen.layout.identity, lost))
             raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
 
     def exchanged(self, seen: Seen) -> set[int]:
-        """Return the ids of the tensors and containers that are put back for a recomputation, as things are now."""
+        """Return the ids of the tensors and containers that would now be put back for a recomputation."""
         layout = seen.layout
         written = {*layout.written(seen.stamps, layout.stamps())} | _differing(seen)
         return {id(layout.tensors[n]) for n in written} | {id(cell.place) for cell, _ in self.changed_cells(seen)}
@@ -218,13 +224,13 @@ class HeldState:
         stamps: Sequence[int],
         copies: dict[int, torch.Tensor],
     ) -> list[str]:
-        """Put back what was there before the recomputation; return the names of what cannot be.
+        """Put back the state from before the recomputation; return the names of what cannot be put back.
 
-        ``now``: the contents of cells, by id of the place; of others they were what the first run saw. ``stamps`` and
-        ``copies`` are those of the tensors in the layout.
+        ``now``: the contents of cells that differed from the first run's, by id of the place. ``stamps`` and ``copies``
+        belong to the tensors in the layout.
         """
         lost, layout = [], seen.layout
-        stale = []  # tensors that a graph made meanwhile may have kept, without autograd noticing
+        stale = []  # tensors that a graph from in between may have saved, without autograd noticing the change
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
@@ -250,7 +256,7 @@ class HeldState:
         return lost
 
     def changed_cells(self, seen: Seen | HeldSnapshot) -> list[tuple[Cell, Any]]:
-        """Return the cells that have changed since, and what was in them."""
+        """Return the cells that have changed since, with their earlier contents."""
         return [
             (cell, contents)
             for cell, contents in zip(seen.layout.cells, seen.contents, strict=True)
@@ -271,7 +277,7 @@ class HeldState:
 
 
 class PutBack:
-    """The context of a recomputation; see :meth:`HeldState.put_back`. A generator would take longer."""
+    """The context of a recomputation; see :meth:`HeldState.put_back`. A class, because a generator would be slower."""
 
     __slots__ = ("_copies", "_generators", "_held", "_now", "_seen", "_stamps", "_state")
 
@@ -286,7 +292,7 @@ class PutBack:
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
         layout, state = seen.layout, held.look()
-        # Fingerprints of the first run need not have met what a later one has.
+        # Fingerprints of the first run may have missed what a later run has found.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
@@ -298,7 +304,7 @@ class PutBack:
         stamps = self._stamps = layout.stamps()
         written = layout.written(seen.stamps, stamps)
         lost += [number for number in written if number not in seen.copies]
-        # Others may have changed an object; if this stage does, it keeps the graphs of all forwards that follow.
+        # Others may have changed an object. If this stage does so, it keeps the graphs of all later forwards.
         fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
         names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in held.fixed]]
         changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
@@ -311,7 +317,7 @@ class PutBack:
         for cell, contents in changed:
             cell.put(_with_new_histories(contents))
         for number, copy in seen.copies.items():
-            layout.tensors[number].data.copy_(copy)  # not an edit as autograd counts them: see what follows
+            layout.tensors[number].data.copy_(copy)  # autograd must not count this as a change: see below
         for number in written:
             unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + _FRESH,))
 
@@ -332,7 +338,7 @@ class PutBack:
 
 
 def _differ_plainly(state: HeldSnapshot) -> bool:
-    """Return whether numbers, strings and the like are all that has changed: then there is nothing new to follow."""
+    """Return whether only numbers, strings and the like have changed, so that no new object has to be followed."""
     layout = state.layout
     try:
         now = list(layout.values())
@@ -344,7 +350,7 @@ def _differ_plainly(state: HeldSnapshot) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether contents of a cell are the same values."""
+    """Return whether two contents of a cell are the same values."""
     if isinstance(one, int) or isinstance(other, int):
         return one is other or bool(isinstance(one, int) and isinstance(other, int) and one == other)
     if len(one) != len(other) or (isinstance(one, dict) and list(one) != list(other)):
@@ -354,7 +360,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _place(cell: Cell, before: Any) -> str:
-    """Return how what has changed in a cell is called."""
+    """Return the name of what has changed in a cell."""
     now = cell.contents()
     if not isinstance(now, dict) or not isinstance(before, dict):
         return cell.name
@@ -363,7 +369,7 @@ def _place(cell: Cell, before: Any) -> str:
 
 
 class _Past(NamedTuple):
-    """Stands for a tensor with a history, without it."""
+    """Stands for a tensor with a history, without keeping the history alive."""
 
     tensor: torch.Tensor
 
@@ -397,7 +403,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _differing(seen: Seen) -> set[int]:
-    """Return the numbers of the copied tensors in memory that hold something else now."""
+    """Return the numbers of the copied tensors whose memory has other contents now."""
     tensors = seen.layout.tensors
     return {n for n, copy in seen.copies.items() if tensors[n].is_cpu and not _equal(tensors[n], copy)}
 

@@ -1,14 +1,14 @@
 """Finds what modules hold: the tensors, containers and objects that their attributes lead to.
 
-The walk follows attributes of modules; items of lists, dictionaries, sets, deques and tuples, modules included;
-functions (what they enclose, their defaults and attributes), bound methods and partial functions; objects of other
-classes with their ``__dict__`` and ``__slots__``; and attributes of classes. Arrays of numpy are taken as tensors. The
-walk knows the state of random number generators, and how far most iterators are. It notes what cannot be compared at
-all: generators, and iterators that do not tell how far they are.
+The walk follows attributes of modules; items of lists, dictionaries, sets, deques and tuples, including modules;
+functions (closures, defaults and attributes), bound methods and partial functions; objects of other classes with their
+``__dict__`` and ``__slots__``; and attributes of classes. Numpy arrays count as tensors. The walk reads the state of
+random number generators and the position of most iterators. It notes what cannot be compared at all: generators, and
+iterators without a readable position.
 
 It does not follow globals, hooks, weak references, caches of ``functools``, and objects of the standard library's and
-torch's own classes; only the tensors of modules of TorchScript are. Only the number of items is known of containers
-with more than a thousand.
+torch's own classes. Of TorchScript modules it follows only tensors. Of containers with more than a thousand items it
+reads only the number of items.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from pymoe.pipe.execution.graph import memory_of
 from pymoe.pipe.python_values import is_numpy_array, value_in_cell, value_in_slot
 
 SMALL_BYTES = 1 << 16
-"""Tensors of modules up to this size, parameters excepted, are copied before every forward that may run again."""
+"""Tensors of modules up to this size, except parameters, are copied before every forward that may run again."""
 MANY = 1000
-"""Of a container with more items only the number of items is compared."""
+"""In a container with more items, only the number of items is compared."""
 PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
-"""Values that nobody can change, and that are equal if their contents are."""
+"""Immutable values, which are equal if their contents are equal."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
-# Hooks are not state of a forward.
+# Hooks are not part of the state of a forward.
 _NOT_FOLLOWED = {*vars(nn.Module())} - _REGISTRIES - {"training"}
 _OTHERS_CODE = {"torch", "numpy", "pymoe", *sys.stdlib_module_names} - {"__main__"}
 _METHODS = (FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType)
@@ -63,7 +63,7 @@ _version, _nbytes, _is_cpu = attrgetter("_version"), attrgetter("nbytes"), attrg
 
 
 class View:
-    """Shows what an object that is no container holds, as if it were one."""
+    """Presents the contents of an object that is not a container as if it were one."""
 
     def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
         self._read = read
@@ -81,12 +81,12 @@ class Cell(NamedTuple):
     place: Any
     name: str
     keys: tuple[str, ...] = ()
-    """The attributes of a module or class that are followed."""
+    """The attributes of a module or class that the walk follows."""
     is_foreign: bool = False
-    """It belongs to an object that is no module, and is not changed from here."""
+    """True if it belongs to an object that is not a module; then it is never changed here."""
 
     def contents(self) -> Any:
-        """Return a copy of what is in it."""
+        """Return a copy of the contents."""
         place = self.place
         if len(place) > MANY and not self.keys:
             return len(place)
@@ -95,11 +95,11 @@ class Cell(NamedTuple):
         return dict(place) if isinstance(place, dict) else list(place)
 
     def is_fixed(self, contents: Any) -> bool:
-        """Return whether these contents of another time cannot be put back."""
+        """Return whether these earlier contents cannot be put back."""
         return self.is_foreign or isinstance(contents, int) or (len(self.place) > MANY and not self.keys)
 
     def put(self, contents: Any) -> None:
-        """Give it the contents of another time."""
+        """Put earlier contents back."""
         place = self.place
         if self.keys:
             for key in [key for key in place if key not in contents and key not in _NOT_FOLLOWED]:
@@ -117,7 +117,7 @@ class ForeignGenerator(NamedTuple):
 
 
 Found = Iterator[tuple[Any, str, bool]]
-"""Values to be followed, with their names, and whether they are parts of something foreign."""
+"""Values to be followed, with their names, and whether they belong to an object that is not a module."""
 
 
 class HeldLayout:
@@ -127,13 +127,13 @@ class HeldLayout:
         self.modules: dict[int, nn.Module] = {}
         self.names: dict[int, str] = {}  # names of modules, tensors and containers, by id
         self.shareable: dict[Any, tuple[str, Any]] = {}
-        """Values that other stages may have, too: modules, tensors (by their memory) and containers, with their names.
+        """Values that other stages may hold, too: modules, tensors (by their memory) and containers, with their names.
         """
         self.generators: list[Any] = []
         """Random number generators: they have ``get_state`` and ``set_state``."""
         self.opaque: list[str] = []
-        """The names of what may change without anybody seeing it."""
-        self._found: dict[int, Any] = {}  # values by id; it keeps the ids in use
+        """The names of values that may change unnoticed."""
+        self._found: dict[int, Any] = {}  # values by id; keeps them alive, so that ids stay unique
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
         self._arrays: dict[int, Any] = {}  # arrays of numpy, by the ids of their tensors
         self._all_tensors: list[torch.Tensor] = []
@@ -148,7 +148,7 @@ class HeldLayout:
         self.cells = [*attributes, *dicts, *others, *large]
         self._places = [cell.place for cell in self.cells]
         self._attributes = [(itemgetter(*cell.keys), cell.place) for cell in attributes]
-        # Empty ones are left out: their sizes show that they get items (unless a class has a length of its own).
+        # Empty containers are left out: their size shows when they get items (unless the class defines its own length).
         self._dicts = [cell.place for cell in dicts if cell.place or type(cell.place) is not dict]
         self._others = [cell.place for cell in others]
         self._plain = [tensor for tensor in self._all_tensors if _is_plain(tensor)]
@@ -162,17 +162,17 @@ class HeldLayout:
         self._strided = [(n, span) for n, tensor in enumerate(self._watched) if (span := _span(tensor)) is not None]
 
     def _visit(self, value: Any, name: str, foreign: bool) -> Found:
-        """Note what a value holds, and yield what is in it."""
+        """Note a value, and yield the values in it."""
         if isinstance(value, torch.Tensor):
             if value.grad_fn is None and not nn.parameter.is_lazy(value):
                 self.shareable["memory of", memory_of(value)] = name, value
                 self._note_tensor(value, name)
         elif isinstance(value, DeferredBatchNorm):
-            pass  # it handles recomputations itself
+            pass  # this layer handles recomputations itself
         elif isinstance(value, nn.Module):
             yield from self._visit_module(value, name)
         elif type(value).__module__.partition(".")[0] == "pymoe":
-            pass  # bookkeeping of pymoe
+            pass  # objects of pymoe itself, such as hooks and handles; models do not compute with them
         elif isinstance(value, (tuple, frozenset)):
             yield from ((item, f"{name}[{number}]", foreign) for number, item in enumerate(value))
         elif isinstance(value, (dict, list, set, deque)):
@@ -216,7 +216,7 @@ class HeldLayout:
                 continue
             if id(item) not in self._found:
                 self._found[id(item)] = item
-                if isinstance(item, dict):  # modules of TorchScript have other objects, whose names are fixed
+                if isinstance(item, dict):  # TorchScript modules have other objects, with fixed names
                     self._cells[1].append(Cell(item, cell.name))
             for child, held in item.items():
                 yield held, path + child, False
@@ -239,7 +239,7 @@ class HeldLayout:
             yield from ((item, name if foreign else f"{name}[{number}]", foreign) for number, item in inside)
 
     def _visit_object(self, value: Any, name: str) -> Found:
-        """Yield what the attributes of an object hold that is of a class of the user's."""
+        """Yield the values of the attributes of an object whose class is the user's."""
         if not _is_users(type(value)) and type(value) is not SimpleNamespace:
             return
         inside = getattr(value, "__dict__", None)
@@ -249,7 +249,7 @@ class HeldLayout:
         yield from self._visit_slots(value, name)
 
     def _visit_slots(self, value: Any, name: str) -> Found:
-        """Yield what an object has in slots, and its classes."""
+        """Yield the values in an object's slots, and its classes."""
         classes = [one for one in type(value).__mro__ if _is_users(one)]
         slots = [slot for one in classes for slot in vars(one).values() if isinstance(slot, MemberDescriptorType)]
         if slots:
@@ -262,7 +262,7 @@ class HeldLayout:
         name = value.__qualname__.rpartition(".<locals>.")[2]
         named = {key: item for key, item in vars(value).items() if not (key[:2] == "__" == key[-2:])}
         held = {key: item for key, item in named.items() if not isinstance(item, _METHODS)}
-        # The first two are in every class, so that itemgetter has several.
+        # The first two are in every class; itemgetter returns a tuple only for several keys.
         self._cells[0].append(Cell(vars(value), name, ("__module__", "__doc__", *held), True))
         yield from ((item, f"{name}.{key}", True) for key, item in held.items())
         functions = [(key, getattr(item, "__func__", item)) for key, item in named.items()]
@@ -270,7 +270,9 @@ class HeldLayout:
         yield from ((one, "", True) for one in value.__bases__)
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
-        """Yield what a function encloses and what its defaults and attributes are; of others' code, functions alone."""
+        """Yield the values in a function's closure, defaults and attributes; if the code is not the user's, only
+        functions.
+        """
         held = _held_by(value)
         if value.__globals__.get("__name__", "").partition(".")[0] in _OTHERS_CODE:
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
@@ -316,7 +318,9 @@ class HeldLayout:
         self._all_tensors.append(tensor)
 
     def identity(self, number: int) -> int:
-        """Return a number that stays a tensor's in other layouts, as long as it lives; of an array the array's."""
+        """Return a number that identifies a tensor in all layouts, as long as it lives; for an array's tensor, the
+        array.
+        """
         tensor = self.tensors[number]
         return id(self._arrays.get(id(tensor), tensor))
 
@@ -328,25 +332,27 @@ class HeldLayout:
         return list(map(len, self._places))
 
     def values(self) -> Iterator[Any]:
-        """Iterate over all values; raises KeyError if an attribute is gone."""
+        """Iterate over all values. Raise KeyError if an attribute is gone."""
         attributes = [getter(place) for getter, place in self._attributes]
         return chain.from_iterable([*attributes, *map(dict.values, self._dicts), *self._others])
 
     def holds(self, sizes: list[int], values: list[Any]) -> bool:
-        """Return whether places have these sizes and the very same values; raises KeyError if an attribute is gone."""
+        """Return whether the places have these sizes and the very same values. Raise KeyError if an attribute is
+        gone.
+        """
         return self.sizes() == sizes and all(map(is_, values, self.values()))
 
     def stamps(self) -> list[int]:
-        """Return numbers that differ from those of another time where a tensor was written to, as torch counts it."""
+        """Return one number per tensor, which changes if the tensor is written to in a way that torch counts."""
         plain = self._plain
         stamps = [*map(_version, plain), *map(torch.Tensor.data_ptr, plain)]
         return stamps if not self._odd else stamps + list(map(version_of, self._odd))
 
     def fingerprints(self, moment: int) -> list[int]:
-        """Return numbers that differ from those of another time where memory was written to, by whatever means.
+        """Return numbers that change if memory is written to, by whatever means.
 
-        One for each of :attr:`watched`. Of large memory a sample is read, which differs from ``moment`` to ``moment``;
-        where that is a power of two, all of it is read.
+        There is one for each of :attr:`watched`. In large memory a sample is read, which differs between values of
+        ``moment``; if that is a power of two, everything is read.
         """
         tensors = self._watched
         if not tensors:
@@ -362,7 +368,7 @@ class HeldLayout:
         return memory_fingerprints(addresses, sizes, [*allocations], [*allocated], moment, is_whole)
 
     def written(self, before: Sequence[int], now: Sequence[int]) -> list[int]:
-        """Return the numbers of the tensors whose stamps differ."""
+        """Return the numbers of the tensors with different stamps."""
         if before == now:
             return []
         count = len(self._plain)
@@ -388,7 +394,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _random_of(value: Any) -> Any:
-    """Return the value with torch's methods if it is a random number generator, else None."""
+    """Return a random number generator with torch's methods; None for other values."""
     if isinstance(value, torch.Generator):
         return value
     if isinstance(value, random.Random):
@@ -407,7 +413,7 @@ def _random_of(value: Any) -> Any:
 
 
 def _as_tensor(array: Any) -> torch.Tensor | None:
-    """Return a tensor that shares an array's memory; None if there can be none."""
+    """Return a tensor that shares an array's memory; None if that is impossible."""
     try:
         if array.flags.forc:
             array = array.ravel(order="K").view("u1")
@@ -417,7 +423,7 @@ def _as_tensor(array: Any) -> torch.Tensor | None:
 
 
 def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
-    """Return a function that tells how far an iterator is; None if that is not known."""
+    """Return a function that reads the position of an iterator; None if the position is not readable."""
     if isinstance(iterator, itertools.count):
         how_far: Callable[[Any], Any] = repr
     elif hasattr(iterator, "__length_hint__"):
@@ -428,7 +434,7 @@ def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
 
     def read() -> Sequence[Any]:
         now = how_far(iterator)
-        if now != last[0]:  # otherwise it stays the same object
+        if now != last[0]:  # otherwise the object stays the same
             last[0] = now
         return last
 
@@ -438,7 +444,7 @@ def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
 def _items_left(iterator: Any) -> int:
     try:
         return operator.length_hint(iterator, -1)
-    except (TypeError, RuntimeError):  # repeat() without end; a dictionary that has changed its size
+    except (TypeError, RuntimeError):  # an endless repeat(); a dictionary that has changed its size
         return -1
 
 
@@ -451,12 +457,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether it is copied before every forward. Parameters, of which there are many, are not."""
+    """Return whether the tensor is copied before every forward. Parameters, of which there are many, are not."""
     overlaps = any([step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
     return not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not overlaps
 
 
 def _span(tensor: torch.Tensor) -> int | None:
-    """Return the number of bytes from the first element to the last; None if these are all the tensor's own."""
+    """Return the number of bytes from the first element to the last; None if the tensor has no gaps."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return None if not tensor.numel() or last + 1 == tensor.numel() else (last + 1) * tensor.itemsize

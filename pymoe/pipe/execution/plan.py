@@ -29,20 +29,20 @@ from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, ScheduleError
 from pymoe.pipe.schedules.schedule import run as in_order
 
 INLINE_LIMIT_S = 500e-6
-"""Actions that take less are best run inline, on the caller's thread."""
+"""Actions that take less time are best run inline, on the caller's thread."""
 LONG_ACTIONS = 3
 LONG_ACTIONS_S = 5 * INLINE_LIMIT_S
-"""A run that begins inline starts the workers after so many longer actions that took so many seconds in total: a single
-one may have been held up by other processes."""
+"""A run that begins inline starts the workers after this many longer actions with this many seconds in total, because a
+single action may have been delayed by other processes."""
 ALWAYS_THREADS = False
-"""Use all workers however short actions are: for tests of threads."""
+"""For tests of threads: use all workers, even if actions are short."""
 
 TimedAction = tuple[Action, float, float]
 """An action, and when it started and ended: in seconds, by ``time.perf_counter``."""
 
 
 class ActionPlan:
-    """Orders the actions of a schedule, and notes which of them wait for actions of other workers."""
+    """Orders the actions of a schedule, and knows which of them wait for actions of other workers."""
 
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
@@ -51,15 +51,16 @@ class ActionPlan:
 
         Args:
             schedule: what to do.
-            kinds: the actions to run; what others would have made is there already.
-            in_turns: stages whose forwards are to come in the order of the model, micro-batch after micro-batch.
+            kinds: the actions to run; results of the others are there already.
+            in_turns: stages whose forwards must run in the order of the model, one micro-batch after the other.
         """
         self.schedule = schedule
         self.workers = schedule.workers
         self.policy = InlinePolicy()
         self.orders = [[action for action in order if action.kind in kinds] for order in schedule.orders]
         self.keeps: set[tuple[int, ...]] = set()
-        """The entries of ``in_turns`` whose order it keeps. The workers of others would wait for each other."""
+        """The entries of ``in_turns`` whose order this plan keeps. With the others, workers would wait for each other
+        for ever."""
         after: dict[Action, tuple[Action, ...]] = {}
         for stages in in_turns:
             wanted = dict(after)
@@ -86,39 +87,39 @@ class ActionPlan:
 
 
 class InlinePolicy:
-    """Decides whether a run of a plan calls all threads at once, by what earlier runs have shown.
+    """Decides from earlier runs whether a run of a plan starts all threads at once.
 
-    Where a good part of the actions is Python, threads wait for the interpreter's lock longer than they save: a stage
-    of two linear layers of width 64 takes longer on two threads than on one. So the first run begins inline. (Maps of
-    :mod:`pymoe.parallel` decide by call instead, in native code that may wake a worker in the middle of a run: their
-    calls do not wait for each other, so there is no plan whose runs could be compared.)
+    If actions spend much of their time in Python, threads lose more time waiting for the interpreter's lock than they
+    save: a stage of two linear layers of width 64 takes longer on two threads than on one. So the first run begins
+    inline. (Maps of :mod:`pymoe.parallel` decide for each call instead, in native code that may wake a worker in the
+    middle of a run. Their calls do not wait for each other, so there is no plan whose runs could be compared.)
     """
 
     def __init__(self) -> None:
         self._needs_threads = False
-        self._inline_s = math.inf  # seconds of a run inline, as far as is known
+        self._inline_s = math.inf  # seconds of an inline run, if known
 
     @property
     def uses_threads(self) -> bool:
-        """Return whether a run calls all threads at once."""
+        """Return whether a run starts all threads at once."""
         return self._needs_threads or ALWAYS_THREADS
 
     def saw_inline(self, seconds: float) -> None:
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """Note that a run has ended on threads after so many seconds, with actions that took so long."""
-        # Short actions look long there if they wait for each other; the time of a run inline shows that. It may be
-        # the time of smaller batches, so it counts less with every run that contradicts it.
+        """Note the duration of a run on threads, and the durations of its actions."""
+        # On threads, short actions look long if they wait for each other; the time of an inline run shows that. It may
+        # come from smaller batches, so it counts less with every run that contradicts it.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2
 
 
 def calls_threads(long: list[float], duration: float) -> bool:
-    """Return whether a run that has begun inline calls the other threads, after one more action of so many seconds.
+    """Return whether a run that has begun inline starts the other threads now, after one more action of this duration.
 
-    ``long``: the times of its longer actions so far, to which this one is added if it is one.
+    ``long``: the times of its longer actions so far; this one is added if it is long.
     """
     if duration <= INLINE_LIMIT_S:
         return False
@@ -137,7 +138,7 @@ _PASSES = {
 
 
 WAIT_SLICE_S = 0.05
-"""Longest delay of a signal: one that comes just before a wait, or to another thread, does not end it."""
+"""Longest delay of a signal. A signal that comes just before a wait, or to another thread, does not end the wait."""
 
 
 def _pass(gate: SimpleQueue[None]) -> None:
@@ -149,16 +150,16 @@ def _pass(gate: SimpleQueue[None]) -> None:
 
 
 class PlanRun:
-    """Runs a plan once: actions are performed inline as long as they are short, then by the threads of all workers."""
+    """Runs a plan once: performs actions inline as long as they are short, then on the threads of all workers."""
 
     def __init__(self, plan: ActionPlan, state: StepState) -> None:
         self._plan = plan
         self._state = state
         self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
         self._process = os.getpid()
-        # With several threads: for each action a queue that gets an item when an action of another worker has ended.
+        # With several threads: a queue for each action, which gets an item when an action of another worker has ended.
         self._gates: dict[Action, SimpleQueue[None]] = {}
-        self._stopped: SimpleQueue[None] = SimpleQueue()  # has an item once no further action is to start
+        self._stopped: SimpleQueue[None] = SimpleQueue()  # gets an item when no further action may start
         self._stop: Callable[[], object] | None = None
         self._began = time.perf_counter()
         self._timed: list[TimedAction] = []
@@ -167,7 +168,9 @@ class PlanRun:
         self._failing = threading.Lock()
 
     def run_inline(self, to_the_end: bool) -> bool:
-        """Perform actions on this thread as long as they are short, or all of them; True if nothing is left to do."""
+        """Perform actions on this thread as long as they are short, or all of them. Return True if nothing is left to
+        do.
+        """
         plan = self._plan
         if plan.policy.uses_threads and not to_the_end:
             return False
@@ -178,8 +181,8 @@ class PlanRun:
     def begin_threads(self) -> Callable[[], object]:
         """Continue with the threads of all workers, each of which performs its :meth:`actions_of`.
 
-        Returns what stops them: no further action starts, and nobody waits. It may be called any number of times, and
-        no Ctrl-C can come before it has done all that, since nothing in it is Python.
+        Returns a function that stops them: no further action starts, and no thread keeps waiting. It may be called any
+        number of times, and Ctrl-C cannot interrupt it, because nothing in it is Python.
         """
         self._gates = {action: SimpleQueue() for action in self._plan.awaited}
         # The iterator is shared: a second call of `stop` continues where the first was interrupted.
@@ -189,7 +192,7 @@ class PlanRun:
         return stop
 
     def actions_of(self, worker: int) -> Iterator[Action]:
-        """Yield the remaining actions of a worker, each when it can start.
+        """Yield the remaining actions of a worker, each as soon as it can start.
 
         Raises:
             RuntimeError: the process is a fork of the one that began the run.
@@ -212,7 +215,7 @@ class PlanRun:
     def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
         """Perform actions on this thread, in this order. Raises nothing; an error ends the run.
 
-        ``long``: note the times of long actions there, and stop when they call for threads. None: do not stop.
+        ``long``: a list for the times of long actions; stop when these call for threads. None: do not stop.
         """
         perform, timed = self._perform, self._timed
         assert perform is not None
@@ -235,14 +238,14 @@ class PlanRun:
                 action = None
         except BaseException as error:
             self.fail(error, action)
-        finally:  # first what no Ctrl-C can come before: no call
+        finally:  # first, without a call, so that no Ctrl-C can come before it
             contexts.micro_batch, streams.stream = outer, outer_stream
             if outer_stream is None:
                 random_streams.end_drawing()
             context.count_threads(-1)
 
     def fail(self, error: BaseException, action: Action | None) -> None:
-        """Stop the run; the first error is the one that is raised."""
+        """Stop the run; of several errors, the first is raised."""
         with self._failing:
             if self._error is None:
                 self._error = error
@@ -258,7 +261,7 @@ class PlanRun:
         """Return when each action started and ended, in any order, after the end of the run.
 
         Raises:
-            BaseException: what an action has raised first, with a note of stage and micro-batch.
+            BaseException: the first exception of an action, with a note that names stage and micro-batch.
         """
         error, self._error, self._perform = self._error, None, None
         if error is None:
@@ -274,7 +277,7 @@ class PlanRun:
             del error
 
     def _in_range(self, action: Action) -> None:
-        """Perform an action in a range of the profile."""
+        """Perform an action, as a named range of the profile."""
         with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
             self._state.perform(action)
 
@@ -299,14 +302,14 @@ class Workers:
     """Keeps a persistent thread for every worker except the first, whose actions the calling thread performs.
 
     They run in the state of the thread that asks: grad mode, autocast, context variables, profiler and so on. Threads
-    start when they are first needed and end with this object. In the child of a fork there are none, and new ones
-    start. A copy has threads of its own.
+    start when they are first needed and end with this object. A forked child starts new threads. A copy has its own
+    threads.
     """
 
     def __init__(self) -> None:
         self._pools: list[WorkerPool] = []
         self._process = os.getpid()
-        self.lock = threading.Lock()  # held by whoever runs a plan
+        self.lock = threading.Lock()  # held by the thread that runs a plan
 
     def __reduce__(self) -> Any:
         return Workers, ()
@@ -315,7 +318,7 @@ class Workers:
         """Prepare for a run that the calling thread is about to begin; it must hold :attr:`lock` meanwhile.
 
         Raises:
-            RuntimeError: an action of a run has asked for another.
+            RuntimeError: an action of a run has started another run.
         """
         if self in inside.workers:
             raise RuntimeError(
@@ -328,8 +331,8 @@ class Workers:
     def run(self, run: PlanRun, workers: int) -> None:
         """Perform what is left of a run: worker 0 on this thread, the others on theirs, in this thread's state.
 
-        Errors are kept by the run. After an error no further action starts, and the running ones are waited for. Ctrl-C
-        does the same, but a second one does not wait.
+        Errors are kept by the run. After an error no further action starts, and this call waits for the running ones.
+        Ctrl-C has the same effect, but a second Ctrl-C does not wait.
         """
         while len(self._pools) < workers - 1:
             renew_engine()
@@ -345,11 +348,12 @@ class Workers:
             run.perform_actions(run.actions_of(0))
             _wait_for(ended)
         except BaseException:
-            # Workers raise nothing: this is Ctrl-C between two of their lines, or no thread could start. First the
-            # other workers must not wait for this one, and no second Ctrl-C can come before that: it is a native call.
+            # Workers raise nothing, so this is Ctrl-C between two of their lines, or a thread could not start. First
+            # make the other workers stop waiting for this one. That is a native call, so no second Ctrl-C can come
+            # before it.
             stop()
-            # It may have come before a worker that had been started was noted. Every pool has one thread, so what is
-            # submitted now ends after that worker.
+            # Ctrl-C may have come after a worker was started and before that was noted. Every pool has one thread, so a
+            # task that is submitted now ends after that worker.
             _wait_for([pool.submit(int) for pool in self._pools[: workers - 1]])
             raise
 

@@ -1,17 +1,18 @@
 """Layers that several stages of a pipe, or several pipes, share: who may write to them, and when.
 
-**Stages of a pipe** run concurrently. They may share parameters freely, and tables that forwards read. But what their
-forwards write (running statistics, a scale, a cache) has to be written, and read, by one stage after the other: of one
-micro-batch first, then of the next. So the first of such stages waits with a micro-batch for the last of them to be
-done with the one before, where the schedule allows it (:class:`pymoe.pipe.execution.plan.ActionPlan`); else no forward
-may write. Each step finds out who writes. Stages whose forwards have written nothing in the last step take no turns as
-long as what they share is as it was then, parameters excepted; if one writes nevertheless, the step fails.
+**Stages of a pipe** run concurrently. They may share parameters freely, and tables that forwards read. But state that
+their forwards write (running statistics, a scale, a cache) has to be written and read by one stage after the other, and
+by one micro-batch after the other. So the first of these stages starts a micro-batch only after the last of them has
+finished the previous one, if the schedule allows that (:class:`pymoe.pipe.execution.plan.ActionPlan`); otherwise no
+forward may write. Each step finds out which stages write. Stages whose forwards have written nothing in the last step
+take no turns as long as their shared state, except parameters, has not changed since; if one writes nevertheless, the
+step fails.
 
 **Steps of several pipes** may run at the same time, in several threads, but then no forward may write to what they
-share. Nobody knows which of them would have come first; updates would be lost, and a step would see what another has
-put back for a recomputation. So the second step compares what they share when it begins and when the first one ends. If
-it has changed, or was put back meanwhile, both steps fail. Steps of one pipe run one after the other anyway, and pipes
-in a stage of another belong to its step.
+share. The order of their writes would be undefined, updates would be lost, and a step would see state that another has
+put back for a recomputation. So the second step compares the shared state at its own beginning and at the end of the
+first step. If it has changed, or was put back in between, both steps fail. Steps of one pipe run one after the other
+anyway, and the steps of a pipe inside a stage belong to the outer step.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from pymoe.pipe.execution.held_state import HeldSnapshot, HeldState
 from pymoe.pipe.execution.held_values import HeldLayout
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
-"""Buffers of layers whose kernels write to buffers behind the version counter's back: batch norms and observers."""
+"""Buffers of batch norms and observers, which kernels write to without changing the version counter."""
 
 
 def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
-    """Return for each stage, given by what its modules hold, its turns; None: it shares nothing.
+    """Return the turns of each stage, given by the contents of its modules; None: it shares nothing.
 
-    ``known``: those of an earlier time, which are the same where the same stages share the same.
+    ``known``: earlier turns, which are returned again where the same stages share the same state.
     """
     users: dict[Any, list[int]] = {}
     for number, layout in enumerate(layouts):
         for key in layout.shareable:
             users.setdefault(key, []).append(number)
-    group = list(range(len(layouts)))  # for each stage the lowest stage that it shares something with, directly or not
+    group = list(range(len(layouts)))  # the lowest stage that shares state with each stage
     shared = {key: stages for key, stages in users.items() if len(stages) > 1}
     for stages in shared.values():
         joined = {group[stage] for stage in stages}
@@ -63,36 +64,37 @@ def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) 
 
 
 class Turns:
-    """Orders the forwards of some stages that share a state."""
+    """Orders the forwards of stages that share state."""
 
     def __init__(self, stages: Sequence[int], roots: Sequence[tuple[str, Any]]) -> None:
         """Begin with ``roots``: modules, containers and tensors, with their names."""
         self.stages = tuple(stages)
         self.lock = StageLock()
-        """Held by a forward that may write, and by recomputations, so that no other stage sees what is put back for
-        them.
+        """A lock, held by forwards that may write and by recomputations, so that no other stage sees state that is put
+        back.
         """
         self.is_ordered = False
-        """True if the schedule that runs keeps the order. The engine sets it."""
+        """True if the running schedule keeps the order. The engine sets this."""
         self._roots = roots
         self._held = HeldState(roots)
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
-        # Auxiliary losses are written to and put back: no other stage may see them meanwhile, in any order.
+        # Auxiliary losses are written to and put back. No other stage may run in between, even in a schedule that keeps
+        # the order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
-        self._checked: HeldSnapshot | None = None  # the state in which forwards were last seen to write nothing
+        self._checked: HeldSnapshot | None = None  # the state at the last check that forwards write nothing
 
     def is_like(self, other: Turns) -> bool:
-        """Return whether the other's stages are the same, and what they share."""
+        """Return whether the other has the same stages, sharing the same state."""
         pairs = zip(self._roots, other._roots, strict=False)
         same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
         return same and self.stages == other.stages
 
     def begin_step(self, code: Sequence[Any]) -> bool:
-        """Begin a step with forwards; return whether they have to come in order.
+        """Begin a step with forwards; return whether they have to run in order.
 
-        ``code``: what the stages run, in which mode; of other code than the last step's nothing is known.
+        ``code``: what the stages run, in which mode; if it differs from the last step's, nothing is known about writes.
         """
         state = self._held.look()
         if code != self._code:
@@ -105,10 +107,10 @@ class Turns:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let one of the stages run a forward in the block.
+        """Run a forward of one of the stages in the block.
 
         Raises:
-            RuntimeError: it has written to what is shared, out of turn.
+            RuntimeError: it has written to shared state out of turn.
         """
         with self.lock if self._may_write or self._one_at_a_time else nullcontext():
             before = self._held.seen(to_compare=True)
@@ -137,7 +139,9 @@ class Turns:
 
 
 def _only_reads(root: Any) -> bool:
-    """Return whether forwards are taken to leave it alone before any has run: parameters, and layers of torch's own."""
+    """Return whether forwards are assumed not to write to a value before any has run: parameters, and torch's own
+    layers.
+    """
     if isinstance(root, nn.Module):
         return type(root).__module__.startswith("torch.nn.modules") and not any(
             buffer is not None for buffer in root._buffers.values()
@@ -146,7 +150,9 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
-    """Return the layers whose kernels are taken to write to them: a look at their buffers would wait for a device."""
+    """Return the layers whose kernels are assumed to write to them, because reading their buffers would wait for a
+    device.
+    """
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
@@ -173,21 +179,21 @@ class StageLock:
 _lock = threading.RLock()
 _running: list[RunningStep] = []
 _overlaps: list[_Overlap] = []
-_moments = itertools.count(2, 2)  # seen() takes the next number, which is not a power of two: it reads samples alone
+_moments = itertools.count(2, 2)  # seen() takes the next number, which is not a power of two, so it only reads samples
 
 
 class RunningStep:
-    """A step, or a part of one, while it runs."""
+    """A running step, or a part of one."""
 
     def __init__(self, stages: Sequence[HeldState], owner: object) -> None:
-        """Begin a step of the pipe whose threads ``owner`` has."""
+        """Begin a step of the pipe whose threads belong to ``owner``."""
         self.stages = stages
         self.owner = owner
         self.conflict: str | None = None
-        """The name of what another step shared at the same time, after one of the two has written to it."""
+        """The name of the state over which this step is in conflict with another, if it is."""
 
     def shareable(self) -> dict[Any, tuple[str, Any]]:
-        """Return what other steps may have, too."""
+        """Return the state that other steps may share."""
         found: dict[Any, tuple[str, Any]] = {}
         for held in self.stages:
             found.update(held.look().layout.shareable)
@@ -204,7 +210,7 @@ class RunningStep:
 
 
 class _Overlap:
-    """Two steps while both are running, and what they share."""
+    """Two steps that are running at the same time, and the state that they share."""
 
     def __init__(self, steps: tuple[RunningStep, RunningStep], roots: Sequence[tuple[str, Any]]) -> None:
         self.steps = steps
@@ -220,7 +226,7 @@ class _Overlap:
             self.fail(names[0])
 
     def note(self, exchanged: set[int]) -> None:
-        """Note what was put back for a recomputation: the ids of tensors and containers."""
+        """Note the ids of tensors and containers that were put back for a recomputation."""
         if names := [self._names[one] for one in exchanged if one in self._names]:
             self.fail(names[0])
 
@@ -231,7 +237,7 @@ class _Overlap:
 
 @contextmanager
 def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
-    """Let a step run in the block; :meth:`RunningStep.refuse_conflict` is for after it.
+    """Run a step in the block; call :meth:`RunningStep.refuse_conflict` after it.
 
     ``around``: the owners of steps that this one is a part of.
     """
@@ -245,7 +251,7 @@ def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[ob
         yield step
     finally:
         with _lock:
-            if step in _running:  # the child of a fork has forgotten it
+            if step in _running:  # a forked child has forgotten it
                 _running.remove(step)
             mine = [one for one in _overlaps if step in one.steps]
             _overlaps[:] = [one for one in _overlaps if one not in mine]
@@ -264,7 +270,7 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Note that what was seen earlier has been put back, and is no longer."""
+    """Note that earlier state was put back, and is no longer there."""
     if _overlaps:
         exchanged = held.exchanged(seen)
         with _lock:

@@ -1,15 +1,15 @@
 """One mini-batch on its way through a pipeline, and each micro-batch in one stage, from its forward to the end of its
 backward, which may recompute the forward.
 
-Recomputed forwards keep their inputs instead of their graphs. Source: Chen et al., "Training Deep Nets with Sublinear
+A recomputed forward keeps its inputs instead of its graph. Source: Chen et al., "Training Deep Nets with Sublinear
 Memory Cost" (2016), arXiv 1604.06174. The recomputation draws the same random numbers (from the same stream), sees the
-state that the first run saw (a spectral norm reads what it writes), and leaves the present state unchanged (a batch
+state that the first run saw (a spectral norm reads its own writes), and leaves the present state unchanged (a batch
 norm would count the micro-batch twice).
 
 The first run also makes a graph, which is released when the run ends: modules may ask for gradients and hooks within
-it, and what they keep from one run to the next (the weights of ``parametrize.cached``, autocast's casts) has its
-history. That takes no more memory at a time than the recomputation will. If the run has changed what cannot be put
-back, or what nobody has copied, the graph is kept.
+it, and values that they keep between runs (the weights of ``parametrize.cached``, autocast's casts) need its history.
+That takes no more memory at a time than the recomputation will. If the run has changed state that cannot be put back,
+or that was not copied, the graph is kept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
 
 class Activation(GradAccumulator):
-    """Holds what a micro-batch's forward through one stage leaves for its backward: a graph, or how to recompute one.
+    """Holds what a micro-batch's forward through one stage leaves for its backward: a graph, or the means to recompute
+    one.
 
     :meth:`forward` runs the stage, for pipelines in one process and across ranks alike. Then :meth:`backward`, or
     :meth:`backward_input` and :meth:`backward_weight`. All of them need a thread that is
@@ -82,7 +83,7 @@ class Activation(GradAccumulator):
 
         Args:
             received: the values of the stage's inputs.
-            graphs: there will be a backward; without one nothing is kept.
+            graphs: whether there will be a backward; without one nothing is kept.
             recompute: the stage's; keep the inputs instead of the graph, if there can be a graph. None: keep the graph.
         """
         device = self._stage.device
@@ -141,7 +142,9 @@ class Activation(GradAccumulator):
         self.grads = []
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """Return the leaves to which the backward adds; before a recomputation, the parameters of the stage."""
+        """Return the leaves to which the backward adds gradients; before a recomputation, the parameters of the
+        stage.
+        """
         if self._graph is not None:
             return self._graph.leaves
         modules = () if self._recomputation is None else self._stage.modules
@@ -152,7 +155,7 @@ class Activation(GradAccumulator):
         return RandomStream(self._random, self._position)
 
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the stage's function. The way back has no call, since Ctrl-C could come there."""
+        """Run the stage's function. Nothing is called on the way back, because Ctrl-C could come there."""
         streams, contexts = random_streams.this_thread, context.this_thread
         outer_stream, streams.stream = streams.stream, stream
         outer, contexts.micro_batch = contexts.micro_batch, micro_batch
@@ -169,7 +172,7 @@ class Activation(GradAccumulator):
         return BoundaryTensor(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
 
     def _recompute(self, again: bool) -> Graph:
-        """Make the graph by running the forward again. ``again``: it will be recomputed once more later."""
+        """Make the graph by running the forward again. ``again``: the forward will be recomputed once more later."""
         graph = Graph(self._stream(), self._stage.device)
         in_state(self._state, self._recompute_forward, graph, again)
         if len(graph.roots) != len(self.grads):
@@ -202,7 +205,8 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 
 _NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
-"""The tensors that a forward takes, copies of those that earlier forwards have changed, and the state that it sees."""
+"""The tensors that a forward takes, copies of the ones that earlier forwards have changed, and the state that it
+sees."""
 
 
 class StageRecompute:
@@ -214,38 +218,38 @@ class StageRecompute:
         self.held = HeldState(("", module) for module in modules)
         self._modules = modules
         self._trains = False
-        self._edited: set[int] = set()  # inputs that have been changed in place: these are copied
+        self._edited: set[int] = set()  # inputs that were changed in place, and are therefore copied
 
     def begin_step(self) -> None:
-        """Begin a step; parameters may have been frozen or exchanged since the last one."""
+        """Begin a step; parameters may have been frozen or replaced since the last one."""
         self._trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
 
     def is_useful(self, received: Sequence[StageValue]) -> bool:
-        """Return whether there can be a graph: without one, a forward that keeps it costs no more."""
+        """Return whether there can be a graph. If not, keeping the graph costs nothing."""
         return self._trains or any(
             type(leaf) is BoundaryTensor and leaf.accumulator is not None for value in received for leaf in value.leaves
         )
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Return the lock under which first runs and recomputations run; one that does nothing if nothing is shared."""
+        """Return the lock for first runs and recomputations; if nothing is shared, one that does nothing."""
         return _NOTHING if self.turns is None else self.turns.lock
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return the turn of a forward among those that share state; one that does nothing if nothing is shared."""
+        """Return the turn of a forward among those that share state; if nothing is shared, one that does nothing."""
         return _NOTHING if self.turns is None else self.turns.forward()
 
     def before(self, received: Sequence[StageValue]) -> BeforeRun:
-        """Return what :meth:`after` needs, before the first run of a forward that takes these values."""
+        """Before the first run of a forward that takes these values, return what :meth:`after` needs."""
         edited = self._edited
         taken = [leaf for value in received for leaf in value.leaves if type(leaf) is BoundaryTensor]
         copies = {number: leaf.tensor.clone() for number, leaf in enumerate(taken) if number in edited}
         return taken, copies, self.held.before()
 
     def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
-        """Return how to run a forward again, after its first run; None: its graph is to be kept.
+        """After the first run of a forward, return how to run it again; None: keep its graph.
 
-        That is so if it has changed what cannot be put back or what nobody has copied.
+        The graph is kept if the forward has changed state that cannot be put back or was not copied.
         """
         edited = self._edited
         taken, copies, seen = before[0], before[1], self.held.after(before[2])
@@ -255,7 +259,7 @@ class StageRecompute:
             return None
         if seen is None:
             return None
-        # The stages that have sent what it changes keep what that has become.
+        # Stages that have sent a tensor which this forward changes keep the changed one.
         replaced = {id(taken[number]): _like(taken[number], copies[number]) for number in changed}
         return Recomputation(received, self, seen, replaced)
 
@@ -272,7 +276,9 @@ class Recomputation:
         seen: Seen,
         edited: dict[int, BoundaryTensor],
     ) -> None:
-        """Keep the inputs; ``edited``: copies from before the first run of those that the forward changes, by id."""
+        """Keep the inputs. ``edited``: copies of the inputs that the forward changes, from before the first run, by
+        id.
+        """
         self.stage = stage
         self.seen = seen
         self._edited = list(edited.values())
@@ -290,7 +296,7 @@ def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
 
 
 def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
-    """Return ``values`` with others of their boundary tensors, by the ids of these."""
+    """Return ``values`` with some boundary tensors replaced; the replacements are given by id."""
     return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
 
 
@@ -300,7 +306,7 @@ FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_I
 
 
 class StepInputs(GradAccumulator):
-    """Keeps the tensors that a step was given and that need gradients."""
+    """Keeps the tensors that were given to a step and need gradients."""
 
     __slots__ = ("_versions", "tensors")
 
@@ -318,7 +324,7 @@ class StepInputs(GradAccumulator):
         return BoundaryTensor(tensor.detach(), self, len(self.tensors) - 1, is_fixed(tensor))
 
     def edited(self) -> list[torch.Tensor]:
-        """Return those of the tensors that have been changed in place since."""
+        """Return the tensors that have been changed in place since."""
         return [
             tensor for tensor, version in zip(self.tensors, self._versions, strict=True) if tensor._version != version
         ]
@@ -327,8 +333,8 @@ class StepInputs(GradAccumulator):
 class StepState:
     """Holds everything that belongs to one mini-batch; :meth:`perform` does one action of a schedule, on any thread.
 
-    For one micro-batch and stage actions come in the order of the pipeline, for one stage and kind in the order of the
-    micro-batches. So all sums are made in an order that threads do not change.
+    For one micro-batch and stage, actions come in the order of the pipeline; for one stage and kind, in the order of
+    the micro-batches. So the order of all sums does not depend on threads.
     """
 
     def __init__(
@@ -341,11 +347,11 @@ class StepState:
         loss_weights: Sequence[float] | None,
         around: Sequence[object] = (),
     ) -> None:
-        """Take the values of the pipeline's inputs, whose forwards are recomputed for the micro-batches ``recomputed``.
+        """Take the values of the pipeline's inputs; forwards of the micro-batches ``recomputed`` are recomputed.
 
-        ``graphs``: there will be backward passes. ``loss_weights``: the gradients of the micro-batches' losses, in
-        which the pipeline ends, in a stage that no schedule has; None: it does not end in a loss. ``around``: the
-        threads of the pipes that run this one in one of their stages.
+        ``graphs``: there will be backward passes. ``loss_weights``: the gradients of the micro-batches' losses, which
+        an additional last stage computes that is not in schedules; None: there is no loss. ``around``: the threads of
+        the pipes that run this one in one of their stages.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
@@ -366,12 +372,12 @@ class StepState:
             {source: pack(values[number], cross) for number, source in given} for values in micro_batches.values
         ]
         count = len(self._values)
-        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # by values that are taken several times
+        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # for values that are taken several times
         self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
         self._begun = [0] * len(pipeline.stages)  # numbers of forwards, by stage
         self._keep = False
         self._loss_weights = loss_weights
-        # The last of the stages that schedules have.
+        # The last stage that is in schedules.
         self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)
         self.readings: list[LossReading | None] = [None] * count
         """The readings of the losses' graphs; see :func:`pymoe.pipe.loss.with_loss`."""
@@ -382,7 +388,7 @@ class StepState:
                 stage.begin_step()
 
     def perform(self, action: Action) -> None:
-        """Do one action, on a thread that is in the pipeline: see :meth:`PlanRun.perform_actions`."""
+        """Perform one action, on a thread of the pipeline: see :meth:`PlanRun.perform_actions`."""
         stage, micro_batch, kind = action
         if kind is FORWARD:
             self._forward(stage, micro_batch)
@@ -437,7 +443,7 @@ class StepState:
                 here[source] = value
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
-        """Take the loss of a micro-batch, whose backward begins with its weight."""
+        """Take the loss of a micro-batch; its backward begins with the weight of the loss."""
         tensor = self._losses[index] = loss.tensor
         if not self._graphs:
             return
@@ -468,10 +474,10 @@ class StepState:
         return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
 
     def outputs(self) -> list[list[StageValue]]:
-        """Return for every micro-batch the pipeline's outputs, after all forwards. Lets go of them.
+        """Return for every micro-batch the pipeline's outputs, after all forwards, and release them.
 
         Raises:
-            RuntimeError: a later stage has changed one in place that needs gradients.
+            RuntimeError: a later stage has changed an output in place that needs gradients.
         """
         values, self._values = self._values, []
         outputs = [[here[source] for source in self._pipeline.outputs] for here in values]
@@ -481,27 +487,27 @@ class StepState:
         return outputs
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves to which backwards will add, as far as they are known, each once, after all forwards."""
+        """After all forwards, return the known leaves to which backwards will add, each once."""
         activations = [activation for row in self._activations for activation in row if activation is not None]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
     @property
     def is_on_host(self) -> bool:
-        """Return whether its graphs need none of autograd's own threads, which serve devices."""
+        """Return whether its graphs run without autograd's own threads, which serve devices."""
         tensors = [*self.inputs.tensors, *(p for s in self._pipeline.stages for m in s.modules for p in m.parameters())]
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
 
     def begin_backward(self, keep: bool) -> None:
-        """Begin the backwards of one of possibly several backward passes. ``keep``: there will be another."""
+        """Begin the backwards of a backward pass. ``keep``: there will be another pass."""
         self._keep = keep
         self._sums = [LeafSums() for _ in self._pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves that have gradients, and these, after all backwards."""
+        """After all backwards, return the leaves with gradients, and the gradients."""
         return total((sums.leaves, sums.sums, 1.0) for sums in self._sums)
 
     def release(self) -> None:
-        """Let go of all values, graphs and gradients."""
+        """Release all values, graphs and gradients."""
         self._values, self._activations, self._sums = [], [], []
         self.inputs = StepInputs()

@@ -14,7 +14,7 @@ from pymoe.pipe.schedules.record import Record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plans asked for; returns the exit status: 0, or 2 when the call was wrong."""
+    """Print the requested plans. Return the exit status: 0, or 2 for a wrong call."""
     chosen = parser().parse_args(arguments)
     try:
         records = [plan(name, chosen) for name in chosen.name or names()]
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return the schedule ``name``, simulated. Of several schedules each gets the options that it has."""
+    """Return the schedule ``name``, simulated. With several schedules, each gets only the options that it knows."""
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:
@@ -63,7 +63,7 @@ def plan(name: str, chosen: argparse.Namespace) -> Record:
 
 
 def times(argument: str) -> Times:
-    """Return ``1,2,1`` as the times of forward, backward of inputs and backward of weights."""
+    """Parse ``1,2,1`` as the times of forward, backward of inputs and backward of weights."""
     try:
         forward, backward_input, backward_weight = map(float, argument.split(","))
         return Times(forward, backward_input, backward_weight)

@@ -4,7 +4,7 @@
     def gpipe(stages: int, micro_batches: int) -> Schedule: ...
 
 Keywords after ``stages`` and ``micro_batches`` are options of that schedule alone (``virtual_stages``, ``live_limit``).
-A schedule of a user's own is registered wherever the user imports it.
+A user's own schedule is registered when the user imports its module.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OTHER_NAMES = {
     "schedule1f1b": "1f1b",
     "scheduleinterleaved1f1b": "interleaved-1f1b",
 }
-"""Names of the same schedules in other packages, such as ``torch.distributed.pipelining``, in small letters."""
+"""Names of the same schedules in other packages, such as ``torch.distributed.pipelining``, in lower case."""
 NOT_HERE = {"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"}
-"""Schedules of torch that have no equal here, in small letters."""
+"""Schedules of torch without an equivalent here, in lower case."""
 
 
 def register(name: str) -> Callable[[Builder], Builder]:
-    """Decorate the function that builds the schedule ``name``. Raises ValueError if the name is taken."""
+    """Decorate the function that builds the schedule ``name``. Raise ValueError if the name is taken."""
 
     def remember(builder: Builder) -> Builder:
         if name in _builders:
@@ -50,22 +50,23 @@ def names() -> tuple[str, ...]:
 
 
 def options(name: str) -> tuple[str, ...]:
-    """Return the keywords that the schedule ``name`` takes besides stages and micro-batches."""
+    """Return the keywords that the schedule ``name`` takes in addition to stages and micro-batches."""
     return tuple(inspect.signature(_builder(name)).parameters)[2:]
 
 
 def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> Schedule:
-    """Build the schedule ``name`` for so many stages and micro-batches, and validate it.
+    """Build the schedule ``name`` for the given numbers of stages and micro-batches, and validate it.
 
     Args:
         name: one of :func:`names`, or as torch spells it ("GPipe", "1F1B", "Interleaved1F1B").
-        stages: of the model, 1 or more.
-        micro_batches: of a mini-batch, 1 or more.
-        chosen: options of the schedule, positive numbers; None stands for the default, whatever the schedule.
+        stages: the number of stages of the model, at least 1.
+        micro_batches: the number of micro-batches of a mini-batch, at least 1.
+        chosen: options of the schedule, positive numbers; None stands for the default and is accepted for every
+            schedule.
 
     Raises:
         ValueError: the name is not registered, a number is below 1, or the schedule has no such option.
-        ScheduleError: (a ValueError) what was built cannot run.
+        ScheduleError: (a ValueError) the built schedule cannot run.
     """
     builder = _builder(name)
     chosen = {option: value for option, value in chosen.items() if value is not None}
@@ -104,8 +105,8 @@ def _builder(name: str) -> Callable[..., Schedule]:
 @register("gpipe")
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """Build the schedule of Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism" (2018), arXiv 1811.06965. One stage a worker; with p stages and m micro-batches the bubble is (p - 1) /
-    (m + p - 1) of the time, and every worker holds all m activations.
+    Parallelism" (2018), arXiv 1811.06965. Each worker has one stage. With p stages and m micro-batches the bubble is (p
+    - 1) / (m + p - 1) of the time, and every worker holds all m activations.
 
     The paper's figure runs backwards from the last micro-batch to the first. Here, as in every schedule of this
     package, a stage runs them from the first to the last: the bubble is the same, and gradients are summed in the same
@@ -121,12 +122,12 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 @register("1f1b")
 def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
     """Build the schedule of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
-    2021), arXiv 2006.09503; the alternation is that of PipeDream (2019), arXiv 1806.03377, with a flush at the end of
-    the step.
+    2021), arXiv 2006.09503; the alternation comes from PipeDream (2019), arXiv 1806.03377; here the pipeline is flushed
+    at the end of the step.
 
     One stage a worker. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m micro-batches, and
-    worker r holds min(m, p - r) activations instead of m. ``live_limit`` lowers that further, at the price of time: no
-    worker holds more than so many.
+    worker r holds min(m, p - r) activations instead of m. ``live_limit`` is an upper limit for every worker, which
+    costs time.
     """
     limits = tuple(min(micro_batches, stages - stage, live_limit or stages) for stage in range(stages))
     orders = []
@@ -149,9 +150,10 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
     the same model cut into p stages, the time lost is divided by v: with m a multiple of p the bubble is
     (p - 1) / (v m + p - 1). Worker r holds up to 2(p - r - 1) + (v - 1) p + 1 activations of a stage 1/v of the size.
 
-    Micro-batches go in groups, each through all stages of a worker before the next. The paper wants groups of p, and m
-    a multiple; here the groups of any m differ in size by at most one, none smaller than p unless m is. Where stages
-    are not a multiple of v, the last workers have one fewer.
+    Micro-batches form groups; a group goes through all stages of a worker before the next one does. The paper requires
+    groups of p, and m to be a multiple of p. Here m is arbitrary: the sizes of groups differ by at most one, and none
+    is smaller than p unless m is. If the number of stages is not a multiple of v, the last workers have one stage
+    fewer.
     """
     workers = -(-stages // virtual_stages)
     rounds = max(1, micro_batches // workers)
@@ -168,7 +170,7 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        # A model that lacks the last stages runs the same order without them: less to wait for, never more.
+        # A model without the last stages runs the same order without them, which can only shorten waits.
         orders.append(tuple(action for action in order if action.stage < stages))
     placement = tuple(stage % workers for stage in range(stages))
     limits = tuple(map(peak_live, orders))
@@ -181,7 +183,7 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
 
     One stage a worker. Worker r starts as in 1F1B, and runs the backward of weights r micro-batches after the backward
     of inputs, so every worker holds at most min(m, p) activations (from forward to backward of weights), no more than
-    the first of 1F1B.
+    the first worker of 1F1B.
 
     With forward, backward of inputs and backward of weights of the times F, I and W in every stage, and m >= p, the
     step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's bubble, (p - 1)(F + I - W), leaves out a
@@ -191,8 +193,8 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
     is H1: ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1
     activations.
 
-    The first stage runs its backward whole: nothing waits for the gradients of its inputs. ``live_limit`` lowers the
-    number of activations that any worker holds, at the price of time.
+    The first stage runs its backward whole, because nothing waits for the gradients of its inputs. ``live_limit`` is an
+    upper limit for the activations of every worker, which costs time.
     """
     limit = min(micro_batches, stages, live_limit or stages)
     orders = []

@@ -1,4 +1,4 @@
-"""A record as a picture: as text, one line a worker and time to the right, and in a file."""
+"""Draws records as text, with one line per worker and time from left to right, and as image files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NAMES = {
     Kind.BACKWARD_WEIGHT: "backward of weights",
 }
 MAX_LABELS = 1000
-"""With more actions than this the labels are left out."""
+"""Labels are left out if there are more actions than this."""
 
 
 def label(record: Record, span: Span) -> str:
-    """Return ``F5``; where workers have several stages ``F5b``, with a letter that counts them from a to z."""
+    """Return ``F5``; if workers have several stages, ``F5b``, with a letter for the stage, from a to z."""
     stage, micro_batch, kind = span.action
     earlier = record.placement[:stage].count(record.placement[stage])
     several = len(record.placement) > record.workers
@@ -34,10 +34,11 @@ def label(record: Record, span: Span) -> str:
 
 
 def text(record: Record, width: int | None = None) -> str:
-    """Return a line for every worker, ``width`` characters at most; None: as wide as the labels need, 160 at most.
+    """Return one line for every worker, at most ``width`` characters wide; None: as wide as the labels need, at most
+    160.
 
-    An action is drawn as its label, filled up with dashes. Where that does not fit its letter stands alone, and what
-    is shorter than half a character is not seen. Blanks are bubbles.
+    An action is drawn as its label, filled up with dashes. If the label does not fit, only its letter is drawn; actions
+    shorter than half a character are invisible. Blanks are bubbles.
     """
     heads = [f"worker {worker}" for worker in range(record.workers)]
     margin = max(map(len, heads)) + len("  ||")
@@ -46,7 +47,7 @@ def text(record: Record, width: int | None = None) -> str:
     labels = [[label(record, span) for span in order] for order in record.spans]
     if durations:
         longest = max(len(name) for names in labels for name in names)
-        # A single short action (of a run, say) shall not stretch the whole picture.
+        # A single short action, for example in a run, must not stretch the whole picture.
         natural = longest / sorted(durations)[len(durations) // 20]
         scale = min(natural, room / record.makespan)
     else:
@@ -64,9 +65,9 @@ def text(record: Record, width: int | None = None) -> str:
 
 
 def png(file: str | Path, *records: Record) -> Path:
-    """Draw the records one above the other on one scale of time, as plan and run are compared; returns the file.
+    """Draw the records one above the other on one time scale, for example to compare plan and run. Return the file.
 
-    The suffix of ``file`` names the format, of those that matplotlib writes. Raises ImportError without matplotlib.
+    The suffix of ``file`` selects one of matplotlib's formats. Raises ImportError without matplotlib.
     """
     if not records:
         raise ValueError("no record to draw")
@@ -93,7 +94,7 @@ def png(file: str | Path, *records: Record) -> Path:
 
 
 def _draw(axes: Any, record: Record) -> list[Kind]:
-    """Draw one record; a later (virtual) stage of a worker is darker. Return the kinds that occur."""
+    """Draw one record; later (virtual) stages of a worker are darker. Return the kinds of action that occur."""
     with_labels = sum(map(len, record.spans)) <= MAX_LABELS
     seen: dict[tuple[Kind, int], None] = {}
     for worker, order in enumerate(record.spans):

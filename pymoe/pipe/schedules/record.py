@@ -1,4 +1,4 @@
-"""When every action starts and ends, simulated or as run, and what follows from it."""
+"""Records of when every action starts and ends, simulated or as run, and figures that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pymoe.pipe.schedules.schedule import Action, Kind, Schedule, peak_live, run
 
 
 class Span(NamedTuple):
-    """An action and the time from its start to its end, in the unit of the record (a run's: seconds)."""
+    """An action, with start and end in the unit of the record (for runs: seconds)."""
 
     action: Action
     start: float
@@ -27,14 +27,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The spans of every worker in the order of time. The first of all starts at 0."""
+    """The spans of every worker in order of time. The earliest of all starts at 0."""
 
     title: str
     placement: tuple[int, ...]
     """The worker of every stage."""
     spans: tuple[tuple[Span, ...], ...]
     unit: str = ""
-    """The unit of times: "s", say. Empty: that of whatever times they were made of."""
+    """The unit of times, such as "s". Empty: the unit of the given times."""
 
     def __repr__(self) -> str:
         actions, time = sum(map(len, self.spans)), f"{self.makespan:.4g} {self.unit}".strip()
@@ -67,32 +67,32 @@ class Record:
 
     @property
     def ideal(self) -> float:
-        """Return the makespan if no worker ever waited: the work of the busiest. No order takes less."""
+        """Return the makespan if no worker ever waited: the work of the busiest worker. No order takes less."""
         return max(self.busy)
 
     @property
     def speed_up(self) -> float:
-        """Return how much longer one worker would need for all of it."""
+        """Return how many times longer one worker would take for all actions."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Return, for every worker, the most activations that it holds at once; :func:`live_counts` says what is held
-        how long.
+        """Return, for every worker, the most activations that it holds at once; :func:`live_counts` defines when one is
+        held.
         """
         return tuple(peak_live(span.action for span in order) for order in self.spans)
 
     @cached_property
     def peak_live_of_stages(self) -> tuple[int, ...]:
-        """Return the same for every stage by itself, where a worker has several."""
+        """Return the same for every single stage, which differs if a worker has several stages."""
         return tuple(
             peak_live(span.action for span in self.spans[worker] if span.action.stage == stage)
             for stage, worker in enumerate(self.placement)
         )
 
     def peak_memory(self, kept: float = 1.0) -> tuple[float, ...]:
-        """Return, for every worker, the most memory that it holds at once, in activations, where the backward of inputs
-        already frees a part and ``kept``, 0 to 1, is what the backward of weights still needs.
+        """Return, for every worker, the most memory that it holds at once, in activations, if the backward of inputs
+        already frees a part and the share ``kept`` (0 to 1) remains for the backward of weights.
         """
         peaks = []
         for order in self.spans:
@@ -104,7 +104,7 @@ class Record:
         return tuple(peaks)
 
     def summary(self) -> str:
-        """Return the numbers, in a few lines of text."""
+        """Return the figures in a few lines of text."""
         bubbles = "  ".join(f"{share:.1%}" for share in self.bubble)
         return "\n".join(
             [
@@ -117,15 +117,16 @@ class Record:
 
 
 def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], title: str | None = None) -> Record:
-    """Return the record of a run of ``schedule`` from (action, start, end) in any order, on one clock for all workers.
+    """Return the record of a run of ``schedule``, from (action, start, end) in any order, by one clock for all workers.
 
     Args:
-        schedule: what was run. The run may keep another order, and may lack actions (it failed, or still goes on).
+        schedule: what was run. The run may have another order, and may lack actions (because it failed or has not
+            ended).
         triples: actions, and when they started and ended, in seconds.
-        title: of the record; None: the schedule's name.
+        title: the record's title; None: the schedule's name.
 
     Raises:
-        ValueError: an action is not of the schedule, comes twice, ends before it starts or overlaps another of its
+        ValueError: an action is not in the schedule, occurs twice, ends before it starts or overlaps another of its
             worker.
     """
     workers: list[list[Span]] = [[] for _ in range(schedule.workers)]
@@ -152,8 +153,8 @@ def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], t
 def mean_times(record: Record) -> Callable[[Action], float]:
     """Return the mean duration of every stage and kind in ``record``, for :func:`simulate`.
 
-    With the times of a run that gives the makespan that the run would have had without any overhead. Raises KeyError
-    for what was never run.
+    With the times of a run, the simulation gives the makespan that the run would have without any overhead. Raises
+    KeyError for what was never run.
     """
     durations = defaultdict(list)
     for order in record.spans:
@@ -176,7 +177,7 @@ class Times:
     backward_input: Duration = 1.0
     backward_weight: Duration = 1.0
     backward: Duration | None = None
-    """The time of a backward done at once; None: that of its two parts together."""
+    """The time of a whole backward; None: the sum of its two parts."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a time below 0."""
@@ -195,12 +196,12 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
-    """Return when every action starts and ends if every worker keeps its order and starts actions as soon as it can.
+    """Compute when every action starts and ends if every worker keeps its order and starts actions as soon as it can.
 
     ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
-    weights), or any function of the action. What another worker has to send arrives ``communication`` after its end and
-    keeps neither of the two from working. Raises :class:`ScheduleError` if the schedule is not valid, ValueError for a
-    time below 0.
+    weights), or any function of the action. A value from another worker arrives ``communication`` after the end of its
+    action; sending keeps neither worker busy. Raises :class:`ScheduleError` if the schedule is not valid, ValueError
+    for a time below 0.
     """
     times = Times() if times is None else times
     unit = "forwards of a stage" if times == Times() else ""

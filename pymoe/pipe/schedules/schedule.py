@@ -1,4 +1,4 @@
-"""A schedule is data: for every worker, the actions that it runs, in order. Checks that it can run."""
+"""Schedules as data: for every worker, the actions that it runs, in order; and the check that they can run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Kind(enum.Enum):
-    """Names what is done; the value is the letter in pictures and messages.
+    """The kind of an action; the value is its letter in pictures and messages.
 
-    A backward is done at once (``BACKWARD``) or in two actions (``BACKWARD_INPUT``, then ``BACKWARD_WEIGHT``, which
-    no other action waits for). The letters F, B and W of the zero-bubble paper are F, I and W here: B is the whole.
+    A backward is one action (``BACKWARD``) or two (``BACKWARD_INPUT``, then ``BACKWARD_WEIGHT``, for which no other
+    action waits). The letters F, B and W of the zero-bubble paper are F, I and W here: B is the whole.
     """
 
     FORWARD = "F"
@@ -22,19 +22,19 @@ class Kind(enum.Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
-    # Members are compared by identity; the inherited hash is that of the name, and five times as slow.
+    # Members are compared by identity; the inherited hash, of the name, takes five times as long.
     __hash__ = object.__hash__
 
     @property
     def frees(self) -> bool:
-        """Return whether its end frees the activations of its forward."""
+        """Return whether the end of this action frees the activations of its forward."""
         return self is Kind.BACKWARD or self is Kind.BACKWARD_WEIGHT
 
 
 class Action(NamedTuple):
     """One micro-batch in one stage. ``str`` gives stage, letter, micro-batch: ``2F5``; all are counted from 0.
 
-    Where a worker has several (virtual) stages, ``stage`` still is the number of the stage in the model.
+    If a worker has several (virtual) stages, ``stage`` is still the number of the stage in the model.
     """
 
     stage: int
@@ -46,12 +46,12 @@ class Action(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """An invalid schedule. ``worker``, ``position`` and ``action`` are None where no single one is at fault."""
+    """An invalid schedule. ``worker``, ``position`` and ``action`` are None if no single one is at fault."""
 
     def __init__(
         self, message: str, *, worker: int | None = None, position: int | None = None, action: Action | None = None
     ) -> None:
-        """Put the place in front of the message: worker, position in its order (from 0), action."""
+        """Prefix the message with worker, position in its order (from 0), and action."""
         self.worker, self.position, self.action = worker, position, action
         place = [f"worker {worker}"] * (worker is not None) + [f"position {position}"] * (position is not None)
         place += [f"action {action}"] * (action is not None)
@@ -60,10 +60,11 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """An immutable table of actions. It holds what it was given: :func:`pymoe.pipe.schedules.validate` judges it.
+    """An immutable table of actions. It is not checked when it is made: :func:`pymoe.pipe.schedules.validate` does
+    that.
 
-    Stages form a chain: the forward of a stage needs that of the stage before, its backward that of the stage after.
-    Skips do not add to this, because they only run from earlier stages to later ones.
+    Stages form a chain: the forward of a stage needs the forward of the stage before, and its backward needs the
+    backward of the stage after. Skips add no dependencies, because they only go from earlier stages to later ones.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Schedule:
         return {action: (w, i) for w, order in enumerate(self.orders) for i, action in enumerate(order)}
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
-        """Return what must have ended before ``action`` may start, apart from its predecessors on its worker."""
+        """Return the actions that must end before ``action`` may start, apart from earlier actions of its worker."""
         stage, micro_batch, kind = action
         if kind is Kind.FORWARD:
             return (Action(stage - 1, micro_batch, Kind.FORWARD),) if stage else ()
@@ -111,11 +112,11 @@ class Schedule:
 
 
 def live_counts(actions: Iterable[Action]) -> Iterator[int]:
-    """Yield how many activations a worker holds after each of its actions.
+    """Yield the number of activations that a worker holds after each of its actions.
 
     An activation is what the backward of one micro-batch through one stage needs. It is live from the end of its
-    forward to the end of the backward that frees it: the whole one, or, where the backward is split, the weights'
-    (which still needs the inputs of the layers and the gradients of their outputs).
+    forward to the end of the action that frees it: the whole backward or, if the backward is split, the backward of
+    weights (which still needs the inputs of the layers and the gradients of their outputs).
     """
     live = 0
     for action in actions:
@@ -124,7 +125,7 @@ def live_counts(actions: Iterable[Action]) -> Iterator[int]:
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """Return the most activations held at once by the worker that runs ``actions`` in this order."""
+    """Return the most activations that a worker holds at once if it runs ``actions`` in this order."""
     return max(live_counts(actions), default=0)
 
 
@@ -135,8 +136,8 @@ def validate(schedule: Schedule) -> None:
     """Raise :class:`ScheduleError`, which names worker, position and action, unless
 
     - every action is on the worker of its stage, and its stage and micro-batch exist;
-    - every micro-batch has in every stage one forward and one backward, whole or split into its two parts;
-    - workers that run their orders, each waiting for what its next action needs, all reach the end;
+    - every micro-batch has one forward and one backward in every stage, the backward whole or split into its two parts;
+    - all workers reach the end of their orders when each waits for what its next action needs;
     - no worker ever holds more activations than its live limit, where there are limits.
     """
     for _ in run(schedule):
@@ -146,11 +147,11 @@ def validate(schedule: Schedule) -> None:
 def run(
     schedule: Schedule, others: Mapping[Action, tuple[Action, ...]] | None = None
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Validate, and meanwhile yield (worker, action, its dependencies) in an order in which all can run: each action
-    after its dependencies and after its worker's predecessors. ``others``: further dependencies of actions.
+    """Validate, and meanwhile yield (worker, action, its dependencies) in a possible order: each action after its
+    dependencies and after earlier actions of its worker. ``others``: further dependencies of actions.
 
-    A worker that has to wait is looked at again when what it waits for has ended, so this takes time proportional to
-    the number of actions.
+    A worker that has to wait is visited again only when the action that it waits for has ended, so the time is
+    proportional to the number of actions.
     """
     others = others or {}
     _check_places(schedule)
@@ -240,7 +241,9 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follow from ``worker`` which worker waits for which until the chain closes; return an error about a link."""
+    """Follow which worker waits for which, beginning with ``worker``, until the chain closes; return an error about a
+    link.
+    """
     chain: dict[int, str] = {}
     while worker not in chain:
         head = schedule.orders[worker][position[worker]]

@@ -39,11 +39,11 @@ from pymoe.pipe.traced.stage_module import StageModule, has, populate
 
 
 class TracedModel(StagedModel):
-    """Any model that can be captured, split at its markers.
+    """A captured model, split at its markers.
 
-    A capture holds for the modes of all modules, training or evaluation, for their hooks, and for the Python values
+    A capture is valid for the present modes of all modules (training or evaluation), their hooks, and the Python values
     that the model's code has read. When one of them changes, the next call captures the model again and splits it at
-    the same places; every capture is kept. ``args`` and ``kwargs`` are examples of a micro-batch; ``trace`` captures.
+    the same places; every capture is kept. ``args`` and ``kwargs`` are an example micro-batch; ``trace`` captures.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class TracedModel(StagedModel):
         self._trace = trace
         self._multi_use = by_first_name(multi_use, module)
         self._variants: list[_Variant] = []
-        self._changes = 0  # how often it was captured again, not counting changes of modes
+        self._changes = 0  # how often the model was captured again, not counting changes of modes
         self._uses: list[dict[str, None]] = []  # names that every stage uses, in any mode
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
-        self._is_chosen = False  # true once micro-batches were made for a call
-        self._one_at_a_time = StageLock()  # threads that find that it must be captured again
+        self._is_chosen = False  # true after micro-batches were made for a call
+        self._one_at_a_time = StageLock()  # held by threads that find that the model must be captured again
         first = trace(module, args, kwargs)
         self._now = self._add(first)
         if devices is None:
@@ -76,7 +76,9 @@ class TracedModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the pipeline of the present model, or of the model for which micro-batches have just been made."""
+        """Return the pipeline of the present model. The first read after micro-batches were made returns the pipeline
+        for which they were made.
+        """
         is_chosen, self._is_chosen = self._is_chosen, False
         return self._now.pipeline if is_chosen else self._choose().pipeline
 
@@ -87,13 +89,13 @@ class TracedModel(StagedModel):
 
     @property
     def has_loss(self) -> bool:
-        """Return whether the user has said where it is."""
+        """Return whether the user has said where the loss is."""
         return self.loss_spec is not None
 
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
-        """Split a call into micro-batches, for the capture that holds for the call."""
+        """Split a call into micro-batches, for the capture that is valid for the call."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
         self._choose([leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves])
         made = super().micro_batches(chunks, args, kwargs, others)
@@ -114,11 +116,11 @@ class TracedModel(StagedModel):
         return pytree.tree_unflatten(leaves, variant.out_spec)
 
     def code(self, stage: int) -> str:
-        """Return the graph of a stage as Python, for the model as it is now."""
+        """Return the graph of a stage as Python code, for the model's present state."""
         return self.parts[stage].code(self._choose().number)
 
     def _choose(self, leaves: Sequence[Any] | None = None) -> _Variant:
-        """Return the capture that holds now, a new one if there is none."""
+        """Return the capture that is valid now; make a new one if there is none."""
         if self._structure.has_changed() or self._now.guards.broken(leaves) is not None:
             with self._one_at_a_time:
                 self._structure.refuse_edited_stages()
@@ -130,20 +132,20 @@ class TracedModel(StagedModel):
         return self._now
 
     def present_parts(self) -> tuple[nn.Module, ...]:
-        """Return the modules of the stages, with what the model has by now."""
+        """Return the modules of the stages, with the model's present parameters and layers."""
         if self._structure.has_changed():
             self._structure.refuse_edited_stages()
             self._populate()
         return self.parts
 
     def _renewed(self, variant: _Variant) -> _Variant:
-        """Return the capture with stages of the modules that these have by now."""
+        """Return the capture, with stages made of its present modules."""
         before = variant.pipeline
         stages = self._stages(variant.number, before.stages)
         return replace(variant, pipeline=Pipeline(stages, before.inputs, before.outputs), structure=self._structure)
 
     def _stages(self, number: int, cut: Sequence[Stage | StageGraph]) -> tuple[Stage, ...]:
-        """Return the stages of capture ``number``, of the modules that are there by now."""
+        """Return the stages of capture ``number``, made of the present modules."""
         functions = [partial(part.run, number) for part in self.parts]
         return self.stages_of(functions, [stage.inputs for stage in cut], [stage.outputs for stage in cut])
 
@@ -171,7 +173,7 @@ class TracedModel(StagedModel):
         return [x._replace(dtype=now) if isinstance(x, Like) and x.dtype == before else x for x in leaves]
 
     def _warn_of(self, change: str) -> None:
-        """Warn of what changes again and again, which costs a capture every time."""
+        """Warn about state that changes repeatedly and costs a capture every time."""
         if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
@@ -223,7 +225,7 @@ class TracedModel(StagedModel):
         return variant
 
     def _populate(self) -> None:
-        """Give the stages what they use of the model, in any capture, as far as the model still has it."""
+        """Give the stages the parts of the model that they use in any capture, if the model still has them."""
         uses = [[name for name in of_stage if has(self.module, name)] for of_stage in self._uses]
         self._lacks_some = list(map(len, uses)) != list(map(len, self._uses))
         populate(self.parts, self.module, uses, self._constants)
@@ -250,7 +252,7 @@ class TracedModel(StagedModel):
             leaf = find_loss(self.loss_spec, captured.out_spec)
         except ValueError:
             if self._variants:
-                return None  # many models return a loss in training alone
+                return None  # many models return a loss only in training
             raise
         if made.leaves[leaf] is not Computed:
             raise ValueError(f"output_loss_value_spec: expected a tensor as the loss, got {made.leaves[leaf]!r}")
@@ -270,7 +272,7 @@ class _Variant:
     pipeline: Pipeline
     loss: int | None
     structure: Structure
-    """The structure that ``pipeline`` was made for."""
+    """The structure for which ``pipeline`` was made."""
 
 
 # Captures, cut at the same places in every mode.
@@ -288,9 +290,9 @@ class Trace:
     dynamic_shapes: Any
     opaque: Sequence[type[nn.Module] | str]
     _chosen: list[list[Key]] | None = None
-    """The keys of the nodes after every boundary of a policy."""
+    """The keys of the nodes that follow the boundaries of a policy."""
     _wanted: int | None = None
-    """The number of stages that the policy is to make, if it says so."""
+    """The number of stages that the policy should make, if known."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """Capture the model in its present mode.
@@ -321,7 +323,7 @@ class Trace:
         return captured
 
     def why_one_stage(self) -> str | None:
-        """Return why a model for which several stages were requested is one; None if none were."""
+        """Return why a model has one stage although several were requested; None if one was requested."""
         ends = "at the beginning or the end of what the model computes, where they make no stages"
         if self.split_spec:
             return f"all split points of split_spec ({', '.join(self.split_spec)}) are {ends}"
@@ -336,7 +338,7 @@ class Trace:
 
 
 def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
-    """Refuse split points at modules that are never called, which would make no boundary."""
+    """Refuse split points at modules that are never called, because they would make no boundary."""
     called = {path for node in all_nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
     for name in spec:
         if name and name not in called:
@@ -344,7 +346,9 @@ def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
-    """Return names of nodes that captures in other modes share: module, operator, and the count of both so far."""
+    """Return names of nodes that are the same in captures of other modes: module, operator, and how often the pair has
+    occurred.
+    """
     seen: Counter[tuple[str, str]] = Counter()
     keys = []
     for node in nodes:

@@ -1,8 +1,8 @@
-"""Partition a captured graph at its stage boundaries: one graph a stage, and the edges between them.
+"""Partitions a captured graph at its stage boundaries: one graph per stage, and the edges between them.
 
-Before that, boundaries leave the regions that they are in, and opaque modules become arguments of the nodes that call
-them. Parameters and buffers that several stages use are replicated or transmitted, as the user says, and as nodes
-change them in place.
+Before that, boundaries are moved out of regions, and opaque modules become arguments of the nodes that call them.
+Parameters and buffers that several stages use are replicated or transmitted, depending on what the user says and on
+in-place changes.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ class StageGraph:
     inputs: tuple[Source, ...]
     outputs: int
     state: tuple[str, ...]
-    """Names of the parameters, buffers and constants that it uses."""
+    """Names of the parameters, buffers and constants that the stage uses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The graphs of the stages, and what comes out of them."""
+    """The graphs of the stages, and the output of the model."""
 
     stages: tuple[StageGraph, ...]
     outputs: tuple[Source, ...]
-    """Sources of the model's output leaves that are computed."""
+    """Sources of the computed leaves of the model's output."""
     leaves: tuple[Any, ...]
-    """The model's output leaves; ``Computed`` stands for the next of ``outputs``."""
+    """The leaves of the model's output; ``Computed`` stands for the next of ``outputs``."""
 
 
 def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None] = ()) -> Partition:
     """Partition a captured graph at its markers.
 
-    Every value comes straight from the stage that computes it; one that is changed in place, from the last that does.
-    Sizes are taken anew from tensors that a stage has anyway. ``devices``: for every stage, where the tensors that it
-    creates go; None, or none: where they were captured.
+    Every value comes straight from the stage that computes it or, if it is changed in place, from the last stage that
+    changes it. A stage computes sizes from tensors that it has anyway. ``devices``: for every stage, the device of the
+    tensors that it creates; None, or an empty sequence: the device of the capture.
 
     Raises:
-        ValueError: a buffer is changed in a later stage than it is read in.
+        ValueError: a buffer is read in one stage and changed in a later one.
     """
     return _Partitioner(graph, state, devices).partition()
 
@@ -83,7 +83,7 @@ class _Partitioner:
         return Partition(tuple(builder.finish() for builder in self._builders), tuple(outputs), tuple(leaves))
 
     def home(self, node: fx.Node, stage: int) -> int:
-        """Return where ``stage`` has this value from: itself, an earlier one, or ``INPUT``."""
+        """Return where ``stage`` gets this value from: itself, an earlier stage, or ``INPUT``."""
         if node.op == "get_attr":
             first = self._transmitted.get(node)
             return min(stage, self._count - 1) if first is None or first >= stage else first
@@ -96,17 +96,17 @@ class _Partitioner:
         return max(changed, default=made)
 
     def source(self, node: fx.Node, stage: int) -> Source:
-        """Return the edge to ``stage`` from where it has this value."""
+        """Return the edge by which ``stage`` gets this value."""
         home = self.home(node, stage)
         return Source(INPUT, self._inputs[node]) if home == INPUT else self._builders[home].give(node)
 
     def is_changing_buffer(self, node: fx.Node) -> bool:
-        """Return whether the value is a buffer, or a view of one, that a stage changes."""
+        """Return whether the value is a buffer that a stage changes, or a view of one."""
         return self._aliases.base(node).op == "get_attr" and bool(self._aliases.writers(node))
 
 
 class _StageBuilder:
-    """The graph of one stage, as it grows."""
+    """The graph of one stage, while it is built."""
 
     def __init__(self, number: int, partitioner: _Partitioner, device: torch.device | None) -> None:
         self._number = number
@@ -135,7 +135,7 @@ class _StageBuilder:
         return self._add(node, self._graph.create_node(node.op, node.target, args, kwargs, node.name))
 
     def give(self, node: fx.Node) -> Source:
-        """Return a value of this stage for others."""
+        """Return a value of this stage for other stages."""
         if node not in self._given:
             self._local(node)
             self._given[node] = len(self._given)
@@ -146,7 +146,7 @@ class _StageBuilder:
         for node in self._given:
             local = self._copies[node]
             if self._partitioner.is_changing_buffer(node):
-                # Others get its present contents, not the next micro-batch's.
+                # Other stages get the buffer's present contents, not its contents in the next micro-batch.
                 local = self._graph.call_function(torch.ops.aten.clone.default, (local,))
             given.append(local)
         self._graph.output(given)
@@ -177,7 +177,7 @@ class _StageBuilder:
         return self._add(node, self._end)
 
     def _again(self, node: fx.Node) -> fx.Node | None:
-        """Compute a size, or arithmetic on sizes, from what this stage has; None if that does not tell."""
+        """Compute a size, or arithmetic on sizes, from values of this stage; None if they do not suffice."""
         if (size := self._same_size(node)) is not None:
             return self._graph.call_function(torch.ops.aten.sym_size.int, size)
         sources = node.all_input_nodes
@@ -192,7 +192,7 @@ class _StageBuilder:
         return self._graph.create_node(node.op, node.target, args, node.kwargs, node.name)
 
     def _same_size(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """Return the input of this stage, and the dimension, that the capture knows to be this size."""
+        """Return an input of this stage, and its dimension, whose size is this one according to the capture."""
         wanted = node.meta["val"]
         if not isinstance(wanted, torch.SymInt):
             return None
@@ -207,12 +207,12 @@ class _StageBuilder:
 def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return the stage of every call in the graph except for markers, from 0 up.
 
-    Markers end stages, and those with nothing between them are one: no stage is empty.
+    Markers end stages. Adjacent markers count as one, so no stage is empty.
     """
     dependent = _dependent(graph)
     numbers: dict[fx.Node, int] = {}
     stage, computes, is_over = 0, False, False
-    waiting: list[fx.Node] = []  # views behind a boundary: they belong to the stage that begins there, if one does
+    waiting: list[fx.Node] = []  # views after a boundary belong to the stage that begins there, if one does
     for node in graph.nodes:
         if is_marker(node):
             is_over = computes
@@ -226,16 +226,16 @@ def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
             elif is_over:
                 waiting.append(node)
             numbers[node] = stage
-            if node.target is operator.getitem:  # goes with what it is a part of
+            if node.target is operator.getitem:  # an item belongs to the stage of its sequence
                 numbers[node] = numbers.get(node.all_input_nodes[0], stage)
     for node in reversed(graph.nodes):
-        if node in numbers and node not in dependent:  # a constant: computed where it is used first
+        if node in numbers and node not in dependent:  # a constant: computed in the stage that uses it first
             numbers[node] = min([numbers[user] for user in node.users if user in numbers], default=numbers[node])
     return numbers
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that compute something of inputs, parameters or buffers, in their order."""
+    """Return the nodes that compute something from inputs, parameters or buffers, in order."""
     dependent = _dependent(graph)
     return [node for node in graph.nodes if node in dependent and _computes(node)]
 
@@ -257,14 +257,14 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
-    """Return whether a node's value is a size, or what Python computes of sizes."""
+    """Return whether a node's value is a size, or computed from sizes by Python."""
     if node.op != "call_function" or not is_number(node):
         return False
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, OpOverload)
 
 
 def _dependent(graph: fx.Graph) -> set[fx.Node]:
-    """Return what depends on inputs, parameters or buffers."""
+    """Return the nodes that depend on inputs, parameters or buffers."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_source = node.op == "placeholder" or (node.op == "get_attr" and not str(node.target).startswith(CONSTANT))
@@ -277,7 +277,9 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def split_regions(graph: fx.Graph) -> None:
-    """Split regions, blocks without gradients or in autocast, at the markers inside, which then stand between them."""
+    """Split regions (blocks without gradients, or in autocast) at the markers inside; then the markers are between
+    regions.
+    """
     for node in list(graph.nodes):
         if isinstance(node.target, Region):
             split_regions(node.target.graph.graph)
@@ -286,9 +288,9 @@ def split_regions(graph: fx.Graph) -> None:
 
 
 def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
-    """Put several regions, with markers between them, where one was."""
+    """Replace one region by several, with markers between them."""
     block = region.graph.graph
-    # What stands in the outer graph for nodes of the block.
+    # The nodes of the outer graph that represent nodes of the block.
     outside: dict[fx.Node, Any] = dict(zip(block.find_nodes(op="placeholder"), node.args, strict=True))
     for number, segment in enumerate(_segments(block)):
         if number:
@@ -296,7 +298,7 @@ def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
         if segment:
             _insert_region(graph, node, region, segment, outside)
     results: Any = block.output_node().args[0]
-    for user in list(node.users):  # each takes one of the results
+    for user in list(node.users):  # each of these nodes takes one of the results
         result = results[user.args[1]]
         user.replace_all_uses_with(outside[result])
         graph.erase_node(user)
@@ -306,7 +308,7 @@ def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
 def _insert_region(
     graph: fx.Graph, before: fx.Node, region: Region, segment: list[fx.Node], outside: dict[fx.Node, Any]
 ) -> None:
-    """Insert a region of some of the nodes, and add what it gives to ``outside``."""
+    """Insert a region with some of the nodes, and add its results to ``outside``."""
     inside = set(segment)
     taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
     given = [node for node in segment if any(user not in inside for user in node.users)]
@@ -340,11 +342,13 @@ def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 class ModuleCall:
-    """The target of a node: takes a module and the computed leaves of its arguments, returns those of its result."""
+    """The target of a node: takes a module and the computed leaves of its arguments, and returns the leaves of its
+    result.
+    """
 
     def __init__(self, call: OpaqueModule) -> None:
         self.__name__ = call.__name__
-        self._call = copy.copy(call)  # how leaves become arguments, without the module
+        self._call = copy.copy(call)  # how the leaves become arguments, not counting the module
         self._call.function = self._call.module = None  # type: ignore[assignment]
 
     def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
@@ -355,7 +359,7 @@ class ModuleCall:
 
 
 def modules_as_arguments(graph: fx.Graph) -> None:
-    """Let ``get_attr`` fetch the opaque modules that a graph calls, so that they are part of a stage's state.
+    """Make ``get_attr`` nodes fetch the opaque modules that a graph calls, so that they are part of a stage's state.
 
     Raises:
         ValueError: the whole model is opaque.
@@ -374,7 +378,7 @@ def _give(node: fx.Node, module: fx.Node) -> None:
 
 
 def _convert(node: fx.Node) -> list[str]:
-    """Make the node take modules as arguments, a call before and a region after the others; return their paths."""
+    """Make the node take modules as arguments (a call as its first ones, a region as its last); return their paths."""
     target = node.target
     if isinstance(target, OpaqueModule):
         node.target = ModuleCall(target)
@@ -406,32 +410,34 @@ class MultiUseParameterConfig(enum.Enum):
     """
 
     TRANSMIT = 1
-    """The first stage that uses it holds it, and sends its value to the others, which send gradients back."""
+    """The first stage that uses the parameter holds it, and sends its value to the others, which send gradients
+    back."""
     REPLICATE = 2
-    """Every stage that uses it holds it."""
+    """Every stage that uses the parameter holds it."""
 
 
 MultiUseParamSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig]
-"""One for all parameters, or for some by qualified name."""
+"""One configuration for all parameters, or a dict of them by qualified name."""
 Spec = MultiUseParamSpec | None
 
 
 @dataclass(frozen=True)
 class SharedState:
-    """Keeps what is known about the parameters and buffers of a graph."""
+    """Facts about the parameters and buffers of a graph."""
 
     parameters: frozenset[str]
-    """Names of those that are parameters."""
+    """Names of the parameters."""
     spec: Spec
-    """One for all parameters, or by name."""
+    """One configuration for all parameters, or one by name."""
     apart: bool = False
-    """True if stages are on different devices: parameters absent from ``spec`` are transmitted, else replicated."""
+    """True if stages are on different devices. Then parameters absent from ``spec`` are transmitted; otherwise they are
+    replicated."""
 
     def transmitted(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], aliases: Aliases) -> dict[fx.Node, int]:
         """Return the parameters and buffers whose values are transmitted between stages, and the stage that holds each.
 
         Raises:
-            ValueError: a buffer is changed in a later stage than it is read in.
+            ValueError: a buffer is read in one stage and changed in a later one.
         """
         found = {}
         default = MultiUseParameterConfig.TRANSMIT if self.apart else MultiUseParameterConfig.REPLICATE
@@ -450,11 +456,11 @@ class SharedState:
 
 
 def by_first_name(spec: Spec, model: nn.Module) -> Spec:
-    """Return the specification by the names that captured graphs use: of a shared parameter the first.
+    """Return the specification by the names in captured graphs, which use the first name of a shared parameter.
 
     Raises:
-        TypeError: it is neither a configuration nor a mapping to such.
-        ValueError: the model has no parameter of a name.
+        TypeError: it is neither a configuration nor a mapping to configurations.
+        ValueError: the model has no parameter with one of the names.
     """
     if spec is None or isinstance(spec, MultiUseParameterConfig):
         return spec
@@ -470,10 +476,10 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
 
 
 def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
-    """Return whether one stage changes the buffer and later ones read it: they then get its value of that time."""
+    """Return whether one stage changes the buffer and later stages read it; then these get its value at that point."""
     writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
     if not writers or writers == users:
-        return False  # stages that all change it take turns
+        return False  # stages that all change a buffer take turns
     if writers == users[:1]:
         return True
     raise ValueError(
@@ -483,7 +489,8 @@ def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int]
 
 
 class Aliases:
-    """Finds the tensors that the nodes of a graph change in place, and views of others, by the operators' schemas.
+    """Finds, from the operators' schemas, the tensors that nodes of a graph change in place, and the views of other
+    tensors.
 
     The base of a view is the node whose tensor's memory it shares.
     """
@@ -498,11 +505,11 @@ class Aliases:
                 self._writers.setdefault(self.base(written), []).append(node)
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the node whose memory this one's tensor shares; itself for a tensor of its own."""
+        """Return the node whose memory this node's tensor shares; the node itself for a tensor of its own."""
         return self._bases.get(node, node)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that change its tensor, in their order."""
+        """Return the nodes that change the node's tensor, in order."""
         return self._writers.get(self.base(node), [])
 
 
@@ -521,7 +528,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return the argument whose memory the result of this node shares."""
+    """Return the argument with which the result of this node shares memory."""
     if node.target is operator.getitem:
         first = node.args[0]
         return _out_of_block(first, node.args[1]) if isinstance(first, fx.Node) else None
@@ -538,7 +545,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument of a region that is its output ``number``, if one is; else the region."""
+    """Return the argument that a region returns as output ``number``, if there is one; else the region."""
     if not isinstance(node.target, Region):
         return node
     block = node.target.graph.graph

@@ -23,7 +23,7 @@ from pymoe.pipe.traced.split_points import mark
 
 Costs = dict[fx.Node, float]
 TOLERANCE = 1.1
-"""The slowest stage may take this many times the optimum, for fewer boundary values."""
+"""To have fewer boundary values, the slowest stage may take this many times the optimum."""
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
@@ -39,7 +39,7 @@ def split_into_equal_parameters(stages: int) -> Policy:
 
 
 def split_by_time(stages: int) -> Policy:
-    """Make stages whose forward and backward passes take about the same time, as measured with the example's sizes.
+    """Make stages whose forward and backward passes take about the same time, measured with the example's sizes.
 
     Args:
         stages: how many, from 1 to the number of the graph's operators.
@@ -64,7 +64,8 @@ def split_by_flops(stages: int) -> Policy:
 
 @dataclass(frozen=True)
 class Policy:
-    """Splits so that the most expensive stage costs at most a tenth more than necessary, where the fewest values cross.
+    """Splits where the fewest values cross, such that the most expensive stage costs at most a tenth more than
+    necessary.
 
     Raises:
         ValueError: there are more stages than operators, or fewer than one.
@@ -86,7 +87,7 @@ class Policy:
 
 
 def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list[float]:
-    """Return the costs of ``nodes``; those of nodes in between count for the one before."""
+    """Return the costs of ``nodes``. Costs of other nodes are added to the nearest of ``nodes`` before them."""
     places = {node: place for place, node in enumerate(nodes)}
     row, place = [0.0] * len(nodes), 0
     for node in graph.nodes:
@@ -96,8 +97,8 @@ def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list
 
 
 def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
-    """Return for every node how many tensors, computed before it, it or later nodes take. Inputs go to any stage
-    directly.
+    """Return for every node how many tensors from before it are used by it or later nodes. Inputs do not count, because
+    they go to every stage directly.
     """
     aliases, places = Aliases(graph), {node: place for place, node in enumerate(nodes)}
     position: dict[fx.Node, int] = {}
@@ -134,7 +135,9 @@ def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
 
 
 def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
-    """Return boundaries of at most ``limit`` values; of those with only free nodes in between, the one with fewest."""
+    """Return boundaries with at most ``limit`` values; among boundaries with only free nodes between them, the one with
+    the fewest.
+    """
     found: list[int] = []
     for place in range(1, len(costs)):
         if alive[place] > limit:
@@ -166,7 +169,9 @@ def _parameters(graph: fx.GraphModule) -> Costs:
 
 
 def _flops(graph: fx.GraphModule) -> Costs:
-    """Count floating point operations of matrix products, convolutions and attention in the forward; nothing is run."""
+    """Count the floating point operations of matrix products, convolutions and attention in the forward; nothing is
+    run.
+    """
     counting = _NodeFlops(graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         counting.run(*_example(graph))
@@ -190,7 +195,9 @@ def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
 
 @contextmanager
 def _restored(graph: fx.GraphModule) -> Iterator[None]:
-    """Restore opaque modules and random generators after the block; operators are only given copies."""
+    """Restore the buffers of opaque modules and the random generators after the block. Operators change only copies of
+    tensors.
+    """
     modules = [call.module for call in opaque_modules(graph.graph)]
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
@@ -252,7 +259,7 @@ def _now(tensors: list[torch.Tensor]) -> float:
 
 
 def _example(graph: fx.GraphModule) -> list[Any]:
-    """Return arguments like those of the capture."""
+    """Return arguments with the shapes and dtypes of the capture's example arguments."""
 
     def like(value: torch.Tensor) -> torch.Tensor:
         return example_tensor([size if isinstance(size, int) else int(size.node.hint) for size in value.shape], value)

@@ -21,17 +21,18 @@ _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("split", lambda: None, "CompositeExplicitAutograd")
 _MARKER = torch.ops.pymoe_pipe.split.default
-fx.node.has_side_effect(_MARKER)  # or captures would leave it out
+fx.node.has_side_effect(_MARKER)  # otherwise captures would leave it out
 aten_pipe_split_alias = _MARKER
 """The target of the node that :func:`pipe_split` becomes in a captured graph, under PiPPy's name."""
 
-_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # and the copy, until that is captured
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # keeps the copy, until that is captured
 
 
 def pipe_split() -> None:
     """Mark the boundary of two stages in a model's ``forward``: :func:`pymoe.pipeline` splits the model there.
 
-    Does nothing when the model just runs. A boundary at the very beginning or end, or next to another, makes no stage.
+    It does nothing when the model is run without a pipeline. A boundary at the very beginning or end, or next to
+    another, makes no stage.
     """
     if compiler._is_exporting_flag:
         refuse_boundary()
@@ -39,7 +40,7 @@ def pipe_split() -> None:
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Return whether a node is a stage boundary. Those of ``torch.distributed.pipelining`` are, too."""
+    """Return whether a node is a stage boundary, of pymoe or of ``torch.distributed.pipelining``."""
     if node.op != "call_function":
         return False
     target: Any = node.target
@@ -84,7 +85,7 @@ class SplitPoint(enum.Enum):
 
 
 class PipeSplitWrapper:
-    """Has ``SplitPoint``, as in PiPPy. Nothing is wrapped: :func:`annotate_split_points` marks modules."""
+    """Holds ``SplitPoint``, as in PiPPy. It wraps nothing: :func:`annotate_split_points` marks modules."""
 
     SplitPoint = SplitPoint
 
@@ -96,20 +97,22 @@ class PipeSplitWrapper:
 
 
 class NoSuchModule(ValueError, AttributeError):
-    """A model has no submodule of a name: a wrong value here, a missing attribute in PiPPy."""
+    """A model has no submodule of a name. This is both the ValueError of this package and the AttributeError of
+    PiPPy.
+    """
 
 
 @also_called(mod="model")
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
     """Return the model with stage boundaries before or after calls of some of its modules.
 
-    The given model stays as it is, so use what is returned: it has the same parameters, buffers and submodules, except
+    The given model stays as it is, so use the returned one: it has the same parameters, buffers and submodules, except
     for shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
-    :func:`pymoe.pipeline` warns if it gets the given model and the returned one was dropped.
+    :func:`pymoe.pipeline` warns if it gets the given model although the returned one was dropped.
 
     Args:
         model: any module.
-        spec: for qualified names of submodules, where the boundary is.
+        spec: the side of the boundary, by qualified name of a submodule.
 
     Raises:
         TypeError: a value is not a ``SplitPoint``.
@@ -141,7 +144,7 @@ def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
 def was_annotated_in_vain(model: nn.Module) -> bool:
     """Return whether the result of :func:`annotate_split_points` for this model, which is captured now, was dropped.
 
-    Forgets it then, and if ``model`` is such a result itself.
+    The record is deleted then, and also if ``model`` is such a result itself.
     """
     for original, copied in list(_annotated.items()):
         if copied() is model or (original is model and copied() is None):
@@ -157,7 +160,9 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Return a module with the same parameters and buffers, also later ones, and its own dictionary of the children."""
+    """Return a module that shares the dictionaries of parameters and buffers, and has its own dictionary of
+    children.
+    """
     if parametrize.is_parametrized(module):  # torch does not copy it
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
@@ -178,7 +183,7 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook. A capture calls it before and after opaque modules, too."""
+    """A hook that makes a boundary. A capture calls it before and after opaque modules, too."""
 
     is_boundary = True
 
@@ -187,7 +192,7 @@ class _Boundary:
 
 
 class PipeSequential(nn.Sequential):
-    """An ``nn.Sequential`` with a stage boundary between any two of its layers, wherever in a model it is."""
+    """An ``nn.Sequential`` with a stage boundary between any two of its layers, anywhere in a model."""
 
     @classmethod
     @also_called(sequential_instance="sequential")
@@ -195,7 +200,7 @@ class PipeSequential(nn.Sequential):
         """Return the same layers, under the same names, and in the same mode.
 
         Args:
-            sequential: whose layers they are; it stays as it is.
+            sequential: the module with the layers; it stays as it is.
         """
         made = cls()
         made._modules.update(sequential._modules)
@@ -206,7 +211,7 @@ class PipeSequential(nn.Sequential):
         """Return the output of the last layer.
 
         Args:
-            input: what the first layer takes.
+            input: the input of the first layer.
         """
         for number, layer in enumerate(self):
             if number:

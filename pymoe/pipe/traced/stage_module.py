@@ -1,5 +1,5 @@
-"""The module of a stage of a traced model: the model's own parameters and buffers, under their names, and graphs;
-and graphs as plain data, for copies and pickles.
+"""The module of a stage of a traced model: the model's own parameters and buffers, under their names, and graphs. Also
+converts graphs to plain data, for copies and pickles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KINDS = ("_parameters", "_buffers")
 
 
 class _Taken(NamedTuple):
-    """A parameter or buffer that stands in another place in the model."""
+    """A parameter or buffer that is at another place in the model."""
 
     where: nn.Module
     kind: str
@@ -27,18 +27,18 @@ class _Taken(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A module that stands for one of the model."""
+    """A module that represents a module of the model."""
 
     module: nn.Module
     original: nn.Module
 
 
 class StageModule(nn.Module):
-    """A stage of a traced model. Takes and returns boundary values, by position.
+    """A stage of a traced model. It takes and returns boundary values, by position.
 
-    It has a graph for every capture of the model. Modules that it alone needs, or needs all of, are the model's own; in
-    place of others stand modules that hold what this stage uses of them. ``state_dict`` keys are the model's.
-    ``compile()`` compiles it in place.
+    It has a graph for every capture of the model. Modules that only this stage needs, or that it needs as a whole, are
+    the model's own. Other modules are represented by modules that hold the parts which this stage uses. ``state_dict``
+    keys are the model's. ``compile()`` compiles it in place.
     """
 
     def __init__(self, number: int) -> None:
@@ -47,12 +47,14 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        self._shared: list[_Taken] = []  # every call takes what the model has there now
+        self._shared: list[_Taken] = []  # every call takes the model's present object
         self.made: list[_Made] = []
-        """This, and the modules within that are no modules of the model, each with the one that it stands for."""
+        """This module and the ones in it that are not the model's own, each with the module that it represents."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
-        """Return the values of the stage's outputs. ``variant``: which graph; None: the last that fits ``training``."""
+        """Return the values of the stage's outputs. ``variant``: which graph; None: the latest that fits
+        ``training``.
+        """
         if variant is None:
             modes = [number for number, training in enumerate(self._modes) if training == self.training]
             variant = modes[-1] if modes else -1
@@ -60,10 +62,10 @@ class StageModule(nn.Module):
         return outputs
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile its graphs, also those of later captures; arguments as of ``torch.compile``.
+        """Compile this stage's graphs, and the graphs of later captures, too. Takes the arguments of ``torch.compile``.
 
-        Each by itself: torch.compile counts how often one and the same function is compiled, gives up after 8 times,
-        and takes the ``forward`` of all stages for one.
+        Each graph is compiled by itself: torch.compile gives up after compiling the same function 8 times, and would
+        count the ``forward`` of all stages as one function.
         """
         self._compile = lambda graph: graph.compile(*args, **kwargs)
         for graph in self._graphs:
@@ -77,11 +79,11 @@ class StageModule(nn.Module):
         self._modes.append(training)
 
     def code(self, variant: int = -1) -> str:
-        """Return the graph of one capture as Python."""
+        """Return the graph of one capture as Python code."""
         return str(self._graphs[variant].print_readable(print_output=False))
 
     def run(self, variant: int, *values: Any) -> Sequence[Any]:
-        """Run a graph with the parameters and buffers that the model has by now."""
+        """Run a graph with the model's present parameters and buffers."""
         for where, kind, name, owner in self._shared:
             where.__dict__[kind][name] = owner.__dict__[kind][name]
         outputs: Sequence[Any] = self(*values, variant=variant)
@@ -94,7 +96,9 @@ class StageModule(nn.Module):
         users: Mapping[int, set[StageModule]],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Hold what ``paths`` name in the model, and constants. ``users``: the stages of parameters and buffers."""
+        """Hold the objects that ``paths`` name in the model, and constants. ``users``: the stages of parameters and
+        buffers.
+        """
 
         def hold(where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
             below: dict[str, list[Sequence[str]]] = {}
@@ -111,7 +115,7 @@ class StageModule(nn.Module):
                 if name not in below or child is None:
                     continue
                 uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
-                if [] in below[name] or uses_all:  # all of what any stage uses
+                if [] in below[name] or uses_all:  # everything that any stage uses
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
@@ -128,7 +132,7 @@ class StageModule(nn.Module):
         hold(self, model, paths)
 
     def update_model(self) -> None:
-        """Give the model what was put in place of its own, after a move to another device."""
+        """After a move to another device, give the model the objects that have replaced its own."""
         for where, kind, name, owner in self._shared:
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
@@ -156,9 +160,9 @@ def populate(
 ) -> None:
     """Give every stage the parameters, buffers and whole modules that ``names`` has for it, and its constants.
 
-    What they held is forgotten.
+    What they held before is dropped.
     """
-    users: dict[int, set[StageModule]] = {}  # stages by the ids of parameters and buffers
+    users: dict[int, set[StageModule]] = {}  # stages, keyed by the ids of parameters and buffers
     for part, of_stage in zip(parts, names, strict=True):
         for name in of_stage:
             owner, _, last = name.rpartition(".")
@@ -188,7 +192,7 @@ def _own(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 class _NodeRef(int):
-    """A node among the arguments of another, by its number."""
+    """A node among the arguments of another node, by its number."""
 
 
 class _OperatorName(str):
@@ -196,7 +200,7 @@ class _OperatorName(str):
 
 
 def serialize(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """Return a graph as data that can be pickled and copied; what nodes know of their origin is lost.
+    """Return a graph as data that can be pickled and copied, without the metadata of nodes.
 
     For every node: kind, target, arguments, keywords and name.
     """
@@ -214,7 +218,7 @@ def serialize(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def deserialize(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the graph of such data."""
+    """Return the graph made from such data."""
     graph = fx.Graph()
     made: list[fx.Node] = []
 

@@ -69,10 +69,12 @@ class Observers:
             self._log_thread.start()
 
     def stop(self) -> None:
-        """Stop them; the log gets the events since its last lines. May be called at any time, and more than once."""
+        """Stop the log and the monitor; the log gets the events since its last lines. May be called at any time, and
+        more than once.
+        """
         self._log_end.set()
         thread = self._log_thread
-        if thread and thread is not threading.current_thread():  # any thread may drop a runtime
+        if thread and thread is not threading.current_thread():  # any thread may drop the last reference to a runtime
             thread.join()
         if self._log_thread is thread:
             self._log_thread = None
