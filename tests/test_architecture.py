@@ -47,6 +47,7 @@ PYTHON_MAY_USE = {
     "_gloo_at_exit": set(),
     "ops": {"reference", "ops", "_native", "_ops", "_torch_canaries", "_torch_private"},
     "nn": {"reference", "ops", "nn", "_torch_canaries", "_torch_private"},
+    "nn/quantized_files": {"reference", "nn"},
     "ep": {"reference", "ops", "nn", "ep", "_errors", "_gloo_at_exit", "_torch_private"},
     "autograd": {"autograd", "_errors", "_native", "_runtime", "_torch_canaries", "_torch_private"},
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private"},
@@ -68,12 +69,23 @@ PYTHON_MAY_USE = {
     "remote": {"runtime", "remote", "_errors"},
     "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
     "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "remote", "integrations"},
+    "quantize": {"integrations"},
     "ep/simulate": {"reference", "ops", "nn", "ep", "bench"},
     "bench": {"reference", "ops", "nn", "bench"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
 INSTALLED_WITH = {"remote": {"grpc", "msgspec"}}
-MAY_IMPORT_LAZILY = {"bench", "ep", "integrations", "runtime", "mixture", "pipe", "remote"}
+MAY_IMPORT_LAZILY = {
+    "bench",
+    "ep",
+    "integrations",
+    "mixture",
+    "nn/quantized_files",
+    "pipe",
+    "quantize",
+    "remote",
+    "runtime",
+}
 
 
 def cpp_faults(file, text):
