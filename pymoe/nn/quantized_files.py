@@ -50,7 +50,7 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
     for name, kind in {"": MoE, **kinds}.items():
         part = layer.get_submodule(name) if name != "shared" or layer.shared is not None else None
         if part is not None and (lost := "another class" if type(part) is not kind else attached_to(part)):
-            raise ValueError(f"save_quantized: layer must be as it was made, got {name or 'the layer'!r} with {lost}")
+            raise ValueError(f"save_quantized: layer must be as it was made, got {name or 'the layer'} with {lost}")
     tensors = {name: tensor.contiguous() for name, tensor in layer.state_dict().items()}
     described = {"version": FORMAT, "bits": layer.experts.bits, "options": _options(layer)}
     path = Path(path)

@@ -146,19 +146,8 @@ def saves_adapter_alone(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-class QuantizerBases(NamedTuple):
-    """The classes of transformers that a method of quantisation derives its own from."""
-
-    config: Any
-    """Its options, which ``config.json`` holds."""
-    quantizer: Any
-    """Is asked by ``from_pretrained`` and ``save_pretrained`` what to do."""
-    operation: Any
-    """Converts tensors of a checkpoint."""
-
-
-def quantizer_bases() -> QuantizerBases:
-    """Return the classes that a method of quantisation is made of.
+def quantizer_bases() -> tuple[Any, Any, Any]:
+    """Return the classes from which a method of quantisation derives its options, itself, and its operations.
 
     Raises:
         ImportError: transformers is missing, or older than version 5.
@@ -168,7 +157,7 @@ def quantizer_bases() -> QuantizerBases:
     from transformers.quantizers import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    return QuantizerBases(QuantizationConfigMixin, HfQuantizer, ConversionOps)
+    return QuantizationConfigMixin, HfQuantizer, ConversionOps
 
 
 def register_quantizer(config: type, quantizer: type) -> None:
@@ -192,7 +181,7 @@ def converter(sources: list[str], target: str, operation: Any) -> Any:
     Args:
         sources: regular expressions for parts of names in the checkpoint.
         target: what takes the place of such a part in the name of the model's tensor.
-        operation: of the class :attr:`QuantizerBases.operation`.
+        operation: what converts the tensors.
     """
     from transformers.core_model_loading import WeightConverter
 

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,15 @@ from pymoe.reference.quantized_weight import check_bits
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
 
-_Config, _Quantizer, _Operation = interface.quantizer_bases()
+if TYPE_CHECKING:
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+else:
+    QuantizationConfigMixin, HfQuantizer, ConversionOps = interface.quantizer_bases()
 
 
-class PymoeConfig(_Config):
+class PymoeConfig(QuantizationConfigMixin):
     """Has ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
 
     ::
@@ -85,7 +90,7 @@ class PymoeConfig(_Config):
         return {"quant_method": self.quant_method, "bits": self.bits, "version": self.version}
 
 
-class PymoeQuantizer(_Quantizer):
+class PymoeQuantizer(HfQuantizer):
     """What transformers asks about a model with a :class:`PymoeConfig`.
 
     Errors of operations are kept until the model is loaded, and raised then, as transformers would put them into a
@@ -172,8 +177,11 @@ class PymoeQuantizer(_Quantizer):
         return state, {}
 
 
-class _Known(_Operation):
-    """An operation of one quantizer, by the name under which transformers looks for it; it copies operations with all they hold."""
+class _Known(ConversionOps):
+    """An operation that knows its quantizer, by the name for which transformers looks.
+
+    transformers copies operations, with all that they hold.
+    """
 
     def __init__(self, quantizer: PymoeQuantizer) -> None:
         self.hf_quantizer = quantizer
@@ -262,7 +270,7 @@ class Take(_Known):
         return AsNamed()
 
 
-class AsNamed(_Operation):
+class AsNamed(ConversionOps):
     """Leaves tensors as they are, in both directions."""
 
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **_: Any) -> dict[str, Any]:

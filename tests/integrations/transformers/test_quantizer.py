@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -126,7 +127,17 @@ def test_a_folder_holds_what_save_pretrained_writes_and_nothing_else(tmp_path):
     assert set(index.values()) == {file.name for file in (tmp_path / "several").glob("*.safetensors")}
 
 
-def test_it_generates_compiles_and_has_no_gradients(tmp_path):
+def test_a_model_may_replace_the_files_that_it_is_mapped_from(packed):
+    cls, folder = packed
+    model = cls.from_pretrained(folder)
+    expected = copy.deepcopy(model)
+    assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
+    model.save_pretrained(folder)
+    assert_same_model(model, expected)
+    assert_same_model(cls.from_pretrained(folder), expected)
+
+
+def test_it_generates_and_has_no_gradients(tmp_path):
     cls = checkpoint("mixtral", tmp_path)
     read = cls.from_pretrained(tmp_path, quantization_config=PymoeConfig(8))
     expected = quantised(cls, tmp_path, 8)
