@@ -49,6 +49,7 @@ PYTHON_MAY_USE = {
     "_gloo_at_exit": set(),
     "ops": {"_common", "reference", "ops", "_native", "_ops", "_torch_canaries", "_torch_private"},
     "nn": {"_common", "reference", "ops", "nn", "_torch_canaries", "_torch_private"},
+    "nn/quantized_files": {"_common", "nn"},
     "ep": {"_common", "reference", "ops", "nn", "ep", "_errors", "_gloo_at_exit", "_torch_private"},
     "autograd": {"autograd", "_errors", "_native", "_runtime", "_torch_canaries", "_torch_private"},
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private"},
@@ -92,12 +93,23 @@ PYTHON_MAY_USE = {
         "remote",
         "integrations",
     },
+    "quantize": {"integrations"},
     "ep/simulate": {"_common", "reference", "ops", "nn", "ep", "bench"},
     "bench": {"_common", "reference", "ops", "nn", "bench"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
 INSTALLED_WITH = {"remote": {"grpc", "msgspec"}}
-MAY_IMPORT_LAZILY = {"bench", "ep", "integrations", "runtime", "mixture", "pipe", "remote"}
+MAY_IMPORT_LAZILY = {
+    "bench",
+    "ep",
+    "integrations",
+    "mixture",
+    "nn/quantized_files",
+    "pipe",
+    "quantize",
+    "remote",
+    "runtime",
+}
 
 
 def cpp_faults(file, text):

@@ -10,6 +10,7 @@ from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
 from pymoe.nn.quantize import Quantized, quantize_experts
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
+from pymoe.nn.quantized_files import load_quantized, save_quantized
 from pymoe.nn.router import Router
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "Stats",
     "apply_experts",
     "inject_loss",
+    "load_quantized",
     "quantize_experts",
+    "save_quantized",
     "set_aux_loss_scale",
     "update_expert_biases",
 ]

@@ -50,8 +50,8 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     8 bits and 7 % with 4, for normally distributed weights.
 
     Weights with a parametrization (:mod:`torch.nn.utils.parametrize`) are rounded as it gives them, and it is gone
-    then. ``save_pretrained`` of a model of transformers raises once its experts are quantised, since nothing could load
-    its files: save the ``state_dict()``.
+    then. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of transformers,
+    which ``from_pretrained`` can also read in few bits: see :class:`pymoe.integrations.transformers.PymoeConfig`.
 
     Layers are quantised one after another, and the original weights of each are freed before the next one's turn. A
     weight that is not finite is met in the middle of that: its layer and those after it stay as they were, while those

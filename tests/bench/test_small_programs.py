@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import model_memory
+
 ROOT = Path(__file__).parents[2]
 OPERATORS = ("gate_topk", "dispatch", "grouped_linear", "expert_activation", "combine", "router_losses")
 CALLS = {(name, way) for name in OPERATORS for way in ("raw", "Python", "recorded")}
@@ -55,3 +57,12 @@ def test_every_product_is_measured(tmp_path):
     assert {(one["kind"], one["rows"]): set(one["seconds"]) for one in records} == levels
     assert all(spread["median"] > 0 for one in records for spread in one["seconds"].values())
     assert (tmp_path / "products.md").read_text().count(" GB/s |") == 3  # the lines of 2 rows
+
+
+@pytest.mark.slow
+def test_every_way_to_load_is_measured(tmp_path):
+    sizes = ["--gigabytes", "0.02", "--hidden", "64", "--ffn", "64", "--experts", "8", "--vocabulary", "256"]
+    found = run("model_memory", tmp_path, *sizes, "--folder", str(tmp_path / "models"))
+    assert [one["way"] for one in found["ways"]] == list(model_memory.ORDER)
+    assert all(one["load"] > 0 and one["packed"] > 0 for one in found["ways"])
+    assert not (tmp_path / "models").exists()

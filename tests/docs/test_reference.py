@@ -20,6 +20,7 @@ COMMANDS = {
     "pymoe.bench": ["", "env", "list", "run", "compare", "plot"],
     "pymoe.ep": ["", "simulate"],
     "pymoe.pipe.schedules": [""],
+    "pymoe.quantize": [""],
     "pymoe.remote": ["", "serve", "info", "drain", "top"],
     "pymoe.runtime.top": [""],
 }

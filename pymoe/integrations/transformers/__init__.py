@@ -8,16 +8,19 @@
 
 The name also serves ``from_config`` and ``model.set_experts_implementation("pymoe")``. The model keeps its parameters,
 its router and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgraph=True)`` run on
-:mod:`pymoe.ops`. Importing this raises :class:`ImportError` if transformers is missing or older.
+:mod:`pymoe.ops`. ``from_pretrained(..., quantization_config=PymoeConfig(bits=4))`` reads experts in 4 bits. Importing
+this raises :class:`ImportError` if transformers is missing or older.
 """
 
-from pymoe.integrations.transformers import quantized
+from pymoe.integrations.transformers import quantized, quantizer
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
+from pymoe.integrations.transformers.quantizer import PymoeConfig
 from pymoe.integrations.transformers.switch import disable, enable
 
-__all__ = ["disable", "enable", "experts_forward", "from_transformers", "to_transformers"]
+__all__ = ["PymoeConfig", "disable", "enable", "experts_forward", "from_transformers", "to_transformers"]
 
 register(experts_forward)
 quantized.register()
+quantizer.register()

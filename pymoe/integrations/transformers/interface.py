@@ -23,15 +23,8 @@ OLDEST = 5
 INSTALL = 'pip install "transformers>=5"'
 
 
-def register(function: Callable[..., Tensor]) -> None:
-    """Make ``function`` the implementation of experts called ``"pymoe"``. Doing so again changes nothing.
-
-    Args:
-        function: takes an experts module, (T, H) hidden states, (T, K) indices and (T, K) weights; returns (T, H).
-
-    Raises:
-        ImportError: transformers is missing, or older than version 5, which has no interface for experts.
-    """
+def check_installed() -> None:
+    """Raise :class:`ImportError` if transformers is missing, or older than version 5, without experts to register."""
     try:
         import transformers
     except ImportError as error:
@@ -41,6 +34,18 @@ def register(function: Callable[..., Tensor]) -> None:
         raise ImportError(
             f"pymoe.integrations.transformers needs transformers {OLDEST} or newer, got {version}: {INSTALL}"
         )
+
+
+def register(function: Callable[..., Tensor]) -> None:
+    """Make ``function`` the implementation of experts called ``"pymoe"``. Doing so again changes nothing.
+
+    Args:
+        function: takes an experts module, (T, H) hidden states, (T, K) indices and (T, K) weights; returns (T, H).
+
+    Raises:
+        ImportError: transformers is missing, or older than version 5, which has no interface for experts.
+    """
+    check_installed()
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, function)
@@ -114,14 +119,14 @@ def records_outputs(hook: Any) -> bool:
 
 
 @functools.cache
-def refuse_to_save(reason_of: Callable[[Any], str]) -> None:
-    """Make ``save_pretrained`` of all models raise :class:`ValueError` if ``reason_of(model)`` gives a reason.
+def call_before_saving(prepare: Callable[[Any], None]) -> None:
+    """Make ``save_pretrained`` of all models call ``prepare(model)`` first, which may raise.
 
     transformers has no hook before saving, which ``Trainer`` and ``push_to_hub`` also use, so its method is wrapped,
     once for all models. Adapters can be saved, because the model that they adapt is not saved with them.
 
     Args:
-        reason_of: returns a sentence, or "" for a model that can be saved.
+        prepare: takes the model.
     """
     from transformers import PreTrainedModel
 
@@ -129,8 +134,91 @@ def refuse_to_save(reason_of: Callable[[Any], str]) -> None:
 
     @functools.wraps(save)
     def save_pretrained(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not getattr(self, "_hf_peft_config_loaded", False) and (reason := reason_of(self)):
-            raise ValueError(reason)
+        if not saves_adapter_alone(self):
+            prepare(self)
         return save(self, *arguments, **named)
 
     PreTrainedModel.save_pretrained = save_pretrained
+
+
+def saves_adapter_alone(model: Any) -> bool:
+    """Return whether ``save_pretrained`` writes the adapter that a model has, and none of its own weights."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def quantizer_bases() -> tuple[Any, Any, Any]:
+    """Return the classes from which a method of quantisation derives its options, itself, and its operations.
+
+    Raises:
+        ImportError: transformers is missing, or older than version 5.
+    """
+    check_installed()
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    return QuantizationConfigMixin, HfQuantizer, ConversionOps
+
+
+def register_quantizer(config: type, quantizer: type) -> None:
+    """Make transformers know a method of quantisation as ``"pymoe"``. Doing so again changes nothing."""
+    from transformers.quantizers import auto
+
+    if auto.AUTO_QUANTIZER_MAPPING.get(NAME) is not quantizer:
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = config
+        auto.AUTO_QUANTIZER_MAPPING[NAME] = quantizer
+
+
+def requested_implementation(config: Any) -> str | None:
+    """Return the implementation of experts that a model's configuration asks for, before the model is made."""
+    name: str | None = config._experts_implementation
+    return name
+
+
+def converter(sources: list[str], target: str, operation: Any) -> Any:
+    """Return what has ``operation`` make one tensor of a model of tensors of a checkpoint.
+
+    Args:
+        sources: regular expressions for parts of names in the checkpoint.
+        target: what takes the place of such a part in the name of the model's tensor.
+        operation: what converts the tensors.
+    """
+    from transformers.core_model_loading import WeightConverter
+
+    return WeightConverter(sources, target, operations=[operation])
+
+
+def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
+    """Have ``save_pretrained`` leave tensors alone whose names have these endings.
+
+    Otherwise it converts a model's tensors back to those of its checkpoint, by parts of their names: it would cut a
+    packed weight into experts. The first converter that knows a name takes it, and they are asked from last to first.
+
+    Args:
+        model: to be saved.
+        endings: of names in the model, without regular expressions.
+        operation: returns the tensors that it is given, as does its reverse.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:  # of a model that was made from a configuration; as transformers itself finds them then
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        found = [one for one in found if not isinstance(one, PrefixChange)]
+    kept = [one for one in found if not any(isinstance(op, type(operation)) for op in getattr(one, "operations", ()))]
+    as_named = [converter([ending], ending.replace(".", r"\.") + "$", operation) for ending in endings]
+    model._weight_conversions = kept + as_named
+
+
+def mark_quantized(model: Any, quantizer: Any) -> None:
+    """Give a model the quantizer that ``from_pretrained`` would have given it."""
+    model.hf_quantizer = quantizer
+    model.is_quantized = True
+    model.quantization_method = NAME
+    quantizer.postprocess_model(model)
+
+
+def quantizer_of(model: Any) -> Any:
+    """Return the quantizer of a model; None without one."""
+    return getattr(model, "hf_quantizer", None)

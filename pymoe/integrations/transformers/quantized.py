@@ -48,24 +48,11 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
             f"quantize_experts: model must run with experts_implementation='pymoe', got "
             f"{interface.implementation(module)!r}; call model.set_experts_implementation('pymoe') first"
         )
-    interface.refuse_to_save(_holds_packed_weights)
     return {
         name: weight.transpose(1, 2) if flags.transposed else weight
         for name, weight in weights.items()
         if weight is not None
     }
-
-
-def _holds_packed_weights(model: nn.Module) -> str:
-    """Return the reason why ``from_pretrained`` could not load what ``save_pretrained`` would write; "" if it could."""
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            return (
-                f"save_pretrained: expected a model whose weights from_pretrained can load, got quantised experts "
-                f"({name!r}), for which it would make random ones; save model.state_dict(), and load it by "
-                f"load_state_dict into a model that quantize_experts has been called with"
-            )
-    return ""
 
 
 def run_quantized_experts(
@@ -86,8 +73,6 @@ def run_quantized_experts(
     Rows keep their dtype, or get autocast's; float64 becomes float32. The two layers are called one by one if they have
     hooks or are subclasses.
     """
-    if not torch.compiler.is_compiling():
-        interface.refuse_to_save(_holds_packed_weights)  # also finds a model that was unpickled
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))

@@ -75,37 +75,6 @@ def test_another_implementation_is_refused_before_and_after():
             logits(model)
 
 
-def save_by_trainer(model, folder):
-    import transformers
-
-    try:
-        arguments = transformers.TrainingArguments(output_dir=str(folder), report_to=[])
-    except ImportError:
-        pytest.skip("transformers.Trainer needs accelerate")
-    transformers.Trainer(model=model, args=arguments).save_model(str(folder))
-
-
-SAVES = {
-    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
-    "with a state": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
-    "its own format": lambda model, folder: model.save_pretrained(folder, save_original_format=False),
-    "of a part": lambda model, folder: model.model.save_pretrained(folder),
-    "Trainer": save_by_trainer,
-}
-
-
-@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
-def test_what_from_pretrained_cannot_load_is_not_saved(save, tmp_path):
-    """The file had keys that nothing reads, and the model that came back had random experts."""
-    model = build("mixtral")
-    save(model, tmp_path / "before")
-    quantize_experts(model.model.layers[1], 8)
-    folder = tmp_path / "after"
-    with pytest.raises(ValueError, match=r"save_pretrained: expected a model whose weights.*save model.state_dict\(\)"):
-        save(model, folder)
-    assert not list(folder.glob("*.safetensors"))
-
-
 @torch.no_grad()
 def test_parametrized_weights_are_rounded_as_they_are_used():
     class Half(torch.nn.Module):

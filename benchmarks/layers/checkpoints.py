@@ -1,0 +1,151 @@
+"""Checkpoints of made-up models on disk, as the hub has them, and the memory that a process takes to load one."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def write_qwen3_moe(
+    folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 8
+) -> int:
+    """Write random bfloat16 weights of a Qwen3-MoE, one tensor an expert and a file a layer; hold one layer at a time.
+
+    Returns:
+        The bytes of all weights.
+    """
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeConfig
+
+    folder.mkdir(parents=True)
+    heads = max(hidden // 64, 1)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="bfloat16",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        moe_intermediate_size=ffn,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        head_dim=64,
+        num_experts=experts,
+        num_experts_per_tok=min(choices, experts),
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    config.save_pretrained(folder)
+    queries, keys = 64 * heads, 64 * max(heads // 4, 1)
+    attention = {
+        **{"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)},
+        **{"self_attn.q_norm.weight": (64,), "self_attn.k_norm.weight": (64,), "mlp.gate.weight": (experts, hidden)},
+        **{"self_attn.q_proj.weight": (queries, hidden), "self_attn.o_proj.weight": (hidden, queries)},
+        **{"self_attn.k_proj.weight": (keys, hidden), "self_attn.v_proj.weight": (keys, hidden)},
+    }
+    files: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (vocabulary, hidden)}]
+    for layer in range(layers):
+        files.append({f"model.layers.{layer}.{name}": shape for name, shape in attention.items()})
+        for expert in range(experts):
+            place = f"model.layers.{layer}.mlp.experts.{expert}."
+            files[-1][f"{place}gate_proj.weight"] = files[-1][f"{place}up_proj.weight"] = (ffn, hidden)
+            files[-1][f"{place}down_proj.weight"] = (hidden, ffn)
+    files.append({"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)})
+    generator = torch.Generator().manual_seed(0)
+    where: dict[str, str] = {}
+    size = 0
+    for number, shapes in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        tensors = {key: _random(shape, generator) for key, shape in shapes.items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        where.update(dict.fromkeys(tensors, name))
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return size
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5).bfloat16()
+
+
+class AnonymousMemory:
+    """The most anonymous memory that this process had inside a ``with``, above what it had before: mapped files are
+    none, as the system takes their pages back when it needs them.
+
+    A thread reads it every millisecond, so that a peak may have been missed, and nothing is seen that was not there.
+    """
+
+    def __enter__(self) -> AnonymousMemory:
+        self._start = self._most = anonymous()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def peak(self) -> int:
+        """Bytes above the start."""
+        return self._most - self._start
+
+    @property
+    def stays(self) -> int:
+        """Bytes above the start now."""
+        return anonymous() - self._start
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            self._most = max(self._most, anonymous())
+            time.sleep(0.001)
+
+
+def anonymous() -> int:
+    """Return the bytes of anonymous memory that this process has in RAM."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def load(way: str, folder: Path, bits: int) -> tuple[Any, dict[str, float]]:
+    """Load a model by one of :data:`WAYS` and have it compute one token.
+
+    Returns:
+        The model, and what that took: seconds to load and to the end of the first forward, bytes of anonymous memory at
+        the peak and at the end, and bytes of packed weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from pymoe.integrations.transformers import PymoeConfig
+    from pymoe.nn import quantize_experts
+
+    start = time.perf_counter()
+    with AnonymousMemory() as memory:
+        if way == "whole, then quantised":
+            model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="pymoe")
+            quantize_experts(model, bits)
+        else:
+            config = {} if way == "saved in few bits" else {"quantization_config": PymoeConfig(bits)}
+            model = AutoModelForCausalLM.from_pretrained(folder, **config)
+        loaded = time.perf_counter()
+        stays = memory.stays
+    with torch.no_grad():
+        model(torch.tensor([[1]]))
+    packed = sum(tensor.nbytes for name, tensor in model.named_buffers() if name.endswith(".packed"))
+    seconds = {"load": loaded - start, "first forward": time.perf_counter() - start}
+    return model, {**seconds, "peak": memory.peak, "stays": stays, "packed": packed}
+
+
+WAYS = ("whole, then quantised", "quantised while read", "saved in few bits")

@@ -1,0 +1,364 @@
+"""Models of transformers that are loaded with experts in 8 or 4 bits, saved so, and loaded again.
+
+transformers asks the quantizer of a model, and calls its operations for tensors of the checkpoint:
+
+- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4))``: each stacked weight of experts, once transformers
+  has made it of the checkpoint's tensors, is packed before the next one is read.
+- ``save_pretrained``: the packed bytes have the name of the weight itself, so that a program which does not know them
+  meets tensors of other shapes than it expects, and raises. ``NAME.sizes`` holds bits and features.
+- ``from_pretrained(folder)`` of such files: the bytes are taken as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pymoe._common.contracts import check_bits
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.quantized import stacked_weights
+from pymoe.nn import QuantizedLinear, quantize_experts
+from pymoe.nn.quantized_files import FORMAT
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names that stacked weights have in all models."""
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+else:
+    QuantizationConfigMixin, HfQuantizer, ConversionOps = interface.quantizer_bases()
+
+
+class PymoeConfig(QuantizationConfigMixin):
+    """Has ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
+
+    ::
+
+        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=PymoeConfig(bits=4))
+        model.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+
+    The model computes what ``from_pretrained(name)`` in the same dtype and :func:`pymoe.nn.quantize_experts` make, on
+    ``experts_implementation="pymoe"``. Weights are packed one after another: at its peak, loading takes the memory of
+    the quantised model and of about one layer's experts in the dtype of the model, from safetensors. The rest of the
+    model, and all of it when a saved one is loaded, is mapped from the files where these hold the dtype of the model.
+
+    ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` of the folder finds;
+    :mod:`pymoe.integrations.transformers` must be imported, or transformers raises over the shapes of weights. Where
+    the folder has a configuration, one that is given is not used, and transformers warns.
+
+    Args:
+        bits: 8 or 4.
+        version: of the files; there is one.
+        quant_method: ``"pymoe"``, by which transformers finds this class.
+
+    Raises:
+        TypeError: ``bits`` is not an int.
+        ValueError: ``bits`` is neither 8 nor 4; the version is another one, as files of a later pymoe have; or an
+            option is unknown.
+
+    ``from_pretrained`` then raises :class:`ValueError` where the files do not fit: tensors of experts are missing or
+    have other sizes or bits than the configuration says, a weight is not finite, a file is cut short, the model has no
+    experts that pymoe quantises, runs another implementation of experts, or is offloaded.
+    """
+
+    def __init__(self, bits: int = 8, *, version: int = FORMAT, quant_method: str = interface.NAME, **other: Any):
+        if version != FORMAT:
+            raise ValueError(
+                f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}; install a pymoe that has it"
+            )
+        if other or quant_method != interface.NAME:
+            raise ValueError(f"PymoeConfig: expected bits and version, got {other or quant_method!r}")
+        check_bits("PymoeConfig", "bits", bits)
+        self.bits = bits
+        self.version = version
+        self.quant_method = quant_method
+        self.folder: Path | None = None
+        """Where packed weights are until they are saved, in files that have no name any more; None for memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``config.json`` holds."""
+        return {"quant_method": self.quant_method, "bits": self.bits, "version": self.version}
+
+
+class PymoeQuantizer(HfQuantizer):
+    """What transformers asks about a model with a :class:`PymoeConfig`.
+
+    Errors of operations are kept until the model is loaded, and raised then, as transformers would put them into a
+    table that it logs.
+    """
+
+    is_trainable = False
+
+    def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
+        super().__init__(quantization_config, **named)
+        self.weights: set[str] = set()
+        """Names, in the model, of the weights that it must have packed when it is loaded."""
+        self.packed: set[str] = set()
+        """Those that it has."""
+        self.faults: dict[str, str] = {}
+        """What is wrong with others."""
+        self._hooks: list[RemovableHandle] = []
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Refuse another implementation of experts; this is called before the model is made."""
+        name = interface.requested_implementation(config)
+        if name not in (None, interface.NAME):
+            raise ValueError(
+                f"from_pretrained: expected experts_implementation='pymoe' for quantised experts, got {name!r}"
+            )
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
+        for file in checkpoint_files or ():
+            _check_file(file)
+        model.eval().set_experts_implementation(interface.NAME)
+        self.weights = {
+            f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
+        }
+        if not self.weights:
+            raise ValueError(
+                f"from_pretrained: expected a model with experts that pymoe quantises, got {type(model).__name__}"
+            )
+        if self.pre_quantized:
+            quantize_experts(model, self.quantization_config.bits)  # on the meta device
+            for name in self.weights:
+                layer = model.get_submodule(name)
+                _mark_initialized(layer)
+                # transformers waits for all keys of the state as for tensors of modules, which sizes are not.
+                self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        return not self.pre_quantized and param_name in self.weights
+
+    def get_quantize_ops(self) -> Any:
+        return Pack(self)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        if not self.pre_quantized:
+            return weight_conversions
+        # First, as the first that knows a name takes it.
+        take = [
+            interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
+            for name in WEIGHTS
+        ]
+        return take + weight_conversions
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for name in sorted(self.weights - self.packed - self.faults.keys()):
+            self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
+        if self.faults:
+            first, *others = self.faults.values()
+            raise ValueError(f"from_pretrained: {first}" + (f" (and {len(others)} more)" if others else ""))
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Return what ``save_pretrained`` writes, under the names that the files have."""
+        if interface.saves_adapter_alone(model):
+            return None, {}
+        state = model.state_dict()
+        for name, _ in _quantised(model):
+            state[name] = state.pop(f"{name}.packed")
+        endings = [f".{name}{ending}" for name in WEIGHTS for ending in ("", ".sizes")]
+        interface.save_as_named(model, endings, AsNamed())
+        return state, {}
+
+
+class _Known(ConversionOps):
+    """An operation that knows its quantizer, by the name for which transformers looks.
+
+    transformers copies operations, with all that they hold.
+    """
+
+    def __init__(self, quantizer: PymoeQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def __deepcopy__(self, memo: Any) -> _Known:
+        return self
+
+
+class Pack(_Known):
+    """Packs the stacked weights that transformers has made of a checkpoint's tensors."""
+
+    def convert(self, input_dict: dict[str, Any], *, model: Any, missing_keys: set[str], **_: Any) -> dict[str, Any]:
+        """Return the packed bytes by the name that the model then has for them.
+
+        Args:
+            input_dict: weights, or lists of one weight, by their names in the model.
+            model: gets a :class:`QuantizedLinear` in the place of each weight's parameter.
+            missing_keys: names of tensors that the model still waits for.
+        """
+        found: dict[str, Any] = {}
+        for name in list(input_dict):
+            weight = input_dict.pop(name)
+            if name not in self.hf_quantizer.weights:
+                found[name] = weight
+                continue
+            missing_keys.discard(name)
+            weight = weight[0] if isinstance(weight, list) else weight
+            try:
+                packed = self._packed(model, name, weight)
+            except (OSError, TypeError, ValueError) as error:
+                self.hf_quantizer.faults[name] = f"expected weights that can be packed, got {name!r}: {error}"
+                continue
+            self.hf_quantizer.packed.add(name)
+            found[f"{name}.packed"] = packed
+        return found
+
+    def _packed(self, model: Any, name: str, weight: Tensor) -> Tensor:
+        path, _, own = name.rpartition(".")
+        experts = model.get_submodule(path)
+        expected = tuple(getattr(experts, own).shape)
+        if tuple(weight.shape) != expected:
+            raise ValueError(f"expected the shape {expected}, got {tuple(weight.shape)}")
+        if interface.flags(experts).transposed:
+            weight = weight.transpose(1, 2)
+        config = self.hf_quantizer.quantization_config
+        layer = QuantizedLinear.from_weight(weight, config.bits).eval()
+        if config.folder is not None:
+            layer.packed = _in_file(layer.packed, config.folder)
+        delattr(experts, own)
+        setattr(experts, own, layer)
+        _mark_initialized(layer)
+        return layer.packed
+
+
+class Take(_Known):
+    """Takes packed weights as a file has them."""
+
+    def convert(
+        self,
+        input_dict: dict[str, list[Tensor]],
+        source_patterns: list[str],
+        *,
+        full_layer_name: str,
+        model: Any,
+        missing_keys: set[str],
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """Return the packed bytes by their name in the model, or nothing if they are not those of this model."""
+        name = full_layer_name.removesuffix(".packed")
+        missing_keys.discard(full_layer_name)
+        layer = model.get_submodule(name)
+        packed, sizes = (input_dict[pattern][0] if pattern in input_dict else None for pattern in source_patterns)
+        expected = [*layer.sizes.tolist(), *layer.packed.shape]
+        seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
+        if seen != expected or packed is None or packed.dtype != torch.uint8:
+            self.hf_quantizer.faults[name] = (
+                f"expected {name!r} with bits, output and input features and packed shape {expected}, got {seen}"
+            )
+            return {}
+        self.hf_quantizer.packed.add(name)
+        return {full_layer_name: packed}
+
+    @property
+    def reverse_op(self) -> AsNamed:
+        """Return what transformers asks for when it saves, and then has no tensor for."""
+        return AsNamed()
+
+
+class AsNamed(ConversionOps):
+    """Leaves tensors as they are, in both directions."""
+
+    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **_: Any) -> dict[str, Any]:
+        (tensor,) = input_dict.values()
+        return {full_layer_name: tensor}
+
+    @property
+    def reverse_op(self) -> AsNamed:
+        return self
+
+
+def register() -> None:
+    """Make transformers know :class:`PymoeConfig`, and save quantised models. Doing so again changes nothing."""
+    interface.register_quantizer(PymoeConfig, PymoeQuantizer)
+    interface.call_before_saving(prepare_to_save)
+
+
+def prepare_to_save(model: nn.Module) -> None:
+    """Have ``save_pretrained`` write files that ``from_pretrained`` reads, also of what ``quantize_experts`` has made.
+
+    Raises:
+        ValueError: the model has quantised weights, and files cannot say all that it is: some experts are quantised
+            and others not, they have several numbers of bits, or another method quantised the model.
+    """
+    layers = dict(_quantised(model))
+    quantizer = interface.quantizer_of(model)
+    if not layers and not isinstance(quantizer, PymoeQuantizer):
+        return
+    place = "save_pretrained: expected a model"
+    others = [n for n, one in model.named_modules() if isinstance(one, QuantizedLinear) and n not in layers]
+    if others:
+        raise ValueError(f"{place} with quantised weights in experts of transformers alone, got {others[0]!r}")
+    whole = [f"{n}.{weight}" for n, one in model.named_modules() for weight in _unquantised(one)]
+    if whole:
+        raise ValueError(
+            f"{place} whose experts are all quantised or all not, got {whole[0]!r}, which is not; quantise the whole "
+            f"model, or save model.state_dict()"
+        )
+    bits = sorted({layer.bits for layer in layers.values()})
+    if len(bits) > 1:
+        raise ValueError(f"{place} whose experts all have as many bits, got {bits}; save model.state_dict()")
+    if quantizer is None:
+        interface.mark_quantized(model, PymoeQuantizer(PymoeConfig(bits[0]), pre_quantized=True))
+    elif not isinstance(quantizer, PymoeQuantizer):
+        raise ValueError(f"{place} quantised by pymoe alone, got one of {type(quantizer).__name__}, too")
+
+
+def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    """Yield the quantised weights of experts of transformers, by their names."""
+    for name, module in model.named_modules():
+        if interface.is_behind(module):
+            for weight in WEIGHTS:
+                layer = getattr(module, weight, None)
+                if isinstance(layer, QuantizedLinear):
+                    yield f"{name}.{weight}".lstrip("."), layer
+
+
+def _unquantised(module: nn.Module) -> list[str]:
+    """Return the stacked weights of an experts module that are parameters still."""
+    if not interface.is_behind(module):
+        return []
+    return [name for name in WEIGHTS if isinstance(getattr(module, name, None), Tensor)]
+
+
+def _without_sizes(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state.pop(f"{prefix}sizes", None)
+
+
+def _mark_initialized(layer: Any) -> None:
+    """Keep transformers from drawing random numbers for a module where it expects a parameter."""
+    layer._is_hf_initialized = True
+
+
+def _check_file(file: str) -> None:
+    """Raise if a checkpoint's file is cut short."""
+    if str(file).endswith(".safetensors"):
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
+
+
+def _in_file(packed: Tensor, folder: Path) -> Tensor:
+    """Return the bytes in a file that is gone once nobody holds them."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises where the disk is full; writing would kill
+        mapped = torch.from_file(file.name, shared=True, size=packed.numel(), dtype=torch.uint8)
+    return mapped.view(packed.shape).copy_(packed)

@@ -1,0 +1,132 @@
+"""save_quantized and load_quantized: a layer with quantised experts, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pymoe._common.types import ClampedSwiglu
+from pymoe.nn.experts import SharedExperts
+from pymoe.nn.losses import AuxiliaryLosses
+from pymoe.nn.moe import MoE
+from pymoe.nn.plain_calls import attached_to
+from pymoe.nn.quantize import quantize_experts
+from pymoe.nn.quantized_experts import QuantizedExperts
+from pymoe.nn.router import Router
+
+FORMAT = 1
+"""Version of the files: the layout of packed bytes, and the names of tensors and options."""
+
+_ROUTER = ("top_k", "score", "renormalize", "bias_update_rate", "num_groups", "topk_groups", "scale")
+_KEY = "pymoe"
+"""Of the file's metadata, which holds the layer's options as JSON."""
+
+
+def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
+    """Write a layer whose experts are quantised, with its options, into a safetensors file.
+
+    Args:
+        layer: a :class:`MoE` that :func:`quantize_experts` has been called with. Statistics are not saved.
+        path: of the file, which is replaced once the new one is whole.
+
+    Raises:
+        ImportError: the package safetensors is not installed.
+        TypeError: ``layer`` is not a :class:`MoE`, or is of a class derived from it.
+        ValueError: its experts are not quantised, or something that a file cannot hold is attached to it: other parts,
+            hooks, a ``forward`` of its own.
+    """
+    if type(layer) is not MoE:
+        raise TypeError(f"save_quantized: layer must be a MoE, got {type(layer).__name__}")
+    if not isinstance(layer.experts, QuantizedExperts):
+        raise ValueError(
+            f"save_quantized: layer must have quantised experts, got {type(layer.experts).__name__}; call "
+            f"quantize_experts(layer) first"
+        )
+    kinds = {"router": Router, "losses": AuxiliaryLosses, "experts": QuantizedExperts, "shared": SharedExperts}
+    for name, kind in {"": MoE, **kinds}.items():
+        part = layer.get_submodule(name) if name != "shared" or layer.shared is not None else None
+        if part is not None and (lost := "another class" if type(part) is not kind else attached_to(part)):
+            raise ValueError(f"save_quantized: layer must be as it was made, got {name or 'the layer'} with {lost}")
+    tensors = {name: tensor.contiguous() for name, tensor in layer.state_dict().items()}
+    described = {"version": FORMAT, "bits": layer.experts.bits, "options": _options(layer)}
+    path = Path(path)
+    part_of_file = path.with_name(path.name + ".part")  # the layer may be mapped from the file that it replaces
+    _safetensors().torch.save_file(tensors, part_of_file, metadata={"format": "pt", _KEY: json.dumps(described)})
+    os.replace(part_of_file, path)
+
+
+def load_quantized(path: str | os.PathLike[str]) -> MoE:
+    """Return the layer that :func:`save_quantized` has written, in evaluation mode, on the CPU.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        A layer with the options, packed weights and other parameters of the one that was saved.
+
+    Raises:
+        ImportError: the package safetensors is not installed.
+        OSError: there is no such file.
+        ValueError: it is not such a file, is of another version, is cut short, or its tensors are not those that its
+            options need.
+    """
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+    except (safetensors.SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"load_quantized: expected a whole file of save_quantized, got {path}: {error}") from error
+    if described.get("version") != FORMAT:
+        raise ValueError(
+            f"load_quantized: expected a file of save_quantized of version {FORMAT}, got {path} with "
+            f"{described.get('version', 'none')}"
+        )
+    options: dict[str, Any] = described["options"]
+    if not isinstance(options["activation"], str):
+        options["activation"] = ClampedSwiglu(*options["activation"])
+    row_invariant = options.pop("row_invariant")
+    with torch.device("meta"):
+        layer = MoE(**options).eval()
+    quantize_experts(layer, described["bits"])
+    try:
+        layer.load_state_dict(safetensors.torch.load_file(path), assign=True)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"load_quantized: expected the tensors that its options need, got {path}: {problem}"
+        ) from error
+    layer.router.row_invariant = row_invariant
+    return layer
+
+
+def _options(layer: MoE) -> dict[str, Any]:
+    """Return the arguments that make such a layer, and what is set on it after that."""
+    experts, router = layer.experts, layer.router
+    shared = 0 if layer.shared is None else layer.shared.ffn_size // experts.ffn_size
+    return {
+        "hidden_size": layer.hidden_size,
+        "ffn_size": experts.ffn_size,
+        "num_experts": layer.num_experts,
+        **{name: getattr(router, name) for name in _ROUTER},
+        "activation": experts.activation,
+        "bias": experts.b_in is not None,
+        "capacity_factor": layer.capacity_factor,
+        "num_shared_experts": shared,
+        "aux_loss_coef": layer.losses.aux_loss_coef,
+        "z_loss_coef": layer.losses.z_loss_coef,
+        "backend": layer.backend,
+        "row_invariant": router.row_invariant,
+    }
+
+
+def _safetensors() -> Any:
+    """Return the package; its functions for torch are in ``.torch``."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("files of quantised layers need the package safetensors: pip install safetensors") from error
+    return safetensors

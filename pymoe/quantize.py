@@ -1,0 +1,89 @@
+"""A published checkpoint with experts in 8 or 4 bits, without the memory that it takes itself.
+
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--max-shard-size SIZE]
+
+FOLDER holds a model of transformers as the Hugging Face hub has it, OUT will hold the quantised one, which
+``from_pretrained(OUT)`` maps into memory once :mod:`pymoe.integrations.transformers` is imported. Packed weights are in
+unnamed files in OUT's folder until all are there: the command takes the memory of about one layer's experts, and twice
+OUT's size on the disk while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+"""Endings of files that hold a model's own weights, or say where they are."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status: 0, or 1 if nothing was made."""
+    description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
+    parser = argparse.ArgumentParser(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
+    parser.add_argument("--bits", type=int, choices=(8, 4), default=8, help="of a weight (default: %(default)s)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        convert(options.folder, options.out, options.bits, options.max_shard_size)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"pymoe.quantize: {error}", file=sys.stderr)
+        return 1
+    sizes = [sum(file.stat().st_size for file in folder.rglob("*")) for folder in (options.folder, options.out)]
+    print(f"{options.out}: {sizes[1] / 1e9:.2f} GB, of {sizes[0] / 1e9:.2f} GB")
+    return 0
+
+
+def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> None:
+    """Write the quantised model, and what else its folder holds (a tokenizer, for instance), into ``out``.
+
+    Args:
+        folder: of a checkpoint as the hub has it.
+        out: gets all files at once, when they are whole.
+        bits: 8 or 4.
+        max_shard_size: of a file of weights, as of ``save_pretrained``.
+
+    Raises:
+        ImportError: transformers is missing.
+        OSError: files cannot be read or written.
+        RuntimeError: transformers cannot convert the checkpoint's tensors.
+        ValueError: ``folder`` holds no model that can be quantised, or ``out`` holds files.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"expected a folder with config.json, got {folder}")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"expected {out} not to exist, or to be empty, got files")
+    import transformers
+
+    from pymoe.integrations.transformers import PymoeConfig
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if method := getattr(config, "quantization_config", None):
+        raise ValueError(f"expected weights that are not quantised, got {dict(method).get('quant_method')!r}")
+    names = config.architectures or ["none"]
+    model_class: Any = getattr(transformers, names[0], None)
+    if model_class is None:
+        raise ValueError(f"expected a model of transformers, got the architecture {names[0]!r}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
+        quantization = PymoeConfig(bits)
+        quantization.folder = Path(place)
+        model = model_class.from_pretrained(folder, dtype="auto", quantization_config=quantization)
+        made = Path(place) / "model"
+        model.save_pretrained(made, max_shard_size=max_shard_size)
+        for file in folder.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHTS) and not (made / file.name).exists():
+                shutil.copyfile(file, made / file.name)
+        os.rename(made, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

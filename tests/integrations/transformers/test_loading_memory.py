@@ -1,0 +1,84 @@
+"""How much memory a checkpoint takes while its experts are quantised: that of the result and about one layer's experts.
+
+The scaled-down twin of a checkpoint of 57 GB on a machine of 24. Every way runs in a process of its own, which counts
+anonymous memory; the whole model, quantised after that, shows that the counter would see more.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from limits import LONG
+
+from benchmarks.layers.checkpoints import WAYS, write_qwen3_moe
+
+pytestmark = pytest.mark.only_on("cpu")
+ROOT = Path(__file__).parents[3]
+
+SLACK = 16 << 20
+"""For what is not weights: stacks and arenas of threads, a forward, Python's own objects."""
+
+LOAD = """
+import json, sys
+from pathlib import Path
+import torch
+from benchmarks.layers.checkpoints import load
+torch.set_num_threads(1)
+torch.rand(64, 64) @ torch.rand(64, 64)
+import transformers, pymoe.integrations.transformers
+print(json.dumps(load(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))[1]))
+"""
+
+CONVERT = """
+import json, sys
+from pathlib import Path
+import torch
+from benchmarks.layers.checkpoints import AnonymousMemory
+torch.set_num_threads(1)
+import transformers, pymoe.integrations.transformers
+from pymoe.quantize import main
+with AnonymousMemory() as memory:
+    status = main([sys.argv[1], sys.argv[2], "--bits", sys.argv[3]])
+print(json.dumps({"status": status, "peak": memory.peak}))
+"""
+
+
+def run(program, *arguments):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    # glibc keeps freed blocks of up to 32 MiB, which those of published models exceed.
+    variables = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LONG, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_loading_takes_what_stays_and_about_a_layer(tmp_path):
+    measure(tmp_path, layers=8, hidden=256, ffn=256, experts=32, vocabulary=512)
+
+
+@pytest.mark.slow
+def test_so_it_does_from_half_a_gigabyte(tmp_path):
+    measure(tmp_path, layers=8, hidden=512, ffn=384, experts=48, vocabulary=512)
+
+
+def measure(tmp_path, **sizes):
+    whole = write_qwen3_moe(tmp_path / "whole", **sizes)
+    layer = 3 * sizes["experts"] * sizes["ffn"] * sizes["hidden"] * 2
+    packed = sizes["layers"] * layer * 5 // 16
+    # gate_up_proj is two thirds of a layer: transformers holds its halves and what it makes of them.
+    bound = packed + layer * 4 // 3 + SLACK
+    assert bound < whole
+    while_read = run(LOAD, WAYS[1], tmp_path / "whole", 4)
+    assert while_read["packed"] == packed
+    assert packed <= while_read["peak"] <= bound
+    after = run(LOAD, WAYS[0], tmp_path / "whole", 4)
+    assert after["peak"] > bound, "the counter sees the whole model"
+    converted = run(CONVERT, tmp_path / "whole", tmp_path / "packed", 4)
+    assert converted["status"] == 0
+    assert converted["peak"] <= layer * 4 // 3 + SLACK, "packed weights are in files"
+    again = run(LOAD, WAYS[2], tmp_path / "packed", 4)
+    assert again["packed"] == packed
+    assert again["peak"] <= SLACK, "the saved model is mapped"

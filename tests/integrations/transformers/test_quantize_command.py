@@ -1,0 +1,94 @@
+"""python -m pymoe.quantize: a folder as the hub has it becomes a packed one, or stays alone with a sentence."""
+
+import json
+import re
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file
+from test_quantizer import assert_same_model, checkpoint, quantised
+
+from pymoe.quantize import main
+
+pytestmark = pytest.mark.only_on("cpu")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_folder_becomes_a_packed_one(bits, tmp_path, capfd):
+    whole, out = tmp_path / "whole", tmp_path / "below" / "packed"
+    cls = checkpoint("qwen3_moe", whole, torch.bfloat16)
+    (whole / "tokenizer.json").write_text("{}")
+    (whole / "pytorch_model.bin").write_text("not copied")
+    assert main([str(whole), str(out), "--bits", str(bits), "--max-shard-size", "50KB"]) == 0
+    printed = capfd.readouterr()
+    assert str(out) in printed.out
+    assert "Loading weights" in printed.err
+    assert "Writing model shards" in printed.err
+    names = {file.name for file in out.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+    assert "pytorch_model.bin" not in names
+    assert [file.name for file in out.parent.iterdir()] == [out.name], "nothing else is left"
+    model = cls.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert_same_model(model, quantised(cls, whole, bits))
+    read = {}
+    for file in out.glob("*.safetensors"):
+        read.update(load_file(file))
+    assert sum(tensor.dtype == torch.uint8 for tensor in read.values()) == 4
+
+
+def no_folder(folder):
+    return [folder / "nowhere"], "expected a folder with config.json, got .*nowhere"
+
+
+def full_folder(folder):
+    return [folder / "whole", folder / "whole"], "expected .*whole not to exist, or to be empty, got files"
+
+
+def quantised_folder(folder):
+    assert main([str(folder / "whole"), str(folder / "packed")]) == 0
+    return [folder / "packed"], "expected weights that are not quantised, got 'pymoe'"
+
+
+def foreign_class(folder):
+    file = folder / "whole" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["MineForCausalLM"]}))
+    return [folder / "whole"], "expected a model of transformers, got the architecture 'MineForCausalLM'"
+
+
+def no_experts(folder):
+    tiny_models.build("llama4").save_pretrained(folder / "dense")
+    return [folder / "dense"], "experts that pymoe quantises, got Llama4ForCausalLM"
+
+
+def cut_short(folder):
+    file = max((folder / "whole").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8])
+    return [folder / "whole"], f"expected a whole safetensors file, got {file}"
+
+
+def lost_file(folder):
+    max((folder / "whole").glob("*.safetensors")).unlink()
+    return [folder / "whole"], "safetensors"
+
+
+@pytest.mark.parametrize(
+    "prepare", [no_folder, full_folder, quantised_folder, foreign_class, no_experts, cut_short, lost_file]
+)
+def test_what_cannot_be_done_is_said_and_leaves_nothing(prepare, tmp_path, capsys):
+    checkpoint("qwen3_moe", tmp_path / "whole")
+    arguments, words = prepare(tmp_path)
+    before = {file.name for file in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert main([*map(str, [*arguments, tmp_path / "out"][:2])]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("pymoe.quantize: ")
+    assert re.search(words, last), last
+    assert {file.name for file in tmp_path.iterdir()} == before
+
+
+def test_bits_are_checked_before_anything_is_read(capsys):
+    with pytest.raises(SystemExit):
+        main(["folder", "out", "--bits", "5"])
+    assert "invalid choice: 5" in capsys.readouterr().err
