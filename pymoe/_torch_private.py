@@ -116,7 +116,6 @@ profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profi
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
-peek_interpreter_stack: Any = _C._functorch.peek_interpreter_stack  # the innermost, or None
 unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # a tensor without the wrapper of a transform that it has left
 temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
 

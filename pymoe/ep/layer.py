@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 
-from pymoe.ep.agreement import CountExchange, call_signature, report_failure, while_others_wait
+from pymoe._transforms import in_torch_func
+from pymoe.ep.agreement import CountExchange, call_signature, report_failure
 from pymoe.ep.all_to_all import wait_combine
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
@@ -28,7 +29,6 @@ from pymoe.nn.options import operators
 from pymoe.nn.parameters import check_parameter
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
-from pymoe.ops.transforms import in_torch_func
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.types import Gate, RouterLosses
 

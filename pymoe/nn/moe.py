@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe._torch_private import FakeTensor
+from pymoe._transforms import in_torch_func, is_exporting
 from pymoe.nn.apply_experts import apply_experts_fused
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.direct import forward_directly
@@ -27,7 +28,6 @@ from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_recorded
-from pymoe.ops.transforms import in_torch_func, is_exporting
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
 from pymoe.reference.expert_activation import is_gated

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe._transforms import in_torch_func
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
     Backend,
@@ -25,7 +26,6 @@ from pymoe.nn.route import is_one_node, route
 from pymoe.nn.router_product import takes, wide_product, without_autocast
 from pymoe.nn.row_invariant import linear
 from pymoe.ops.gate_topk import Options
-from pymoe.ops.transforms import in_torch_func
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.types import Gate, Routing, Score

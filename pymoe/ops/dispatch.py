@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import after_ADInplaceOrView_keyset
+from pymoe._transforms import has_tangent
 from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
-from pymoe.ops.transforms import has_tangent
 from pymoe.reference.dispatch import check, check_out
 from pymoe.reference.dispatch import dispatch as reference
 from pymoe.reference.types import Routing

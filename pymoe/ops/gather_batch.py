@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe.ops.transforms import has_tangent, in_torch_func
+from pymoe._transforms import has_tangent, in_torch_func
 from pymoe.reference.gather_batch import check_tensors, split_batch  # split_batch makes views: no kernel
 from pymoe.reference.gather_batch import gather_batch as reference
 

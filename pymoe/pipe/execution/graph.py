@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import pytree
+from pymoe._transforms import has_tangent
 from pymoe.autograd.graph_nodes import (
     ANCHOR,
     add_gradients,
@@ -33,7 +34,6 @@ from pymoe.autograd.graph_nodes import (
     make_edge,
     version_of,
 )
-from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import RandomStream
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import Whole
