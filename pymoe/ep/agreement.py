@@ -26,7 +26,9 @@ from torch import Tensor
 
 from pymoe._errors import describe_error
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
-from pymoe.ep.sharding import ExpertSharding
+from pymoe._ranks import Process
+from pymoe.ep.failures import Exchange, GroupError, begin_call, lost_rank, remember_members, report_error
+from pymoe.ep.sharding import PARAMETERS, ExpertSharding
 from pymoe.reference import checks
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
@@ -36,36 +38,6 @@ MAX_OPTIONS = 256
 
 _titles: dict[int, str] = {}  # titles of layers, by their numbers in messages
 _options: dict[int, str] = {}  # options of layers in recent calls, by their numbers in messages
-_PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
-
-
-class GroupError(RuntimeError):
-    """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
-
-    Where ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
-    raises it, from the same call, before any row was sent: the group can be used afterwards. (The rank that has failed
-    raises its own error.) Where rows or counts did not arrive, because a rank has died or is late, the group cannot be
-    used any more.
-    """
-
-    def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.layer = layer
-        """Name of the layer in its model."""
-        self.ranks = ranks
-        """The ranks that the message is about, numbered within the group; empty where they are not known."""
-
-    def __reduce__(self) -> tuple[type[GroupError], tuple[str, str, tuple[int, ...]]]:
-        return type(self), (str(self), self.layer, self.ranks)
-
-
-def lost_rank(sharding: ExpertSharding, what: str, error: BaseException) -> GroupError:
-    """Return the error for a collective that the process group could not finish."""
-    return GroupError(
-        f"MoE {sharding.title}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
-        f"took longer than the group's timeout ({describe_error(error)})",
-        sharding.layer,
-    )
 
 
 # Comparison of descriptions, where a model is changed.
@@ -176,7 +148,7 @@ class CallSignature(NamedTuple):
         if field == "options":
             return _options.get(value, "others")
         if field == "experts_need_gradients":
-            return " and ".join(name for place, name in enumerate(_PARAMETERS) if value >> place & 1) or "none"
+            return " and ".join(name for place, name in enumerate(PARAMETERS) if value >> place & 1) or "none"
         if field == "dtype":
             return str(checks.FLOATING[value]).removeprefix("torch.")
         if field.endswith("gradients"):
@@ -229,7 +201,7 @@ def call_signature(
         rows_TH.shape[1],
         checks.FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
-        sum(1 << _PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
+        sum(1 << PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
         int(recorded and sharding.deduplicate and weights_TK.requires_grad),
         top_k,
         0 if factor is None else struct.unpack("<i", struct.pack("<f", factor))[0],

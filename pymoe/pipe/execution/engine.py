@@ -37,7 +37,6 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
 """Number of schedules, and of plans made of them, that are kept."""
-Grads = Sequence[torch.Tensor | None]
 
 
 class Engine:
