@@ -64,6 +64,8 @@ _C: Any = torch._C
 # --- Graphs of autograd
 # Runs a backward pass; ``autograd.grad`` checks and converts its arguments for several microseconds first.
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+# Has the running backward pass call a function at its end, if it does not raise.
+queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 # The class of nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is the class of all nodes.
 FunctionBase = torch._C._FunctionBase
 # A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.

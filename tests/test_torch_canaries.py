@@ -16,6 +16,7 @@ from pymoe import _torch_canaries as canaries
 from pymoe import _torch_private as private
 from pymoe import _transforms
 from pymoe.autograd import isolated_graph, plain_state, random_streams, thread_state
+from pymoe.ep import failures
 from pymoe.nn import plain_calls
 from pymoe.ops import function_calls as calls_of_operators
 from pymoe.pipe import loss_graph
@@ -31,6 +32,7 @@ CANARIES = {
     "random_streams": random_streams._numbers_come_from_streams,
     "function_calls": interception._functions_are_heard,
     "dispatch": dispatch._edits_are_counted,
+    "backward passes": failures.ends_are_heard,
 }
 NODES_OF_LOSSES = loss_graph._nodes_tell
 """Exercises no name of pymoe/_torch_private.py, but the attributes of nodes that torch makes of its operators."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,10 +59,16 @@ def assert_same_on_all_ranks(
         problem: the reason why this rank cannot go on; this rank raises it, the others :class:`GroupError`.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (None if problem is None else describe_error(problem), mine), group=group)
+    own = None if problem is None else describe_error(problem), mine, Process.own(), secrets.token_hex(8)
+    try:
+        dist.all_gather_object(gathered, own, group=group)
+    except RuntimeError as lost:
+        raise lost_rank(group, function, "", "descriptions of models", lost) from lost
+    _, _, processes, names = zip(*gathered, strict=True)
+    remember_members(group, processes, names[0])
     if problem is not None:
         raise problem
-    for rank, (error, theirs) in enumerate(gathered):
+    for rank, (error, theirs, *_) in enumerate(gathered):
         if error is not None:
             raise GroupError(f"{function}: rank {rank} of the group failed: {error}", "", (rank,))
         for kind in mine:
@@ -255,10 +262,9 @@ class CountExchange:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
         self._message = message  # must be there until the work is done
-        try:
-            self._work = all_gather(self._gathered, message, sharding.group)
-        except RuntimeError as lost:
-            raise lost_rank(sharding, "the counts of rows", lost) from lost
+        begin_call(sharding)
+        start = functools.partial(all_gather, self._gathered, message, sharding.group)
+        self._exchange = Exchange(sharding, "the counts of rows", start)
 
     def wait(self) -> Tensor:
         """Wait for the messages of all ranks; return them, unread, as (R, n) int32.
@@ -266,10 +272,7 @@ class CountExchange:
         Raises:
             GroupError: a rank is gone.
         """
-        try:
-            self._work.wait()
-        except RuntimeError as lost:
-            raise lost_rank(self._sharding, "the counts of rows", lost) from lost
+        self._exchange.wait()
         return self._gathered.view(self._sharding.ranks, -1)
 
     def read(self) -> ExchangedCounts:
@@ -293,22 +296,8 @@ def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
     """Tell the other ranks that this one has failed before it could send its counts: they raise, too."""
     with contextlib.suppress(GroupError):  # which all ranks get
         CountExchange(sharding, None, error=error).read()
-
-
-@contextlib.contextmanager
-def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
-    """Add to errors of this rank, raised after its counts were sent, that the others do not learn of them."""
-    try:
-        yield
-    except GroupError:
-        raise
-    except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
-                f"failed, too, wait for its rows until this process ends or the group's timeout is over"
-            )
-        raise
+    if sharding.transport == "padded":  # the others do not read it, and wait for rows
+        report_error(sharding, f"raised {describe_error(error)}")
 
 
 def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:

@@ -21,6 +21,7 @@ from pymoe.ep.agreement import CountExchange, call_signature, report_failure
 from pymoe.ep.all_to_all import wait_combine
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.failures import while_others_wait
 from pymoe.ep.sharding import ExpertSharding, local_tensor
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
@@ -42,9 +43,10 @@ class ShardedMoE(MoE):
     options and ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
     A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
-    travel in padded buffers. A rank that raises later, or in a backward pass, cannot tell them: they wait for its rows
-    until its process ends or the group's timeout is over, and raise :class:`GroupError` then; the group cannot be used
-    any more. So let a process end that has raised.
+    travel in padded buffers. The others wait for the rows of a rank that raises later: over gloo they raise
+    :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
+    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So let a process
+    end that has raised.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (which leaves a gap in the graph for it),
     and can be differentiated any number of times; not inside the transforms of :mod:`torch.func`, nor in forward mode.
