@@ -102,7 +102,7 @@ def test_a_death_in_one_group_ends_the_groups_of_that_rank_alone():
 @pytest.mark.parametrize("store", ["a file", "none"])
 def test_it_needs_no_store_of_a_kind(store, tmp_path):
     options = {"file": str(tmp_path / "store")} if store == "a file" else {}
-    with ranks(train, RANKS, place="experts", store=store, **options) as group:
+    with ranks(train, RANKS, place="gate", store=store, **options) as group:
         are_told(group.ends(RANKS - 1), DIED)
 
 
