@@ -25,7 +25,7 @@ from benchmarks.common.run import Run, as_report, measured, parser_of, show_sect
 from benchmarks.expert import hot_experts, slow_wire, work
 from benchmarks.expert.work import ALONE, PEER, PEER_MOVES, SYSTEMS, Cell
 from pymoe.bench.report import Table
-from pymoe.bench.timing import Spread
+from pymoe.bench.timing import Quartiles
 
 CELLS = [Cell(4096, 512, 1024, 8, 2), Cell(8192, 256, 128, 32, 8)]
 QUICK_CELLS = [Cell(256, 32, 16, 8, 2)]
@@ -111,7 +111,7 @@ def table_of(cell: Record) -> Table:
 def ratio(cell: Record, one: str, other: str, column: int, *, inverse: bool = False) -> str:
     """``one`` over ``other``, compared round by round: the median and its quartiles."""
     pairs = [(a[column], b[column]) for a, b in zip(cell["times"][one], cell["times"][other], strict=True)]
-    spread = Spread.of([b / a if inverse else a / b for a, b in pairs])
+    spread = Quartiles.of([b / a if inverse else a / b for a, b in pairs])
     return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
@@ -137,7 +137,7 @@ def hot_table(ways: dict[str, Record]) -> Table:
     for name, way in ways.items():
         wall, fullest, both = (list(column) for column in zip(*way["times"], strict=True))
         plain = [one[1] for one in ways[hot_experts.AS_IT_IS]["times"]]
-        over = Spread.of([a / b for a, b in zip(fullest, plain, strict=True)])
+        over = Quartiles.of([a / b for a, b in zip(fullest, plain, strict=True)])
         rows.append(
             [
                 name,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pymoe.bench.timing import Spread, WallTimer, measure
+from pymoe.bench.timing import Quartiles, WallTimer, measure
 from pymoe.nn import MoE
 
 ROW = 50
@@ -20,7 +20,7 @@ Call = Callable[[], object]
 Key = TypeVar("Key")
 
 
-def microseconds(candidates: Mapping[Key, Call], budget: float) -> dict[Key, Spread]:
+def microseconds(candidates: Mapping[Key, Call], budget: float) -> dict[Key, Quartiles]:
     """Return the processor time of one thread for one call of each candidate; they take turns, each with many calls.
 
     Args:

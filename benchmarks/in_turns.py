@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.common.run import as_markdown, command, parser_of, save
 from pymoe.bench.environment import environment
 from pymoe.bench.report import Table, show
-from pymoe.bench.timing import Spread
+from pymoe.bench.timing import Quartiles
 
 HERE = Path(__file__).parents[1]
 TURNS = 5
@@ -145,7 +145,7 @@ def compared(turns: list[dict[str, Figures]], wanted: re.Pattern[str]) -> list[d
             "figure": name,
             "other": statistics.median(turn["other"][name] for turn in turns),
             "this": statistics.median(turn["this"][name] for turn in turns),
-            "ratio": asdict(Spread.of([turn["this"][name] / turn["other"][name] for turn in turns])),
+            "ratio": asdict(Quartiles.of([turn["this"][name] / turn["other"][name] for turn in turns])),
         }
         for name in turns[0]["other"]
         if name in common and wanted.search(name)

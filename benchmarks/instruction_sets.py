@@ -99,6 +99,15 @@ def children_for(isas: Sequence[str], *program: str) -> dict[str, Child]:
     return children
 
 
+def made_by(result: dict[str, Any]) -> str:
+    """Return the first paragraph of a report: the command, the machine, its compiler, its load and the date."""
+    facts = result["environment"]
+    return (
+        f"Made by `{result['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
+        f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n"
+    )
+
+
 def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> dict[str, list[float]]:
     """Have children prepare what stands at their names; return by name the seconds of a call in each round."""
     first = {isa: children[isa].ask(["prepare", one]) for isa, one in what.items()}
@@ -113,12 +122,12 @@ def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> d
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
     """Return a record of one line: seconds and the ratios to v3, as medians and quartiles."""
-    from pymoe.bench.timing import Spread
+    from pymoe.bench.timing import Quartiles
 
     seconds = in_turns(children, dict.fromkeys(children, name), rounds)
 
     def spread(values: list[float]) -> list[float]:
-        found = Spread.of(values)
+        found = Quartiles.of(values)
         return [found.low, found.median, found.high]
 
     return {
@@ -134,12 +143,11 @@ def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, An
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    facts, records, rounds = result["environment"], result["lines"], result["settings"]["rounds"]
+    records, rounds = result["lines"], result["settings"]["rounds"]
     others = [isa for isa in ISAS if isa in records[0]["over_v3"]]
     text = [
         "# Instruction sets of the CPU kernels\n",
-        f"Made by `{result['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
-        f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
+        made_by(result),
         f"Time of one thread, {rounds} rounds in which the instruction sets take turns: milliseconds a call, and the "
         "time of another set over that of v3 (AVX2), median and quartiles of the rounds. Below 1 it is faster than v3. "
         "dispatch, gather_batch and build_routing have one version alone: their ratios show what the places of buffers "

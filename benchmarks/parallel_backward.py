@@ -25,7 +25,7 @@ from benchmarks.common.handover import between_threads, to_worker
 from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.parallel import report
 from benchmarks.parallel.calls import KINDS, LOOP, SYSTEMS, Kind, System
-from pymoe.bench.timing import Spread
+from pymoe.bench.timing import Quartiles
 
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
 QUICK_ROUNDS = 5
@@ -112,7 +112,7 @@ def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) ->
         record = {"kind": kind.name, "calls": count, "system": name, "rounds": len(own)}
         record |= {"verdict": verdict, "error": error}
         for i, one in enumerate(PASSES):
-            record[one] = asdict(Spread.of([passes[i] for passes in own]))
+            record[one] = asdict(Quartiles.of([passes[i] for passes in own]))
         result["records"].append(record)
     result["overheads"] += overheads(kind, counts, times)
     result["ratios"] += ratios(kind, counts, times)
@@ -174,7 +174,7 @@ def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]
             pairs = list(zip(times[count, system.name], loop, strict=False))
             record = {"kind": kind.name, "calls": count, "system": system.name}
             for i, one in enumerate(PASSES + BY_PROCESSOR):
-                record[one] = asdict(Spread.of([(mine[i] - theirs[i]) / count for mine, theirs in pairs]))
+                record[one] = asdict(Quartiles.of([(mine[i] - theirs[i]) / count for mine, theirs in pairs]))
             found.append(record)
     return found
 
@@ -187,7 +187,7 @@ def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
             pairs = list(zip(times[count, system.name], times[1, LOOP], strict=False))
             record = {"kind": kind.name, "calls": count, "system": system.name}
             for i, one in enumerate(PASSES):
-                record[one] = asdict(Spread.of([mine[i] / theirs[i] for mine, theirs in pairs]))
+                record[one] = asdict(Quartiles.of([mine[i] / theirs[i] for mine, theirs in pairs]))
             found.append(record)
     return found
 
@@ -196,7 +196,9 @@ def handover(rounds: int) -> Record:
     """Return the seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
     ways = {"python": between_threads, "worker": to_worker}
     found = [[way(HANDOVERS) for way in ways.values()] for _ in range(rounds)]
-    return {name: asdict(Spread.of(list(values))) for name, values in zip(ways, zip(*found, strict=True), strict=True)}
+    return {
+        name: asdict(Quartiles.of(list(values))) for name, values in zip(ways, zip(*found, strict=True), strict=True)
+    }
 
 
 if __name__ == "__main__":

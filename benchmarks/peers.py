@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pymoe.bench.environment import memory_gib
 from pymoe.bench.floor import Floor
 from pymoe.bench.layer import Shape, training_step, with_torch_alone
+from pymoe.bench.report import in_a_line
 from pymoe.nn import MoE
 
 Tensors = tuple[Tensor, ...]
@@ -90,8 +91,7 @@ def failure(error: Exception) -> str:
     """Return an exception in one line."""
     if isinstance(error, LeftOut):
         return str(error)
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return in_a_line(error)
 
 
 def floor(task: Task) -> Contender:

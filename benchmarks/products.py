@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common.run import Run, as_markdown, parser_of
-from benchmarks.instruction_sets import ISAS, children_for, in_turns, serve_calls
+from benchmarks.instruction_sets import ISAS, children_for, in_turns, made_by, serve_calls
 
 OUTPUTS, INPUTS = 768, 2048
 MOST_EXPERTS = 32
@@ -88,11 +88,11 @@ def child() -> None:
 
 def measured(children: dict[str, Any], kind: str, rows: int, rounds: int) -> dict[str, Any]:
     """Return a record of one line: seconds of a call by level, the peer included, as medians and quartiles."""
-    from pymoe.bench.timing import Spread
+    from pymoe.bench.timing import Quartiles
 
     asked = [isa for isa in children if isa != TORCH or not kind.startswith("int")]
     seconds = in_turns(children, {isa: f"{rows} {int(isa == TORCH)} {kind}" for isa in asked}, rounds)
-    spreads = {isa: Spread.of(values) for isa, values in seconds.items()}
+    spreads = {isa: Quartiles.of(values) for isa, values in seconds.items()}
     return {
         "kind": kind,
         "rows": rows,
@@ -113,13 +113,12 @@ def cell(record: dict[str, Any], isa: str) -> str:
 
 def tables(result: dict[str, Any], isas: list[str]) -> str:
     """Return the result as Markdown."""
-    facts, records, rounds = result["environment"], result["records"], result["settings"]["rounds"]
+    records, rounds = result["records"], result["settings"]["rounds"]
     from pymoe.bench.report import Table
 
     text = [
         "# Products by rows an expert\n",
-        f"Made by `{result['command']}`: {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; "
-        f"torch {facts['torch']}, compiler {facts['compiler']}; load {facts['load']}, {facts['date']}.\n",
+        made_by(result),
         f"Rows of bf16 times weights of shape ({OUTPUTS}, {INPUTS}), one thread, {rounds} rounds in which the levels "
         f"take turns. Up to {READING} rows an expert GB/s of weights, from then on GFLOP/s; `{TORCH}` multiplies "
         "each expert by itself, with the same bf16 weights.",

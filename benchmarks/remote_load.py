@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.run import Run, Sections, as_report, in_a_line, measured, names_of, parser_of, show_sections
-from benchmarks.common.targets import targets_table, verdict
+from benchmarks.common.run import Run, Sections, as_report, measured, names_of, parser_of, show_sections
+from benchmarks.common.targets import checked_target, targets_table
 from benchmarks.remote.ours import RemoteServer
 from benchmarks.remote.served import ECHO_WIDTH
 from benchmarks.runtime.clients import Effort
@@ -31,7 +31,7 @@ from benchmarks.runtime.report import in_short, rate
 from benchmarks.runtime.scenario import Cell, Expert
 from benchmarks.runtime.serving import Contender, InProcess
 from benchmarks.runtime_load import record_of, windows
-from pymoe.bench.report import Table
+from pymoe.bench.report import Table, in_a_line
 
 LOCAL, DIRECT, COALESCED, SECURE = "in process", "direct", "coalesced", "coalesced, TLS"
 HIVEMIND, RAY = "hivemind", "Ray actor"
@@ -132,13 +132,13 @@ def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
 
 
 def judged(cells: list[Record]) -> list[Record]:
-    """Return the verdict on each target."""
-    verdicts = []
+    """Return each target, and whether it was reached."""
+    targets = []
     for mine, other, way, clients, wanted in TARGETS:
         own = (one for one in cells if (one["cell"]["direction"], one["cell"]["clients"]) == (way, clients))
         found = next((one["systems"].get(mine, {}).get("over", {}).get(other) for one in own), None)
-        verdicts.append(verdict(f"{mine} / {other}, {way}, {clients}", ">=", wanted, found))
-    return verdicts
+        targets.append(checked_target(f"{mine} / {other}, {way}, {clients}", ">=", wanted, found))
+    return targets
 
 
 def sections(result: Record) -> Sections:

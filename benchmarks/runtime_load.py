@@ -22,14 +22,15 @@ from typing import Any
 import torch
 
 from benchmarks.common.comparison import from_turn
-from benchmarks.common.run import Run, illustrate, in_a_line, names_of, parser_of
+from benchmarks.common.run import Run, illustrate, names_of, parser_of
 from benchmarks.runtime import profile, report
 from benchmarks.runtime.clients import Effort, Sample
 from benchmarks.runtime.hivemind_peer import PYTHON
 from benchmarks.runtime.scenario import Cell, all_cells
 from benchmarks.runtime.serving import Contender
 from benchmarks.runtime.systems import POOL, PYMOE, System, all_systems
-from pymoe.bench.timing import Spread
+from pymoe.bench.report import in_a_line
+from pymoe.bench.timing import Quartiles
 
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 3, 2
@@ -183,15 +184,15 @@ def record_of(cell: Cell, found: dict[str, list[Sample]]) -> Record:
             continue
         systems[name] = {
             "verdict": verdict(samples),
-            "rate": asdict(Spread.of([sample.rate for sample in good])),
-            "p50": asdict(Spread.of([sample.p50 for sample in good])),
-            "p99": asdict(Spread.of([sample.p99 for sample in good])),
-            "cpu": asdict(Spread.of([sample.cpu for sample in good])),
+            "rate": asdict(Quartiles.of([sample.rate for sample in good])),
+            "p50": asdict(Quartiles.of([sample.p50 for sample in good])),
+            "p99": asdict(Quartiles.of([sample.p99 for sample in good])),
+            "cpu": asdict(Quartiles.of([sample.cpu for sample in good])),
             "rounds": len(good),
             "requests": sum(sample.requests for sample in good),
             "starved": max(sample.starved for sample in good),
             "over": {
-                other: asdict(Spread.of([mine.rate / its.rate for mine, its in both]))
+                other: asdict(Quartiles.of([mine.rate / its.rate for mine, its in both]))
                 for other, theirs in found.items()
                 if other != name
                 and (

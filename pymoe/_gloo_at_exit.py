@@ -9,8 +9,8 @@ DTensor keep it. See https://github.com/pytorch/pytorch/pull/179291.
 
 from __future__ import annotations
 
+import os
 import time
-from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -20,15 +20,19 @@ THREAD_NAME = "pt_gloo_runloop"
 LONGEST_WAIT_S = 5.0
 IDLE_LOOKS = 3  # consecutive readings: a thread that waits for a lock sleeps, too
 
+_waiting: set[int] = set()
+"""The processes that will wait at exit: this one, and parents that it was forked from."""
 
-@cache
+
 def wait_for_gloo_at_exit() -> None:
-    """Wait at exit until the threads of gloo sleep, at most 5 seconds. Later calls do nothing.
+    """Wait at exit until the threads of gloo sleep, at most 5 seconds. Later calls in this process do nothing.
 
     Without Linux's ``/proc`` there is no wait.
     """
-    # The priority is lower than those of the pipes' failure detectors, which still use their groups.
-    Finalize(None, _wait, exitpriority=0)
+    if os.getpid() not in _waiting:  # multiprocessing drops a parent's functions in the children that it forks
+        _waiting.add(os.getpid())
+        # The priority is lower than those of the pipes' failure detectors, which still use their groups.
+        Finalize(None, _wait, exitpriority=0)
 
 
 def _wait() -> None:

@@ -64,6 +64,8 @@ _C: Any = torch._C
 # --- Graphs of autograd
 # Runs a backward pass; ``autograd.grad`` checks and converts its arguments for several microseconds first.
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+# Has the running backward pass call a function at its end, if it does not raise.
+queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 # The class of nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is the class of all nodes.
 FunctionBase = torch._C._FunctionBase
 # A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.
@@ -116,7 +118,6 @@ profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profi
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
-peek_interpreter_stack: Any = _C._functorch.peek_interpreter_stack  # the innermost, or None
 unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # a tensor without the wrapper of a transform that it has left
 temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
 

@@ -465,3 +465,29 @@ def test_a_rank_waits_at_exit_until_the_threads_of_gloo_are_idle(kind, tmp_path)
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "done"
+
+
+def test_a_forked_rank_waits_at_exit_where_its_parent_would_wait_too():
+    """A rank that was forked from a process that had sharded a model did not wait for the threads of gloo at exit.
+
+    The function that asks for the wait remembered that it had been called, and a child inherits what it remembers, but
+    not the functions that multiprocessing calls at exit.
+    """
+    ran = run_python(
+        """
+        import multiprocessing, os
+        from pymoe import _gloo_at_exit
+
+        def child():
+            _gloo_at_exit._wait = lambda: os.write(1, b"waited")
+            _gloo_at_exit.wait_for_gloo_at_exit()
+            _gloo_at_exit.wait_for_gloo_at_exit()
+
+        _gloo_at_exit.wait_for_gloo_at_exit()
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        """
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "waited"

@@ -14,10 +14,11 @@ from test_torch_private import ATTRIBUTES, LAZY, SOURCE
 import pymoe
 from pymoe import _torch_canaries as canaries
 from pymoe import _torch_private as private
+from pymoe import _transforms
 from pymoe.autograd import isolated_graph, plain_state, random_streams, thread_state
+from pymoe.ep import failures
 from pymoe.nn import plain_calls
 from pymoe.ops import function_calls as calls_of_operators
-from pymoe.ops import transforms
 from pymoe.pipe import loss_graph
 from pymoe.pipe.capture import interception
 from pymoe.pipe.execution import gradients
@@ -31,6 +32,7 @@ CANARIES = {
     "random_streams": random_streams._numbers_come_from_streams,
     "function_calls": interception._functions_are_heard,
     "dispatch": dispatch._edits_are_counted,
+    "backward passes": failures.ends_are_heard,
 }
 NODES_OF_LOSSES = loss_graph._nodes_tell
 """Exercises no name of pymoe/_torch_private.py, but the attributes of nodes that torch makes of its operators."""
@@ -205,13 +207,13 @@ USES = {
         lambda: pymoe.map_with_parallel_backward(lambda x: x.mul_(3), [with_gradient(0).clone()]),
     ),
     "graphs of stages": (gradients.canaries, gradients.LeafSums),
-    "transforms around maps": (isolated_graph.canaries, isolated_graph.functorch_is_active),
+    "transforms around maps": (_transforms.canaries, _transforms.in_torch_func),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),
     "thread_states of maps": (
         thread_state.canaries,
         lambda: thread_state.in_state(thread_state.current(), int),
     ),
-    "transforms": (transforms.canaries, lambda: calls_of_operators.is_recorded(1)),
+    "transforms": (_transforms.canaries, lambda: calls_of_operators.is_recorded(1)),
     "modules": (
         plain_calls.canaries,
         lambda: plain_calls.is_called_plainly(torch.nn.Linear(1, 1), torch.nn.Linear),

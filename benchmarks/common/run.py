@@ -70,11 +70,6 @@ class Run:
         save(self.result, markdown(self.result), self.stem)
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return an exception as text that is short enough for a table."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
-
-
 def command(module: str) -> str:
     """Return the command line that runs ``benchmarks.module`` as this process does, without its ``--output``."""
     arguments = sys.argv[1:]

@@ -13,19 +13,19 @@ FORMS = {"": ("{:.3g}", 1.0), "%": ("{:.1f} %", 100.0), "us": ("{:.1f} us", 1e6)
 """How figures are shown, by their unit, and the factor by which they are multiplied."""
 
 
-def verdict(what: str, relation: str, limit: float, found: Record | None, unit: str = "") -> Record:
-    """Return whether the median of ``found`` satisfies ``relation`` (``">="`` or ``"<="``) with ``limit``.
+def checked_target(what: str, relation: str, limit: float, found: Record | None, unit: str = "") -> Record:
+    """Return a target: the median of ``found`` is to satisfy ``relation`` (``">="`` or ``"<="``) with ``limit``.
 
-    ``met`` is None where the figure was not measured.
+    ``met`` says whether it does; None where the figure was not measured.
     """
     met = None if found is None else found["median"] >= limit if relation == ">=" else found["median"] <= limit
     return {"what": what, "relation": relation, "limit": limit, "unit": unit, "found": found, "met": met}
 
 
-def targets_table(verdicts: list[Record]) -> Table:
-    """Return a table with a row for every verdict."""
+def targets_table(targets: list[Record]) -> Table:
+    """Return a table with a row for every target."""
     rows = []
-    for one in verdicts:
+    for one in targets:
         form, scale = FORMS[one["unit"]]
         limit = f"{one['relation']} {one['limit'] * scale:g} {one['unit']}".rstrip()
         found = "-" if one["found"] is None else spread_of(one["found"], form, scale)

@@ -81,6 +81,7 @@ def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, A
     from specs.comparison import assert_close, assert_same_bits
 
     from pymoe.bench.correctness import same_bits
+    from pymoe.bench.report import in_a_line
 
     records: dict[str, dict[str, Any]] = {}
     for name, spec, dtype, sample in samples():
@@ -101,7 +102,7 @@ def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, A
                     else:
                         assert_close(got, wanted, spec.tolerances.get(dtype, (0.0, 0.0)), f"{kind} {i}")
         except Exception as error:
-            record["wrong"].append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            record["wrong"].append(f"{name}: {in_a_line(error)}")
     return records
 
 

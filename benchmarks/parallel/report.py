@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common.picture import doubling, line, picture
 from benchmarks.common.run import Sections, as_report, closeness, measured, show_sections, spread_of
-from benchmarks.common.targets import targets_table, verdict
+from benchmarks.common.targets import checked_target, targets_table
 from benchmarks.parallel.calls import AUTOGRAD, LOOP, PYMOE
 from pymoe.bench.report import Table, seconds, time_with_spread
 
@@ -26,12 +26,12 @@ def judged(result: Record) -> list[Record]:
     counts = [count for count in (8, 16) if count == 8 or not result["settings"]["quick"]]
     cases = [("ratios", "sleep", 8, "time / one call's", AT_ONCE, "")]
     cases += [("overheads", "tiny", count, "beyond the loop, per call", TINY, "us") for count in counts]
-    verdicts = []
+    targets = []
     for table, kind, calls, what, limit, unit in cases:
         found = record_of(result[table], kind, calls, PYMOE)
         for one in PASSES:
-            verdicts.append(verdict(f"{calls} {kind} calls, {one}: {what}", "<=", limit, found.get(one), unit))
-    return verdicts
+            targets.append(checked_target(f"{calls} {kind} calls, {one}: {what}", "<=", limit, found.get(one), unit))
+    return targets
 
 
 def record_of(records: list[Record], kind: str, calls: int, system: str) -> Record:

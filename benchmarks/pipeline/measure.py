@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.common.comparison import from_turn, verdict
 from benchmarks.pipeline.systems import SEQUENTIAL, Check, Running, System
 from benchmarks.pipeline.work import TOLERANCE, Case
-from pymoe.bench.timing import Spread
+from pymoe.bench.timing import Quartiles
 from pymoe.pipe.schedules import mean_times, simulate
 
 Record = dict[str, Any]
@@ -103,10 +103,10 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
     if one.failure or not one.samples:
         return record
     assert one.running is not None
-    record["seconds"] = asdict(Spread.of([wall for wall, _ in one.samples]))
+    record["seconds"] = asdict(Quartiles.of([wall for wall, _ in one.samples]))
     pairs = list(zip(reference, one.samples, strict=True))
     speed_ups = [theirs[0] / mine[0] for theirs, mine in pairs]
-    record["speed_up"] = asdict(Spread.of(speed_ups))
+    record["speed_up"] = asdict(Quartiles.of(speed_ups))
     if one.running.planned is not None:
         plan = simulate(one.running.planned, case.times(one.running.planned.stages))
         ideal = plan.speed_up
@@ -117,9 +117,9 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
             "stages": one.running.planned.stages,
             "ideal": ideal,
             "reachable": reachable,
-            "share": asdict(Spread.of([speed_up / reachable for speed_up in speed_ups])),
-            "own_share": asdict(Spread.of(one.own)) if one.own else None,
-            "cpu": asdict(Spread.of(costs)),
+            "share": asdict(Quartiles.of([speed_up / reachable for speed_up in speed_ups])),
+            "own_share": asdict(Quartiles.of(one.own)) if one.own else None,
+            "cpu": asdict(Quartiles.of(costs)),
             "planned_live": list(plan.peak_live_of_stages),
         }
     return record
@@ -145,8 +145,8 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
                 differences = [
                     (mine[i] - theirs[i]) / actions for mine, theirs in zip(one.samples, beside, strict=True)
                 ]
-                record[what] = asdict(Spread.of(differences))
-                record[f"step_{what}"] = asdict(Spread.of([mine[i] for mine in one.samples]))
+                record[what] = asdict(Quartiles.of(differences))
+                record[f"step_{what}"] = asdict(Quartiles.of([mine[i] for mine in one.samples]))
         found[one.system.name] = record
         if one.running is not None and not one.failure:
             one.attempt(one.running.close)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common.picture import picture
 from benchmarks.common.run import Sections, as_report, closeness, measured, show_sections, spread_of
-from benchmarks.common.targets import targets_table, verdict
+from benchmarks.common.targets import checked_target, targets_table
 from benchmarks.pipeline.systems import SEQUENTIAL
 from pymoe.bench.report import Table, time_with_spread
 
@@ -26,24 +26,25 @@ LEFT = frozenset({"system", "live", "live, simulated", "gradients"})
 
 
 def judged(result: Record) -> list[Record]:
-    """Return the verdict on each target."""
-    verdicts = []
+    """Return each target, and whether it was reached."""
+    targets = []
     for workers, wanted in SHARES.items():
         for count in MICRO_BATCHES:
             found = looked_up(result["cells"], "sleep", workers, count, SCHEDULE).get("share")
             what = f"share of the ideal, {workers} sleeping workers, {count} micro-batches, 1f1b"
-            verdicts.append(verdict(what, ">=", wanted, found, "%"))
+            targets.append(checked_target(what, ">=", wanted, found, "%"))
     for record in result["bookkeeping"]:
         case = record["case"]
         stages = f"{case['workers']} {case['work']} stages, {case['micro_batches']} micro-batches"
         found = record["systems"].get(SCHEDULE, {}).get("cpu")
-        verdicts.append(verdict(f"processor time a stage and micro-batch, {stages}, 1f1b", "<=", COST, found, "us"))
+        what = f"processor time a stage and micro-batch, {stages}, 1f1b"
+        targets.append(checked_target(what, "<=", COST, found, "us"))
     runs = [one for record in result["cells"] for name, one in record["systems"].items() if name.startswith("pymoe ")]
     equal = [one["live"] == one["planned_live"] for one in runs if "planned_live" in one]
     share = sum(equal) / len(equal) if equal else 0.0
     what = f"share of {len(equal)} runs whose peak of live micro-batches is the simulator's in every stage"
     found = {"low": share, "median": share, "high": share} if equal else None
-    return [*verdicts, verdict(what, ">=", 1.0, found, "%")]
+    return [*targets, checked_target(what, ">=", 1.0, found, "%")]
 
 
 def looked_up(records: list[Record], work: str, workers: int, micro_batches: int, system: str) -> Record:

@@ -30,54 +30,74 @@ RENDEZVOUS_LIMIT = timedelta(seconds=300)
 """A rank that waits longer for another gives up."""
 
 
-class Pipelined:
-    """A schedule's steps, as this rank runs them."""
+class Scheduled:
+    """Steps of one of torch's schedules, as this rank runs them.
 
-    def __init__(self, case: Case, name: str, stages: int, rank: int, world: int) -> None:
-        self.case, self.rank = case, rank
+    Args:
+        case: of the measurement.
+        name: of the schedule.
+        parts: the stages of this rank, as torch's schedules take them, by their numbers.
+        count: the number of all stages.
+        loss: of the last stage.
+        modules: the modules of the stages.
+    """
+
+    def __init__(self, case: Any, name: str, parts: dict[int, Any], count: int, loss: Any, modules: list[Any]) -> None:
+        self.case, self.own, self.modules = case, list(parts), modules
         self.x, self.y = case.batch()
-        self.count = stages
-        self.own = [i for i in range(stages) if torch_orders.rank_of(name, world, i) == rank]
-        whole = case.stages(stages)
-        self.stages = [whole[i] for i in self.own]
-        self.cpu = torch.device("cpu")
-        parts = [
-            pipelining.PipelineStage(one, i, stages, self.cpu) for i, one in zip(self.own, self.stages, strict=True)
-        ]
         schedule = getattr(torch_schedules, name)
         single = issubclass(schedule, torch_schedules.PipelineScheduleSingle)
-        self.schedule = schedule(parts[0] if single else parts, case.micro_batches, loss_fn=LOSS)
-        self.inputs = (self.x,) if 0 in self.own else ()
-        self.target = {"target": self.y} if stages - 1 in self.own else {}
-        orders = self.schedule.pipeline_order or {}
-        self.orders = [torch_orders.actions(orders[i]) for i in sorted(orders)]
+        stages = list(parts.values())
+        self.schedule = schedule(stages[0] if single else stages, case.micro_batches, loss_fn=loss)
+        self.inputs = (self.x,) if 0 in parts else ()
+        self.target = {"target": self.y} if count - 1 in parts else {}
 
     def run(self) -> None:
         self.schedule.step(*self.inputs, **self.target, return_outputs=False)
 
     def clear(self) -> None:
-        for stage in self.stages:
-            for parameter in stage.parameters():
+        for module in self.modules:
+            for parameter in module.parameters():
                 parameter.grad = None
 
     def check(self) -> dict[str, Any]:
         """Check the second step: the first runs an additional forward to learn shapes."""
         self.run()
         self.clear()
-        with watched(self.stages) as counters:
-            self.run()
+        facts = self.observed_run()
         expected = reference(self.case)
-        errors = [largest_error(gradients(stage), expected) for stage in self.stages]
-        live = {i: counter.peak for i, counter in zip(self.own, counters, strict=True)}
-        return {"error": max(errors), "live": live, "orders": self.orders}
+        return {"error": max(largest_error(gradients(module), expected) for module in self.modules)} | facts
+
+    def observed_run(self) -> dict[str, Any]:
+        """Run a step; return what else was seen of it."""
+        self.run()
+        return {}
 
     def step(self) -> dict[str, Any]:
         """Return what :func:`spans_of` does."""
         return spans_of(self.clear, self.run, self.case.repeats)
 
+
+class Pipelined(Scheduled):
+    """Steps with stages of a sequence of layers."""
+
+    def __init__(self, case: Case, name: str, stages: int, rank: int, world: int) -> None:
+        whole = case.stages(stages)
+        own = [i for i in range(stages) if torch_orders.rank_of(name, world, i) == rank]
+        parts = {i: pipelining.PipelineStage(whole[i], i, stages, torch.device("cpu")) for i in own}
+        super().__init__(case, name, parts, stages, LOSS, [whole[i] for i in own])
+        orders = self.schedule.pipeline_order or {}
+        self.orders = [torch_orders.actions(orders[i]) for i in sorted(orders)]
+
+    def observed_run(self) -> dict[str, Any]:
+        """Return the live micro-batches of each stage, and the order of actions of every rank."""
+        with watched(self.modules) as counters:
+            self.run()
+        return {"live": {i: one.peak for i, one in zip(self.own, counters, strict=True)}, "orders": self.orders}
+
     def plain(self) -> dict[str, Any]:
         """Time the sequential run of the same stages in this process: processor and other seconds."""
-        model = torch.nn.Sequential(*(layer for stage in self.stages for layer in stage))
+        model = torch.nn.Sequential(*(layer for stage in self.modules for layer in stage))
         run = partial(sequential, self.case, model, self.x, self.y)
         wall, cpu = time_of(self.clear, run, self.case.repeats)
         return {"wall": wall, "cpu": cpu}

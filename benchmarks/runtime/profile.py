@@ -33,8 +33,8 @@ HAND_OVER = "part: from one thread to another"
 
 def add(result: dict[str, Any], cells: list[Cell], chosen: bool) -> None:
     """Profile ``cells`` if they were ``chosen``, else those below a target; the record gets ``profiles``."""
-    missed = {one["what"].split(":")[0] for one in result["targets"] if one["met"] is False}
-    wanted = [cell for cell in cells if chosen or str(cell) in missed]
+    missed = [Cell(**one["cell"]) for one in result["targets"] if one["met"] is False]
+    wanted = [cell for cell in cells if chosen or cell in missed]
     result["profiles"] = [profile(cell) for cell in wanted]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.picture import doubling, line, picture
 from benchmarks.common.run import Sections, as_report, measured, show_sections
-from benchmarks.common.targets import targets_table, verdict
+from benchmarks.common.targets import checked_target, targets_table
 from benchmarks.runtime.scenario import DIRECTIONS, EXPERTS, ROWS, Cell
 from benchmarks.runtime.systems import BATCHER, DIRECT, HIVEMIND, POOL, PYMOE, READY
 from pymoe.bench.report import Table
@@ -36,10 +37,11 @@ Record = dict[str, Any]
 
 
 def judged(records: list[Record]) -> list[Record]:
-    """Return the verdict on each target."""
+    """Return each target, and whether its cell has reached it."""
     found = {Cell(**record["cell"]): record["systems"].get(PYMOE, {}).get("over", {}) for record in records}
     return [
-        verdict(f"{cell}: {PYMOE} / {over}", ">=", wanted, found.get(cell, {}).get(over))
+        {"cell": asdict(cell)}
+        | checked_target(f"{cell}: {PYMOE} / {over}", ">=", wanted, found.get(cell, {}).get(over))
         for cell, over, wanted in TARGETS
     ]
 

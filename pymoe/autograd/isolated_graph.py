@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe import _torch_canaries as canaries
-from pymoe._torch_private import get_sequence_nr, peek_interpreter_stack, pytree, run_backward
+from pymoe._torch_private import get_sequence_nr, pytree, run_backward
+from pymoe._transforms import has_tangent
 from pymoe.autograd.graph_nodes import (
     apply_directly,
     edge_of,
@@ -106,17 +106,6 @@ SECOND_BACKWARD = (
 def graphs_are_made() -> bool:
     """Return whether operators on this thread record a history."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def has_tangent(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` carries a derivative of forward-mode differentiation."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def functorch_is_active() -> bool:
-    """Return whether a transform of ``torch.func`` is active: calls belong to its graph, and must run in order."""
-    canaries.transforms()
-    return peek_interpreter_stack() is not None
 
 
 class _CallInputs(torch.autograd.Function):

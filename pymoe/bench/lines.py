@@ -14,7 +14,8 @@ from pymoe.bench.calls import BenchCase, Operator, Sample, Target, generator, le
 from pymoe.bench.cold import Rotating, copies_of, in_graph
 from pymoe.bench.correctness import Verdict, verify
 from pymoe.bench.floor import Floor, Rates, floor_for
-from pymoe.bench.timing import Spread, Timer, Timing, measure
+from pymoe.bench.report import in_a_line
+from pymoe.bench.timing import Quartiles, Timer, Timing, measure
 
 CALLS = ("native", "reference", "baseline", "floor")
 CAPTURED = ("native", "baseline", "floor")
@@ -163,7 +164,7 @@ def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
                 captured[f"{name}_in_graph"] = in_graph(calls[name])
             except Exception as error:
                 first = error.__context__ or error  # ending a capture that failed raises another one
-                refused[name] = f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
+                refused[name] = in_a_line(first)
     return captured, refused
 
 
@@ -203,7 +204,7 @@ def measured(
     if floor:
         facts["floor"] |= {"kind": floor.kind, "work": floor.work, "needed": floor.needed}
         floor_time = timings.get("floor_in_graph", timings["floor"])
-        facts["share_of_floor"] = asdict(Spread.of(floor.share(floor_time, on_device)))
+        facts["share_of_floor"] = asdict(Quartiles.of(floor.share(floor_time, on_device)))
     if line.bytes and not line.flops:
         facts["share_of_copy"] = line.bytes / on_device.median / rates.copy
     if target:

@@ -23,6 +23,11 @@ of copy    bytes that a call must move over its time in a graph, as a share of t
 of floor   on CUDA with both in graphs"""
 
 
+def in_a_line(error: BaseException) -> str:
+    """Return an exception as text that is short enough for a table."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of text under a heading; ``left`` names the columns that are aligned to the left."""

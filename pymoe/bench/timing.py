@@ -5,7 +5,7 @@
 * **Comparable spans**: a fast candidate is called several times in a row, so that all values cover comparable spans of
   time.
 * **Adaptive**: rounds go on until the time budget is used, within the given bounds.
-* **Medians with spread**: a :class:`Spread` is the median and the two quartiles over the rounds, never a best case.
+* **Medians with spread**: a :class:`Quartiles` is the median and the two quartiles over the rounds, never a best case.
 
 Every candidate is called untimed first (memory, caches, lazy initialisation), and garbage collection is off meanwhile.
 On CUDA, time is taken by events on the device, around calls in a row (see :class:`CudaTimer`).
@@ -32,7 +32,7 @@ MOST_CALLS = 1000
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """A median with its quartiles."""
 
     low: float
@@ -40,15 +40,15 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Quartiles:
         """Return median and quartiles (inclusive method) of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
-    def scaled(self, factor: float) -> Spread:
+    def scaled(self, factor: float) -> Quartiles:
         """Return the spread of the values times a positive ``factor``."""
-        return Spread(self.low * factor, self.median * factor, self.high * factor)
+        return Quartiles(self.low * factor, self.median * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Timing:
     """Number of calls behind each value."""
 
     @property
-    def spread(self) -> Spread:
-        """Spread of the seconds per call over the rounds."""
-        return Spread.of(self.seconds)
+    def spread(self) -> Quartiles:
+        """Quartiles of the seconds per call over the rounds."""
+        return Quartiles.of(self.seconds)
 
     @property
     def median(self) -> float:
         """Median of the seconds per call."""
         return statistics.median(self.seconds)
 
-    def over(self, other: Timing) -> Spread:
+    def over(self, other: Timing) -> Quartiles:
         """Return the ratio of this candidate's time to the time of ``other``, compared round by round."""
-        return Spread.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
+        return Quartiles.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
 
 
 class Timer(Protocol):

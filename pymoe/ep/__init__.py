@@ -5,9 +5,9 @@
 :mod:`pymoe.ep.all_to_all` (dispatch) -> :class:`ShardedExperts` -> the combine, by the same files.
 """
 
-from pymoe.ep.agreement import GroupError
 from pymoe.ep.dispatcher import check_calls
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.failures import GroupError
 from pymoe.ep.gradients import clip_grad_norm_, data_parallel
 from pymoe.ep.layer import ShardedMoE
 from pymoe.ep.redistribute import redistribute

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,7 +28,9 @@ from torch import Tensor
 from pymoe._common.dtypes import FLOATING
 from pymoe._errors import describe_error
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
-from pymoe.ep.sharding import ExpertSharding
+from pymoe._ranks import Process
+from pymoe.ep.failures import Exchange, GroupError, begin_call, lost_rank, remember_members, report_error
+from pymoe.ep.sharding import PARAMETERS, ExpertSharding
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
 MAX_CAPACITY_FACTOR = 3e38  # in a message, as a float32
@@ -36,36 +39,6 @@ MAX_OPTIONS = 256
 
 _titles: dict[int, str] = {}  # titles of layers, by their numbers in messages
 _options: dict[int, str] = {}  # options of layers in recent calls, by their numbers in messages
-_PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
-
-
-class GroupError(RuntimeError):
-    """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
-
-    If ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
-    raises this, from the same call, before any row was sent: the group can be used afterwards. (The rank that has
-    failed raises its own error.) If rows or counts did not arrive, because a rank has died or is late, the group cannot
-    be used any more.
-    """
-
-    def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.layer = layer
-        """Name of the layer in its model."""
-        self.ranks = ranks
-        """The ranks that the message is about, numbered within the group; empty where they are not known."""
-
-    def __reduce__(self) -> tuple[type[GroupError], tuple[str, str, tuple[int, ...]]]:
-        return type(self), (str(self), self.layer, self.ranks)
-
-
-def lost_rank(sharding: ExpertSharding, what: str, error: BaseException) -> GroupError:
-    """Return the error for a collective that the process group could not finish."""
-    return GroupError(
-        f"MoE {sharding.title}: {what} did not arrive: a rank of the expert-parallel group has died, has left, or "
-        f"took longer than the group's timeout ({describe_error(error)})",
-        sharding.layer,
-    )
 
 
 # Comparison of descriptions, where a model is changed.
@@ -87,10 +60,16 @@ def assert_same_on_all_ranks(
             :class:`GroupError`.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (None if problem is None else describe_error(problem), mine), group=group)
+    own = None if problem is None else describe_error(problem), mine, Process.own(), secrets.token_hex(8)
+    try:
+        dist.all_gather_object(gathered, own, group=group)
+    except RuntimeError as lost:
+        raise lost_rank(group, function, "", "descriptions of models", lost) from lost
+    _, _, processes, names = zip(*gathered, strict=True)
+    remember_members(group, processes, names[0])
     if problem is not None:
         raise problem
-    for rank, (error, theirs) in enumerate(gathered):
+    for rank, (error, theirs, *_) in enumerate(gathered):
         if error is not None:
             raise GroupError(f"{function}: rank {rank} of the group failed: {error}", "", (rank,))
         for kind in mine:
@@ -177,7 +156,7 @@ class CallSignature(NamedTuple):
         if field == "options":
             return _options.get(value, "others")
         if field == "experts_need_gradients":
-            return " and ".join(name for place, name in enumerate(_PARAMETERS) if value >> place & 1) or "none"
+            return " and ".join(name for place, name in enumerate(PARAMETERS) if value >> place & 1) or "none"
         if field == "dtype":
             return str(FLOATING[value]).removeprefix("torch.")
         if field.endswith("gradients"):
@@ -230,7 +209,7 @@ def call_signature(
         rows_TH.shape[1],
         FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
-        sum(1 << _PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
+        sum(1 << PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
         int(recorded and sharding.deduplicate and weights_TK.requires_grad),
         top_k,
         0 if factor is None else struct.unpack("<i", struct.pack("<f", factor))[0],
@@ -285,11 +264,10 @@ class CountExchange:
         else:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
-        self._message = message  # must stay alive until the work is done
-        try:
-            self._work = all_gather(self._gathered, message, sharding.group)
-        except RuntimeError as lost:
-            raise lost_rank(sharding, "the counts of rows", lost) from lost
+        self._message = message  # must be there until the work is done
+        begin_call(sharding)
+        start = functools.partial(all_gather, self._gathered, message, sharding.group)
+        self._exchange = Exchange(sharding, "the counts of rows", start)
 
     def wait(self) -> Tensor:
         """Wait for the messages of all ranks; return them, unread, as (R, n) int32.
@@ -297,10 +275,7 @@ class CountExchange:
         Raises:
             GroupError: a rank is gone.
         """
-        try:
-            self._work.wait()
-        except RuntimeError as lost:
-            raise lost_rank(self._sharding, "the counts of rows", lost) from lost
+        self._exchange.wait()
         return self._gathered.view(self._sharding.ranks, -1)
 
     def read(self) -> ExchangedCounts:
@@ -324,24 +299,8 @@ def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
     """Tell the other ranks that this one has failed before it could send its counts: they raise, too."""
     with contextlib.suppress(GroupError):  # which all ranks get
         CountExchange(sharding, None, error=error).read()
-
-
-@contextlib.contextmanager
-def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
-    """Add a note to errors of this rank that are raised after its counts were sent: the other ranks do not learn of
-    them.
-    """
-    try:
-        yield
-    except GroupError:
-        raise
-    except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
-                f"failed, too, wait for its rows until this process ends or the group's timeout is over"
-            )
-        raise
+    if sharding.transport == "padded":  # the others do not read it, and wait for rows
+        report_error(sharding, f"raised {describe_error(error)}")
 
 
 def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:

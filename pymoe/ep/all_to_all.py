@@ -16,7 +16,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pymoe._common.types import Routing
-from pymoe.ep.agreement import ExchangedCounts, GroupError, lost_rank
+from pymoe.ep.agreement import ExchangedCounts
+from pymoe.ep.failures import Exchange, GroupError, report_failed_backward
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.ops.function_calls import call
 
@@ -191,7 +192,7 @@ class AllToAll:
     def __init__(self, counts: RowCounts, total: int, like: Tensor, *, last_first: bool = False) -> None:
         self.counts, self.total, self.last_first = counts, total, last_first
         self.width, self.dtype, self.device = like.shape[1], like.dtype, like.device
-        self._under_way: dict[int, tuple[Any, Tensor, Tensor]] = {}  # by chunk: work, output, input
+        self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # by chunk: with output and input
         self._combined: Tensor | None = None
         self._gradients: AllToAll | None = None
 
@@ -230,11 +231,8 @@ class AllToAll:
 
     def wait(self, chunk: int) -> Tensor:
         """Wait for a chunk; return its rows."""
-        work, out, _ = self._under_way.pop(chunk)
-        try:
-            work.wait()
-        except RuntimeError as lost:
-            raise lost_rank(self.counts.sharding, "rows", lost) from lost
+        exchange, out, _ = self._under_way.pop(chunk)
+        exchange.wait()
         return out
 
     def wait_combine(self) -> Tensor:
@@ -253,12 +251,9 @@ class AllToAll:
         if chunk in self._under_way:
             # Another backward pass has started this exchange and did not wait for it; it writes to the same memory.
             self.wait(chunk)
-        try:
-            group = self.counts.sharding.group
-            work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
-        except RuntimeError as lost:
-            raise lost_rank(self.counts.sharding, "rows", lost) from lost
-        self._under_way[chunk] = work, out, rows
+        sharding = self.counts.sharding
+        start = partial(dist.all_to_all_single, out, rows, received, sent, group=sharding.group, async_op=True)
+        self._under_way[chunk] = Exchange(sharding, "rows", start), out, rows
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -316,6 +311,7 @@ class _WaitCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        report_failed_backward(ctx.exchange.counts.sharding)  # here begins the backward pass of a layer
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 

@@ -124,6 +124,14 @@ class TokenDispatcher:
             return None
         return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)
 
+    def _kept_by_own_capacity(self) -> Tensor | None:
+        """Return (T, K) bool: the choices that fit that capacity; None if there is none."""
+        limit = self._own_capacity
+        if limit is None:
+            return None
+        kept_TK: Tensor = self.ops.build_routing(self.gate.experts, self.sharding.num_experts, capacity=limit).slot >= 0
+        return kept_TK
+
     def _make_plan(self, exchange: CountExchange) -> RowPlan:
         kind = RowPlanWithClones if self.sharding.clones else RowPlan
         return kind(self.sharding, exchange.read(), self.top_k, self.capacity_factor)
@@ -198,8 +206,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         tables = sharding.tables(gate.experts.device)
         chosen_TK = gate.experts.long()
         self._to_TK, self._index_TK = tables.destination[chosen_TK], tables.index_in_chunk[chosen_TK]
-        if (limit := self._own_capacity) is not None:
-            kept_TK = ops.build_routing(gate.experts, sharding.num_experts, capacity=limit).slot >= 0
+        if (kept_TK := self._kept_by_own_capacity()) is not None:
             self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)
         # The first of a token's choices for a destination has the row; its other choices refer to that one.
         same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]
@@ -283,12 +290,11 @@ class PaddedDispatcher(IndexedDispatcher):
         self._messages: Tensor  # (R, n) int32, of the count exchange
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
-        kept_TK = None
         if self.group_has_capacity:
             self._messages = exchange.wait()
-            kept_TK = _first_choices(self.gate.experts, self._left_by_group(), self.ops)
-        elif (limit := self._own_capacity) is not None:
-            kept_TK = self.ops.build_routing(self.gate.experts, self.sharding.num_experts, capacity=limit).slot >= 0
+            kept_TK: Tensor | None = _first_choices(self.gate.experts, self._left_by_group(), self.ops)
+        else:
+            kept_TK = self._kept_by_own_capacity()
         self._assign_rows(kept_TK)
         rows_SH: Tensor = self.ops.dispatch(rows_TH, self.routing)
         if not self.group_has_capacity:

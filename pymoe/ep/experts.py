@@ -16,6 +16,7 @@ from pymoe.ep.all_to_all import RowPlan, start_combine, wait_dispatch
 from pymoe.ep.clones import WeightBroadcast
 from pymoe.ep.dispatcher import IndexedDispatcher, IndexedRows, TokenDispatcher
 from pymoe.ep.sharding import (
+    PARAMETERS,
     ExpertSharding,
     in_expert_order,
     in_placed_order,
@@ -26,7 +27,6 @@ from pymoe.ep.sharding import (
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import operators
 
-NAMES = ("w_in", "w_out", "b_in", "b_out")
 all_sharded_experts: WeakSet[ShardedExperts] = WeakSet()
 """Every ShardedExperts of this process."""
 
@@ -60,7 +60,7 @@ class ShardedExperts(Experts):
         """
         self.sharding = sharding
         all_sharded_experts.add(self)
-        for name in NAMES:
+        for name in PARAMETERS:
             whole = getattr(self, name)
             if whole is not None:
                 if id(whole) not in made:
@@ -94,7 +94,7 @@ class ShardedExperts(Experts):
         Returns:
             The handles of the combine.
         """
-        own = [self._local_parameter(name) for name in NAMES]
+        own = [self._local_parameter(name) for name in PARAMETERS]
         by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
         if isinstance(dispatcher, IndexedDispatcher):
             return tuple(

@@ -18,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import Gate, RouterLosses
-from pymoe.ep.agreement import CountExchange, call_signature, report_failure, while_others_wait
+from pymoe._transforms import in_torch_func
+from pymoe.ep.agreement import CountExchange, call_signature, report_failure
 from pymoe.ep.all_to_all import wait_combine
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.failures import while_others_wait
 from pymoe.ep.sharding import ExpertSharding, local_tensor
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
@@ -30,7 +32,6 @@ from pymoe.nn.options import operators
 from pymoe.nn.parameters import check_parameter
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
-from pymoe.ops.transforms import in_torch_func
 
 
 class ShardedMoE(MoE):
@@ -42,9 +43,10 @@ class ShardedMoE(MoE):
     ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
 
     A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
-    travel in padded buffers. A rank that raises later, or in a backward pass, cannot tell them: the others wait for its
-    rows until its process ends or the group's timeout is over, and then raise :class:`GroupError`; the group cannot be
-    used any more. So end a process after an error.
+    travel in padded buffers. The others wait for the rows of a rank that raises later: over gloo they raise
+    :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
+    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So let a process
+    end that has raised.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
     differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.

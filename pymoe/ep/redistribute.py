@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pymoe.ep.agreement import Description, assert_same_on_all_ranks, lost_rank
+from pymoe.ep.agreement import Description, assert_same_on_all_ranks
 from pymoe.ep.experts import ShardedExperts, all_sharded_experts
+from pymoe.ep.failures import lost_rank
 from pymoe.ep.layer import ShardedMoE, update_sharding
 from pymoe.ep.placement import Placement
 from pymoe.ep.sharding import (
@@ -110,7 +111,9 @@ def redistribute(
         for group in _groups(layers):
             dist.barrier(group)  # until here a rank may fail, and no rank has changed anything
     except RuntimeError as lost:
-        raise lost_rank(next(iter(layers.values())).sharding, "experts that change their ranks", lost) from lost
+        sharding = next(iter(layers.values())).sharding
+        what = "experts that change their ranks"
+        raise lost_rank(sharding.group, f"MoE {sharding.title}", sharding.layer, what, lost) from lost
     with torch.no_grad():
         for moved, rows in zip(moves, arrived, strict=True):
             moved.local.copy_(rows)

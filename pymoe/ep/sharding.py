@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+PARAMETERS = ("w_in", "w_out", "b_in", "b_out")
+"""Names of the parameters of experts, of which the last two may be None."""
 Scope = Literal["rank", "group"]
 """The tokens over which capacity and auxiliary losses are computed: each rank's own tokens, or the tokens of all ranks
 of the group."""

@@ -16,7 +16,7 @@ from pymoe.autograd.graph_nodes import ANCHOR
 from pymoe.mixture.autograd_node import ForwardRecord, UsedAnswer, use_answers
 from pymoe.mixture.fan_out import ExpertRequest, TooFewAnswersError, ask
 from pymoe.mixture.members import Slots, members_to_ask
-from pymoe.mixture.options import NAME, Fallback, Rules, check_fallback, check_options, check_schemas, fall_back
+from pymoe.mixture.options import NAME, Fallback, Rules, check_fallback, check_mixture, check_schemas, fall_back
 from pymoe.mixture.routing import Choice, SlotGate, choose, gather_rows, mix, weigh
 from pymoe.mixture.stats import BackendStats
 from pymoe.nn.losses import AuxiliaryLosses
@@ -132,7 +132,7 @@ class MixtureOfExpertBackends(nn.Module):
             detect_anomalies, on_too_few == "raise",
         )  # fmt: skip
         self.top_k = top_k
-        self.max_experts = check_options(backends, top_k, max_experts, self.rules, on_too_few)
+        self.max_experts = check_mixture(backends, top_k, max_experts, self.rules, on_too_few)
         self._schemas = check_schemas(backends[0])
         self._arguments = RequestSchema(self._name, self._schemas[0])
         self._output_protos = tensor_protos(self._schemas[1])

@@ -11,7 +11,7 @@ from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
-from pymoe.runtime.protocols import check_backend
+from pymoe.runtime.protocols import check_is_backend
 from pymoe.runtime.schema import under_autocast
 
 NAME = "MixtureOfExpertBackends"
@@ -33,7 +33,7 @@ class Rules(NamedTuple):
     """True if too few answers are an error."""
 
 
-def check_options(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
+def check_mixture(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
     """Return the number of slots; raise TypeError or ValueError for an option of the wrong kind or value."""
     if not backends:
         raise ValueError(f"{NAME}: backends must hold at least one backend, got none")
@@ -65,7 +65,7 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
         TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`.
         ValueError: its schemas differ from ``expected``, the others' schemas, or its outputs cannot be weighted.
     """
-    check_backend(NAME, backend)
+    check_is_backend(NAME, backend)
     info = backend.get_info()
     schemas = info["forward_schema"], info["outputs_schema"]
     for leaf in nested_flatten(schemas[1]):

@@ -16,6 +16,7 @@ from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
 from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score, is_gated
 from pymoe._torch_private import FakeTensor
+from pymoe._transforms import in_torch_func, is_exporting
 from pymoe.nn.apply_experts import apply_experts_fused
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.direct import forward_directly
@@ -30,7 +31,6 @@ from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_recorded
-from pymoe.ops.transforms import in_torch_func, is_exporting
 
 MOST_HELD_LOGITS = 1 << 22
 """Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in

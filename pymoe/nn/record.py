@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._torch_private import FakeTensor, temporarily_clear_interpreter_stack
+from pymoe._transforms import in_torch_func
 from pymoe.ops.function_calls import call
-from pymoe.ops.transforms import in_torch_func
 
 
 class Record(nn.Module):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pymoe._common.types import Gate, Routing
+from pymoe._transforms import in_torch_func
 from pymoe.nn.router_product import gradients_of, multiply, takes, without_autocast
 from pymoe.ops.function_calls import call, is_recorded
 from pymoe.ops.gate_topk import GATE_ROUTING, Options, backward_options, gate_backward
-from pymoe.ops.transforms import in_torch_func
 
 
 def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pymoe._common import checks
 from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.types import Gate, Routing, Score
+from pymoe._transforms import in_torch_func
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
     Backend,
@@ -28,7 +29,6 @@ from pymoe.nn.route import is_one_node, route
 from pymoe.nn.router_product import takes, wide_product, without_autocast
 from pymoe.nn.row_invariant import linear
 from pymoe.ops.gate_topk import Options
-from pymoe.ops.transforms import in_torch_func
 
 _WIDE = (torch.float32, torch.float64)
 """The dtypes of logits, which operands of the same dtype need no cast to."""

@@ -11,9 +11,9 @@ from pymoe import _torch_canaries as canaries
 from pymoe._common.contracts import check_dispatch, check_dispatch_out
 from pymoe._common.types import Routing
 from pymoe._torch_private import after_ADInplaceOrView_keyset
+from pymoe._transforms import has_tangent
 from pymoe.ops import index_checks
 from pymoe.ops.row_moves import spread_rows
-from pymoe.ops.transforms import has_tangent
 from pymoe.reference.dispatch import dispatch as reference
 
 

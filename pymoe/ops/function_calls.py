@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
-from pymoe.ops.transforms import is_exporting
+from pymoe._transforms import is_exporting
 
 _Function = type[torch.autograd.Function]
 

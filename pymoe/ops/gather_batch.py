@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_gather_batch
-from pymoe.ops.transforms import has_tangent, in_torch_func
+from pymoe._transforms import has_tangent, in_torch_func
 from pymoe.reference.gather_batch import gather_batch as reference
 from pymoe.reference.gather_batch import split_batch  # split_batch makes views: no kernel
 

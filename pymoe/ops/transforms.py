@@ -1,38 +1,14 @@
-"""Derivatives beyond the first: which transforms surround a call, and gradients that autograd can differentiate."""
+"""Derivatives beyond the first: gradients that autograd and the transforms of torch.func can differentiate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, compiler
-from torch.autograd import forward_ad
+from torch import Tensor
 
-from pymoe import _torch_canaries as canaries
-from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
-
-
-def is_exporting() -> bool:
-    """Return whether ``torch.export`` runs this code.
-
-    ``torch.compiler.is_exporting()`` is True in all code that torch 2.11 compiles.
-    """
-    return compiler._is_exporting_flag
-
-
-def in_torch_func() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active; False while compiling."""
-    if torch.compiler.is_compiling():
-        return False
-    canaries.transforms()
-    return are_functorch_transforms_active()  # type: ignore[no-any-return]
-
-
-def has_tangent(*tensors: Tensor) -> bool:
-    """Return whether one of the tensors carries a tangent of forward-mode AD; False while compiling."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+from pymoe._torch_private import unwrap_if_dead
+from pymoe._transforms import in_torch_func
 
 
 def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:

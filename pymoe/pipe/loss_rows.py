@@ -241,7 +241,7 @@ def _label(node: Node, rows: Rows) -> Label:
         rows.of_numbers.append(of_whole(kind))
         return TOTAL
     if has_total:
-        return _of_totals(node, kind, reduction, operands, inputs, rows)
+        return _of_totals(kind, reduction, operands, inputs, rows)
     if has_unknown:
         return UNKNOWN if shape else TOTAL
     if reduction is not None:
@@ -279,9 +279,7 @@ def _mixes(kind: str) -> str:
     return f"computes with several rows of a micro-batch at once ({kind})"
 
 
-def _of_totals(
-    node: Node, kind: str, reduction: int | None, operands: list[_Operand], inputs: list[_Operand], rows: Rows
-) -> Label:
+def _of_totals(kind: str, reduction: int | None, operands: list[_Operand], inputs: list[_Operand], rows: Rows) -> Label:
     """Return the label of a step whose operand is a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from pymoe._transforms import in_torch_func
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.autograd.isolated_graph import functorch_is_active
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
@@ -229,7 +229,7 @@ class Pipe(Inspection):
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
-        if functorch_is_active() or have_tangents((args, kwargs), self):
+        if in_torch_func() or have_tangents((args, kwargs), self):
             outputs = run_in_one_graph(pipeline, micro_batches)
         else:
             outputs = self._engine.forward(

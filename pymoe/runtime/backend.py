@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pymoe.autograd.plain_state import in_plain_state
-from pymoe.runtime.differentiate import as_leaf, clear_gradients, differentiate, lend, warm_up_autograd, zero_grad
+from pymoe.runtime.differentiate import as_leaf, clear_gradients, lend, run_backward_pass, warm_up_autograd, zero_grad
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
-from pymoe.runtime.gradients import GradientRule, check_choice
+from pymoe.runtime.expert_device import ExpertDevice
+from pymoe.runtime.gradients import GradientRule, check_one_of
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_updates, lock_of, optimized
-from pymoe.runtime.placement import Placement
-from pymoe.runtime.schema import RequestSchema, as_tuple, tensor_protos, to_schema
+from pymoe.runtime.schema import RequestSchema, as_arguments, tensor_protos, to_schema
 from pymoe.runtime.task_pool import TaskPool
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ExpertBackend(nn.Module):
         if not isinstance(expert, nn.Module):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
         check_steps(opt, scheduler, alone=not self._updates_itself())
-        check_choice("buffers", buffers, ("backward", "both"))
+        check_one_of("buffers", buffers, ("backward", "both"))
         self.name = name
         self.expert = expert if device is None else expert.to(device)
         self.training = expert.training
@@ -120,7 +120,7 @@ class ExpertBackend(nn.Module):
         self._rule = GradientRule(gradient_reduction, accumulate_steps, clip_grad_norm, nonfinite_gradients)
         self._buffers_change_in_forward = buffers == "both"
 
-        self.args_schema: tuple[Any, ...] = to_schema(as_tuple(args_schema))
+        self.args_schema: tuple[Any, ...] = to_schema(as_arguments(args_schema))
         self.kwargs_schema: dict[str, Any] = to_schema(dict(kwargs_schema or {}))
         self.forward_schema = (self.args_schema, self.kwargs_schema)
         if not tensor_protos(self.forward_schema):
@@ -130,10 +130,10 @@ class ExpertBackend(nn.Module):
                 f"args_schema={args_schema!r}, kwargs_schema={kwargs_schema!r}, in which nothing is a BatchTensorProto "
                 f"and everything a constant that the expert is called with"
             )
-        self._placement = Placement(self.expert)
-        self._lock = lock_of([*self._placement.parameters, *optimized(opt)])
+        self._expert_device = ExpertDevice(self.expert)
+        self._lock = lock_of([*self._expert_device.parameters, *optimized(opt)])
         if not self._updates_itself():
-            check_updates(name, opt, self._placement.parameters, ())
+            check_updates(name, opt, self._expert_device.parameters, ())
         if outputs_schema is None:
             outputs_schema = self._find_outputs_schema()
         self.outputs_schema = to_schema(outputs_schema)
@@ -150,7 +150,7 @@ class ExpertBackend(nn.Module):
         try:
             with self._lock:
                 schema = infer_outputs_schema(
-                    self.expert, self.args_schema, self.kwargs_schema, device=self._placement.device
+                    self.expert, self.args_schema, self.kwargs_schema, device=self._expert_device.device
                 )
         except Exception as error:
             add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
@@ -159,12 +159,12 @@ class ExpertBackend(nn.Module):
                 f"an outputs_schema there is no such call"
             )
             raise
-        self._placement = Placement(self.expert)  # a lazy expert gets its parameters only by now
+        self._expert_device = ExpertDevice(self.expert)  # a lazy expert gets its parameters only by now
         return schema
 
     def _make_pools(self) -> None:
         inputs, outputs = self._schema.inputs, self._schema.outputs
-        device = self._placement.device
+        device = self._expert_device.device
         options = {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
         self.forward_pool = TaskPool(self.forward, name=f"{self.name}_forward", schema=inputs, **options)
         self.backward_pool = TaskPool(
@@ -264,7 +264,7 @@ class ExpertBackend(nn.Module):
             self._rule.updates += 1  # counts even if the scheduler raises
             if not self._clears_itself:
                 zero_grad(self.opt)
-                clear_gradients([*self._placement.parameters, *optimized(self.opt)])
+                clear_gradients([*self._expert_device.parameters, *optimized(self.opt)])
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -276,20 +276,20 @@ class ExpertBackend(nn.Module):
         self, function: Callable[[Sequence[Tensor]], tuple[Any, ...]], tensors: Sequence[Tensor]
     ) -> tuple[Any, ...]:
         with self._lock:
-            if self._placement.is_home_of(tensors):
+            if self._expert_device.is_home_of(tensors):
                 return function(tensors)
-            return self._placement.run(function, tensors)
+            return self._expert_device.run(function, tensors)
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         args, kwargs = self._schema.pack_arguments(lend(inputs))
         expert = self._modules["expert"]  # attribute access to a submodule takes 1 us
         assert expert is not None
-        if self._buffers_change_in_forward or not self._placement.has_buffers or not expert.training:
+        if self._buffers_change_in_forward or not self._expert_device.has_buffers or not expert.training:
             outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
         else:
             with keep_buffers(expert):
                 outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
-        return self._placement.copy_own(outputs)
+        return self._expert_device.copy_own(outputs)
 
     def _run_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         trains = self.trains
@@ -302,7 +302,9 @@ class ExpertBackend(nn.Module):
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
                 args, kwargs = self._schema.pack_arguments(lend(leaves))
                 outputs = self._schema.flatten_outputs(self.expert(*args, **kwargs))
-                gradients = differentiate(self._schema.output_tensors(outputs), tensors[num_inputs:], leaves, trains)
+                gradients = run_backward_pass(
+                    self._schema.output_tensors(outputs), tensors[num_inputs:], leaves, trains
+                )
                 if trains and self._rule.prepare(parameters, len(leaves[0])):
                     changing = True
                     before = self._rule.updates
@@ -319,7 +321,7 @@ class ExpertBackend(nn.Module):
             clear_gradients(parameters)
 
     def _undo_buffers_after_errors(self) -> AbstractContextManager[None]:
-        if self._placement.has_buffers and self.expert.training:
+        if self._expert_device.has_buffers and self.expert.training:
             return keep_buffers(self.expert, only_after_errors=True)
         return nullcontext()
 
@@ -329,9 +331,9 @@ class ExpertBackend(nn.Module):
 
     def _parameters_with_gradients(self) -> list[nn.Parameter]:
         """Return the tensors that may hold a gradient: parameters of the expert and those in the optimizer."""
-        if not self._placement.is_current(self.expert):
+        if not self._expert_device.is_current(self.expert):
             self._look_again()
-        found = dict.fromkeys(self._placement.parameters)
+        found = dict.fromkeys(self._expert_device.parameters)
         found.update(dict.fromkeys(optimized(self.opt)))
         return list(found)
 
@@ -404,7 +406,7 @@ class ExpertBackend(nn.Module):
         with self._lock:
             self._refuse_conversion(fn)
             super()._apply(fn, recurse)
-            self._placement = Placement(self.expert)
+            self._expert_device = ExpertDevice(self.expert)
             if isinstance(self.opt, Optimizer) and self.opt.state:
                 self.opt.load_state_dict(self.opt.state_dict())  # moves its tensors to the device of the parameters
         return self
@@ -427,7 +429,7 @@ class ExpertBackend(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock = lock_of([*self._placement.parameters, *optimized(self.opt)])
+        self._lock = lock_of([*self._expert_device.parameters, *optimized(self.opt)])
         self._make_pools()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -439,9 +441,9 @@ class ExpertBackend(nn.Module):
 
     def _look_again(self) -> None:
         """Find the expert's parameters again, after some were replaced."""
-        before, self._placement = self._placement.parameters, Placement(self.expert)
+        before, self._expert_device = self._expert_device.parameters, ExpertDevice(self.expert)
         if not self._updates_itself():
-            check_updates(self.name, self.opt, self._placement.parameters, before)
+            check_updates(self.name, self.opt, self._expert_device.parameters, before)
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"

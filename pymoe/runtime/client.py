@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from pymoe.autograd.graph_nodes import ANCHOR, version_of
 from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
-from pymoe.runtime.protocols import Backend, RequestPool, check_backend
+from pymoe.runtime.protocols import Backend, RequestPool, check_is_backend
 from pymoe.runtime.schema import RequestSchema
 
 UNSERVED_WARNING_DELAY_S = 2.0
@@ -62,7 +62,7 @@ class ExpertClient(nn.Module):
 
     def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:
         super().__init__()
-        check_backend("ExpertClient", backend)
+        check_is_backend("ExpertClient", backend)
         info = backend.get_info()
         self.name: str = info["name"]
         self.timeout = timeout

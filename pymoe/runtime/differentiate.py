@@ -29,7 +29,7 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return leaf.requires_grad_() if has_gradient(leaf.dtype) else leaf
 
 
-def differentiate(
+def run_backward_pass(
     outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], leaves: Sequence[Tensor], trains: bool
 ) -> tuple[Tensor, ...]:
     """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``."""

@@ -27,8 +27,8 @@ class GradientRule:
     """
 
     def __init__(self, reduction: str, accumulate_steps: int, clip_grad_norm: float | None, nonfinite: str) -> None:
-        check_choice("gradient_reduction", reduction, ("sum", "mean"))
-        check_choice("nonfinite_gradients", nonfinite, ("raise", "skip", "step"))
+        check_one_of("gradient_reduction", reduction, ("sum", "mean"))
+        check_one_of("nonfinite_gradients", nonfinite, ("raise", "skip", "step"))
         if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
             raise ValueError(f"ExpertBackend: accumulate_steps must be a positive integer, got {accumulate_steps!r}")
         if clip_grad_norm is not None and not (0 < clip_grad_norm < math.inf):
@@ -120,6 +120,6 @@ def _scaled(grad: Tensor, scale: float | Tensor) -> Tensor:
     return grad if scale == 1.0 else grad * scale
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"ExpertBackend: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

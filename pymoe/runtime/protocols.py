@@ -60,7 +60,7 @@ class Backend(Protocol):
         """Return the pool of the forward pass and the pool of the backward pass."""
 
 
-def check_backend(owner: str, backend: Any) -> None:
+def check_is_backend(owner: str, backend: Any) -> None:
     """Raise TypeError unless ``backend`` is a :class:`Backend`; ``owner`` names the caller."""
     if isinstance(backend, type) or not isinstance(backend, Backend):
         wanted = ("name", "trains", "get_info", "get_pools")

@@ -26,7 +26,7 @@ def to_schema(structure: Any) -> Any:
     return nested_map(lambda leaf: BatchTensorProto.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, structure)
 
 
-def as_tuple(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
+def as_arguments(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
     """Return the arguments as a tuple; a single prototype stands for one argument."""
     return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
 

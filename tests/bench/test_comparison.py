@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.common.comparison import from_turn, relative_error, verdict
-from benchmarks.common.targets import verdict as judged
+from benchmarks.common.targets import checked_target
 
 ONE = torch.ones(3)
 
@@ -37,5 +37,5 @@ def test_every_round_begins_with_another():
     ("relation", "median", "met"), [(">=", 3.0, True), (">=", 2.9, False), ("<=", 3.0, True), ("<=", 3.1, False)]
 )
 def test_a_target_is_met_up_to_its_limit(relation, median, met):
-    assert judged("x", relation, 3.0, {"low": 0.0, "median": median, "high": 9.0})["met"] is met
-    assert judged("x", relation, 3.0, None)["met"] is None
+    assert checked_target("x", relation, 3.0, {"low": 0.0, "median": median, "high": 9.0})["met"] is met
+    assert checked_target("x", relation, 3.0, None)["met"] is None

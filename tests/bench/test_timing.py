@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pymoe.bench.timing import LONGEST_SPAN, MOST_CALLS, Spread, Timing, WallTimer, calls_per_value, measure
+from pymoe.bench.timing import LONGEST_SPAN, MOST_CALLS, Quartiles, Timing, WallTimer, calls_per_value, measure
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_a_disturbance_that_lasts_a_round_leaves_the_ratio_alone():
     slow = clock.candidate("slow", 4.0, 4.0, *(4 * one for one in weather))
     seen = measure({"fast": fast, "slow": slow}, budget=0, rounds=(5, 5), timer=WallTimer(clock))
     assert seen["fast"].seconds == tuple(weather)
-    assert seen["slow"].over(seen["fast"]) == Spread(4.0, 4.0, 4.0)
+    assert seen["slow"].over(seen["fast"]) == Quartiles(4.0, 4.0, 4.0)
 
 
 def test_rounds_end_with_the_budget_and_within_the_bounds():
@@ -86,10 +86,10 @@ def test_calls_in_a_row_are_bounded():
 
 
 def test_quartiles():
-    assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0)
-    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(2.0, 3.0, 4.0)
+    assert Quartiles.of([5.0]) == Quartiles(5.0, 5.0, 5.0)
+    assert Quartiles.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
     assert Timing((4.0, 1.0, 3.0, 2.0, 5.0), 1).spread.median == Timing((4.0, 1.0, 3.0, 2.0, 5.0), 1).median
-    assert Spread(1.0, 2.0, 4.0).scaled(0.5) == Spread(0.5, 1.0, 2.0)
+    assert Quartiles(1.0, 2.0, 4.0).scaled(0.5) == Quartiles(0.5, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(("candidates", "rounds"), [({}, (1, 1)), ({"a": int}, (0, 1)), ({"a": int}, (3, 2))])

@@ -335,11 +335,6 @@ def refused(rank, world, what):
         return [type(error).__name__, str(error)]
 
 
-def is_wrapped(rank, world):
-    """What data_parallel returns."""
-    return [isinstance(made((2, 2), "ddp")[1], DistributedDataParallel), made((2, 2), "fsdp")[1] is not None]
-
-
 def twins(rank, world, kind, init_sync=True):
     """Whether ranks with the same experts have equal ones that are those of the first, and whether they had before."""
     mesh = mesh_of(2, world // 2)

@@ -72,7 +72,7 @@ def test_a_parent_may_assign_a_state_to_a_backend_that_does_not_train() -> None:
         },
         assign=True,
     )
-    assert backend._placement.is_current(backend.expert)
+    assert backend._expert_device.is_current(backend.expert)
 
 
 def test_the_state_of_a_bare_expert_can_be_loaded() -> None:

@@ -16,7 +16,7 @@ from pretended import cuda_tensor
 from torch import Tensor, nn
 
 from pymoe.runtime import Runtime, TaskPool
-from pymoe.runtime.placement import Placement
+from pymoe.runtime.expert_device import ExpertDevice
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="operators of a GPU that is there stay its own"),
@@ -122,7 +122,7 @@ def test_a_result_that_comes_from_another_gpu_has_come_when_it_is_handed_out(
     """
     function: Callable[[Any], tuple[Any, ...]] = lambda tensors: (cuda_tensor(tensors[0], 3), "no tensor")  # noqa: E731
     x = torch.rand(2, 2)
-    y, text = Placement(expert).run(function, [x])
+    y, text = ExpertDevice(expert).run(function, [x])
     assert text == "no tensor"
     assert y.device.type == "cpu"
     assert torch.equal(y, x)

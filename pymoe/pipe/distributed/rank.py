@@ -42,9 +42,9 @@ from pymoe.pipe.execution.graph import (
     GradAccumulator,
     Graph,
     StageValue,
+    flatten_value,
     have_tangents,
     memory_of,
-    pack,
     receive_value,
     refuse_unseen_edit,
 )
@@ -201,7 +201,9 @@ class RankStep:
                 torch.default_generator.set_state(before)
         given = self.inputs[micro_batch] = StepInputs()
         for number, value in enumerate(inputs):
-            self._keep(micro_batch, Source(INPUT, number), pack(value, given.cross if self.graphs else BoundaryTensor))
+            self._keep(
+                micro_batch, Source(INPUT, number), flatten_value(value, given.cross if self.graphs else BoundaryTensor)
+            )
 
     def _outputs(self, micro_batch: int) -> list[Any]:
         """Return the model's outputs, with a history that begins here, to compute a loss of them."""

@@ -12,28 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 import mmap
 import os
 import pickle
-import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
+from pymoe._ranks import GroupStore, Process, abort_waits, is_about_connections
 
 # Heartbeats: the messages from which ranks know each other's state.
 
@@ -74,59 +71,13 @@ class RankError(RuntimeError):
         self.phase, self.stage, self.micro_batch = at or (None, None, None)
 
 
-def this_host() -> str:
-    """Return a text that is equal in processes which see each other's process ids; empty if that cannot be known."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-class GroupStore:
-    """Records in a group's store, which all ranks read and write. Thread-safe.
-
-    Once the store is lost, nothing is written, and no records are found.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._shared = group.get_group_store()  # the store's server ends with the last reference to it
-        # A separate connection, because a wait of another thread may block the shared one.
-        self._store = dist.PrefixStore("pymoe.pipe", self._shared.clone())  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=30))
-        self.lost: str | None = None
-        """Why the store can no longer be reached: its process, or its host, has ended. None: it can be reached."""
-
-    def write(self, key: str, record: object) -> None:
-        """Write a record; it is visible when this returns."""
-        self._call("set", key, pickle.dumps(record))
-        self._call("check", [key])  # setting does not wait for the store
-
-    def write_first(self, key: str, record: object) -> Any:
-        """Write a record unless there is one already. Return the record that is now in the store."""
-        found = self._call("compare_set", key, "", pickle.dumps(record))
-        return record if found is None else pickle.loads(found)
-
-    def read(self, key: str) -> Any:
-        """Return a record; None: there is none yet."""
-        found = self._call("get", key) if self._call("check", [key]) else None
-        return None if found is None else pickle.loads(found)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        if self.lost is None:  # torch would print a page of warnings for any further call
-            try:
-                return getattr(self._store, method)(*args)
-            except RuntimeError as error:
-                self.lost = str(error)
-        return None
-
-
 @dataclass
 class Heartbeat:
     """The message about itself that a rank sends to the others a few times a second."""
 
     page: int
-    """The file descriptor of the rank's :func:`new_page`; -1: there is none."""
-    host: str = field(default_factory=this_host)
-    process: int = field(default_factory=os.getpid)
+    """The file descriptor of its :func:`new_page`; -1: it has none."""
+    process: Process = field(default_factory=Process.own)
     count: int = 0
     """The number of heartbeats so far."""
     steps: float = 0
@@ -160,16 +111,16 @@ class Peer:
         self.pidfd: int | None = None
         self._heartbeat = heartbeat
         self._page: mmap.mmap | None = None
-        if not heartbeat.host or heartbeat.host != this_host():
+        process = heartbeat.process
+        if not process.is_here():
             return
         try:
-            self.pidfd = os.pidfd_open(heartbeat.process)
-            with open(f"/proc/{heartbeat.process}/fd/{heartbeat.page}", "rb") as file:
+            self.pidfd = os.pidfd_open(process.id)
+            with open(f"/proc/{process.id}/fd/{heartbeat.page}", "rb") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
-        except ProcessLookupError:
-            self.has_ended = True
         except (OSError, ValueError, AttributeError):
-            pass  # not available on this system: rely on the store
+            pass  # it has ended, or this system does not offer that: the store has to do
+        self.has_ended = process.has_ended()
 
     @property
     def is_watched(self) -> bool:
@@ -213,9 +164,9 @@ class Peer:
 
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
 SUSPICION_S = 3.0  # the same when a connection has broken
-GRACE_S = 3.0  # seconds to wait for the others' first heartbeats, and until they have read of a failure
-LEAVE_S = 60.0  # seconds for which a rank that is done waits until the others have ended their steps
-ABORT_TAG = 2**30  # the tag of messages that are never sent
+GRACE_S = 3.0  # to wait for the others' first heartbeats, and until they have read of a failure
+STORE_TIMEOUT_S = 30.0  # of a call of the store
+LEAVE_S = 60.0  # to wait, for a rank that is done, until the others have ended their steps
 
 
 class FailureDetector:
@@ -235,7 +186,7 @@ class FailureDetector:
         """Waits in these end when a rank fails."""
         self._rank, self._ranks = group.rank(), group.size()
         self._patience = patience
-        self._store = GroupStore(group)
+        self._store = GroupStore(group, "pymoe.pipe", STORE_TIMEOUT_S)
         self._peers: list[Peer] = []
         self._heartbeat = Heartbeat(new_page())
         self._page = mmap.mmap(self._heartbeat.page, PAGE_BYTES)
@@ -424,36 +375,6 @@ class FailureDetector:
         self._show(self._heartbeat.at, steps=math.inf)
         self._write()
         return first
-
-
-def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Make every wait for messages of these groups in this process raise now. The groups cannot be used afterwards.
-
-    gloo cannot abort a wait, but closes all connections of a context when one of its waits exceeds its timeout. So this
-    waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing, but count
-    as done for a stream that waits for them.
-    """
-    for group, device in [(one, device) for one in groups for device in one._device_types]:
-        backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-        if backend.name() != "gloo":
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
-            continue
-        # There is a context for every network device; tags choose one. A connection that is already broken raises at
-        # once and does not affect the others, so try every peer.
-        contexts = max(1, len(getattr(backend.options, "_devices", ())))
-        others = set(range(group.size())) - {group.rank()}
-        for peer, context in itertools.product(others, range(contexts)):
-            with contextlib.suppress(RuntimeError):
-                backend.recv([torch.empty(1)], peer, ABORT_TAG + context).wait(timedelta(milliseconds=1))
-
-
-def is_about_connections(error: BaseException) -> bool:
-    """Return whether an error says that a message could not be sent or received."""
-    pattern = r"gloo|nccl|pair closure|connection (was )?(closed|reset|refused|lost)|socket"
-    says_so = isinstance(error, RuntimeError) and re.search(pattern, str(error), re.I)
-    return isinstance(error, dist.DistError) or bool(says_so)
 
 
 _detectors: dict[dist.ProcessGroup, FailureDetector] = {}

@@ -13,8 +13,8 @@ import torch
 from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.context import MicroBatch, running
-from pymoe.pipe.execution.gradients import accumulate, attach, end_history
-from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unpack
+from pymoe.pipe.execution.gradients import Grads, accumulate, attach, end_history
+from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unflatten_value
 from pymoe.pipe.execution.held_values import HeldLayout
 from pymoe.pipe.execution.plan import ActionPlan, PlanRun, TimedAction, Workers, inside
 from pymoe.pipe.execution.shared_layers import Turns, running_step, turns_of
@@ -37,7 +37,6 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
 """The most schedules, and plans made from them, that are kept."""
-Grads = Sequence[torch.Tensor | None]
 
 
 class Engine:
@@ -274,7 +273,7 @@ def _tied(crossed: Sequence[BoundaryTensor], inputs: Sequence[torch.Tensor]) -> 
 
 def _value(value: StageValue, made: dict[int, torch.Tensor]) -> Any:
     leaves = [made.get(id(leaf), leaf.tensor) if type(leaf) is BoundaryTensor else leaf for leaf in value.leaves]
-    return unpack(leaves, value.structure)
+    return unflatten_value(leaves, value.structure)
 
 
 def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:

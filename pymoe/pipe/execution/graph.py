@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 
 from pymoe._torch_private import pytree
+from pymoe._transforms import has_tangent
 from pymoe.autograd.graph_nodes import (
     ANCHOR,
     add_gradients,
@@ -33,7 +34,6 @@ from pymoe.autograd.graph_nodes import (
     make_edge,
     version_of,
 )
-from pymoe.autograd.isolated_graph import has_tangent
 from pymoe.autograd.random_streams import RandomStream
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.micro_batches import Whole
@@ -101,7 +101,7 @@ _LEAVES = {LossReading, type(None), bool, int, float, str}
 _WITHOUT_TENSORS = {BoundaryTensor, *_LEAVES}
 
 
-def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
+def flatten_value(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
     """Return the value with ``cross(tensor)`` in place of every tensor in it."""
     if isinstance(value, torch.Tensor):
         return StageValue([cross(value)], None)
@@ -111,7 +111,7 @@ def pack(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageVa
     return StageValue([cross(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
-def unpack(leaves: list[Any], structure: Any) -> Any:
+def unflatten_value(leaves: list[Any], structure: Any) -> Any:
     """Return the value that has these leaves."""
     return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
@@ -151,7 +151,7 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
 def receive_value(value: StageValue, device: torch.device | None) -> Any:
     """Return the value with its tensors as :func:`receive` returns them."""
     leaves = [receive(leaf, device) if type(leaf) is BoundaryTensor else leaf for leaf in value.leaves]
-    return unpack(leaves, value.structure)
+    return unflatten_value(leaves, value.structure)
 
 
 class _StageInputs(torch.autograd.Function):
@@ -247,7 +247,7 @@ class Graph:
                 row[position] = aliases[number]
                 self.edges.append(make_edge(GradientEdge, (entry, number, None)))
         for position, row, structure in nested:
-            arguments[position] = unpack(row, structure)
+            arguments[position] = unflatten_value(row, structure)
         return arguments
 
     def end(self, outputs: Sequence[Any], accumulator: GradAccumulator) -> list[StageValue]:
@@ -266,8 +266,10 @@ class Graph:
             return BoundaryTensor(tensor.detach(), accumulator, len(roots) - 1, is_fixed(tensor))
 
         sent: list[StageValue] = []
-        for output in outputs:  # no comprehension, no packing of single tensors: it is faster
-            sent.append(StageValue([cross(output)], None) if isinstance(output, torch.Tensor) else pack(output, cross))
+        for output in outputs:  # no comprehension, and no flatten_value for lone tensors: every micro-batch comes here
+            sent.append(
+                StageValue([cross(output)], None) if isinstance(output, torch.Tensor) else flatten_value(output, cross)
+            )
         self.refuse_hidden_tensors(sent)
         self.leaves, reached = find_leaves_and_nodes(nodes, self.entry)
         self.is_compiled = are_compiled(reached)

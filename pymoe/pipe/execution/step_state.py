@@ -34,8 +34,8 @@ from pymoe.pipe.execution.graph import (
     GradAccumulator,
     Graph,
     StageValue,
+    flatten_value,
     is_fixed,
-    pack,
     receive,
     receive_value,
 )
@@ -89,7 +89,10 @@ class Activation(GradAccumulator):
         device = self._stage.device
         if not graphs:
             arguments = [receive_value(value, device) for value in received]
-            return [pack(output, BoundaryTensor) for output in self._call(self._stream(), self._micro_batch, arguments)]
+            return [
+                flatten_value(output, BoundaryTensor)
+                for output in self._call(self._stream(), self._micro_batch, arguments)
+            ]
         graph, about = Graph(self._stream(), device), self._micro_batch
         if recompute is not None and recompute.is_useful(received):
             about, arguments = about.in_run(checkpointing=True), graph.begin(received)
@@ -99,7 +102,7 @@ class Activation(GradAccumulator):
                 self._recomputation = recompute.after(received, before)
             if self._recomputation is not None:
                 graph.close()
-                sent = [pack(output, self._cut_off) for output in outputs]
+                sent = [flatten_value(output, self._cut_off) for output in outputs]
                 graph.refuse_hidden_tensors(sent)
                 return sent
         else:
@@ -369,7 +372,8 @@ class StepState:
         given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]
         given = [(number, source) for number, source in given if self._uses[source]]
         self._values: list[dict[Source, StageValue]] = [
-            {source: pack(values[number], cross) for number, source in given} for values in micro_batches.values
+            {source: flatten_value(values[number], cross) for number, source in given}
+            for values in micro_batches.values
         ]
         count = len(self._values)
         self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # for values that are taken several times

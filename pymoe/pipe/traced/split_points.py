@@ -10,10 +10,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import compiler, fx, nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from pymoe._torch_private import OpOverload, OpOverloadPacket
+from pymoe._transforms import is_exporting
 from pymoe.pipe.capture.opaque import refuse_boundary
 from pymoe.pipe.info import also_called
 
@@ -34,7 +35,7 @@ def pipe_split() -> None:
     It does nothing when the model is run without a pipeline. A boundary at the very beginning or end, or next to
     another, makes no stage.
     """
-    if compiler._is_exporting_flag:
+    if is_exporting():
         refuse_boundary()
         torch.ops.pymoe_pipe.split()
 

@@ -20,7 +20,7 @@ from pymoe.pipe.distributed.messages import (
     read_values,
 )
 from pymoe.pipe.distributed.transport import Background
-from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, pack, unpack
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, flatten_value, unflatten_value
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -36,9 +36,11 @@ def travel(description, tensors):
 
 
 def through(value):
-    described, tensors = travel(*describe_values([pack(value, BoundaryTensor)]))
+    described, tensors = travel(*describe_values([flatten_value(value, BoundaryTensor)]))
     (sent,) = read_values(described, tensors, None)
-    return unpack([leaf.tensor if type(leaf) is BoundaryTensor else leaf for leaf in sent.leaves], sent.structure)
+    return unflatten_value(
+        [leaf.tensor if type(leaf) is BoundaryTensor else leaf for leaf in sent.leaves], sent.structure
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_what_cannot_share_memory_where_it_arrives_is_refused():
 
 def test_values_that_do_not_overlap_travel_without_what_is_between_them():
     rows = torch.zeros(1000, 4)
-    _, tensors = describe_values([pack((rows[0], rows[-1]), BoundaryTensor)])
+    _, tensors = describe_values([flatten_value((rows[0], rows[-1]), BoundaryTensor)])
     assert [tensor.numel() for tensor in tensors] == [4, 4]
 
 
@@ -118,7 +120,7 @@ def test_structures_and_other_things_arrive_and_nothing_warns():
 def test_gradients_go_to_the_tensors_that_need_one():
     accumulator, far = GradAccumulator(), GradAccumulator()
     needs = iter([True, False, True])
-    sent = pack(
+    sent = flatten_value(
         [torch.ones(1), torch.ones(2), torch.ones(3)], lambda t: BoundaryTensor(t, far if next(needs) else None)
     )
     described, tensors = travel(*describe_values([sent]))
@@ -136,7 +138,7 @@ def test_missing_gradients_stay_missing():
 
 def test_equal_shapes_have_equal_descriptions():
     def describe(fill, rows):
-        return describe_values([pack({"x": torch.full((rows, 3), fill), "n": 1}, BoundaryTensor)])[0]
+        return describe_values([flatten_value({"x": torch.full((rows, 3), fill), "n": 1}, BoundaryTensor)])[0]
 
     assert describe(1.0, 2) == describe(7.0, 2) != describe(1.0, 3)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import LIMIT, are_told, ranks
 
+from pymoe import _ranks
 from pymoe.pipe.distributed import watchdog
 from pymoe.pipe.distributed.watchdog import FailureDetector, RankError, watching
 
@@ -57,7 +58,7 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
     if plan.hosts_differ:
-        watchdog.this_host = lambda: f"host {rank}"
+        _ranks.this_host = lambda: f"host {rank}"
     timeout = timedelta(seconds=plan.timeout_s)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timeout)
     watch = watching(patience=plan.patience)

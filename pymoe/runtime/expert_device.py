@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Placement:
+class ExpertDevice:
     """The device of an expert's first parameter, or buffer if it has none; any device for an expert without either.
 
     Parameters keep their identity when their module is moved, so this follows the expert. It must be recreated after

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pymoe.autograd import plain_state
 from pymoe.runtime import BatchTensorProto, ExpertBackend
-from pymoe.runtime.placement import Placement
+from pymoe.runtime.expert_device import ExpertDevice
 
 X, IDS = BatchTensorProto(4), BatchTensorProto(dtype=torch.int64)
 
@@ -36,30 +36,30 @@ def _device() -> Iterator[None]:
 
 
 def test_tensors_of_requests_go_to_the_expert_and_come_back() -> None:
-    placement = Placement(nn.Linear(4, 4).to(DEVICE))
-    assert placement.device == DEVICE
+    expert_device = ExpertDevice(nn.Linear(4, 4).to(DEVICE))
+    assert expert_device.device == DEVICE
     here = (torch.randn(3, 4), torch.arange(3))
-    assert not placement.is_home_of(here)
+    assert not expert_device.is_home_of(here)
 
     def function(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         assert [tensor.device for tensor in tensors] == [DEVICE, DEVICE]
         return tensors[0] * 2, None, tensors[1] + 1
 
-    product, nothing, ids = placement.run(function, here)
+    product, nothing, ids = expert_device.run(function, here)
     assert nothing is None
     assert not isinstance(product, Pretended)
     assert torch.equal(product, here[0] * 2)
     assert torch.equal(ids, here[1] + 1)
     there = [tensor.to(DEVICE) for tensor in here]
-    assert placement.is_home_of(there)
-    assert not placement.is_home_of([there[0], here[1]])
+    assert expert_device.is_home_of(there)
+    assert not expert_device.is_home_of([there[0], here[1]])
 
 
 def test_an_expert_without_parameters_takes_tensors_where_they_are() -> None:
-    placement = Placement(nn.ReLU())
-    assert placement.device is None
+    expert_device = ExpertDevice(nn.ReLU())
+    assert expert_device.device is None
     for tensors in ([torch.ones(2)], [torch.ones(2).to(DEVICE), torch.ones(2)]):
-        assert placement.is_home_of(tensors)
+        assert expert_device.is_home_of(tensors)
 
 
 def test_outputs_of_an_expert_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_backend_that_is_moved_knows_where_it_is() -> None:
     backend = ExpertBackend("e", expert, args_schema=[X])
     assert torch.equal(backend.forward(torch.ones(1, 4))[0], expert(torch.ones(1, 4)))
     backend.to("meta")
-    assert Placement(expert).device == torch.device("meta")
+    assert ExpertDevice(expert).device == torch.device("meta")
     assert backend.forward(torch.ones(1, 4, device="meta"))[0].is_meta
     moved = ExpertBackend("e", nn.Linear(4, 4), args_schema=[X], device="meta")
     assert moved.expert.weight.is_meta

@@ -1,0 +1,146 @@
+"""What one rank can learn of the others of its process group, and how it ends its own waits for them.
+
+The system tells whether a process of the same host has ended (:class:`Process`). The store of the group holds records
+that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process and, since it
+closes connections, those of ranks that wait for this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import re
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ABORT_TAG = 2**30  # the tag of messages that are never received
+
+
+def this_host() -> str:
+    """Return a text equal in processes that see each other's process ids; empty where that cannot be known."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+class Process(NamedTuple):
+    """A process, as others of its host can find it."""
+
+    host: str
+    """:func:`this_host` there."""
+    id: int
+    started: str
+    """The time of its start: another process may get the same id later. Empty where that cannot be known."""
+
+    @classmethod
+    def own(cls) -> Process:
+        """Return this process."""
+        found = _state_and_start(os.getpid())
+        return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
+
+    def is_here(self) -> bool:
+        """Return whether it is, or was, on this host, so that :meth:`has_ended` can tell."""
+        return bool(self.host) and self.host == this_host()
+
+    def has_ended(self) -> bool:
+        """Return whether it is known to have ended: its files are closed, also if its parent has not asked for it."""
+        if not self.is_here():
+            return False
+        found = _state_and_start(self.id)
+        return found is None or found[1] != self.started or found[0] in "ZX"
+
+
+def _state_and_start(process: int) -> tuple[str, str] | None:
+    """Return the state of a process of this host, a letter, and the time of its start; None if there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+class GroupStore:
+    """Records that all ranks of a group read and write, in its store. For several threads.
+
+    Once the store is lost, nothing is written any more, and no records are found.
+
+    Args:
+        group: the ranks.
+        prefix: of the keys.
+        timeout_s: the longest time that a call waits for the store.
+
+    Raises:
+        RuntimeError: the group has no store, or one to which there is no second connection.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, prefix: str, timeout_s: float) -> None:
+        self._shared = group.get_group_store()  # the store's server ends with the last reference to it
+        # A connection of its own: a wait of another thread may block the shared one.
+        self._store = dist.PrefixStore(prefix, self._shared.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self.lost: str | None = None
+        """Why the store cannot be reached any more: its process, or its host, has ended. None: it can be reached."""
+
+    def write(self, key: str, record: object) -> None:
+        """Write a record. It is there when this returns."""
+        self._call("set", key, pickle.dumps(record))
+        self._call("check", [key])  # setting does not wait for the store
+
+    def write_first(self, key: str, record: object) -> Any:
+        """Write a record unless there is one already. Return the one that is there then."""
+        found = self._call("compare_set", key, "", pickle.dumps(record))
+        return record if found is None else pickle.loads(found)
+
+    def read(self, key: str) -> Any:
+        """Return a record; None: there is none yet."""
+        found = self._call("get", key) if self._call("check", [key]) else None
+        return None if found is None else pickle.loads(found)
+
+    def delete(self, key: str) -> None:
+        """Remove a record."""
+        self._call("delete_key", key)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self.lost is None:  # torch would print a page of warnings for any further call
+            try:
+                return getattr(self._store, method)(*args)
+            except RuntimeError as error:
+                self.lost = str(error)
+        return None
+
+
+def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let all that waits for messages of these groups in this process raise, now. They are of no further use.
+
+    gloo cannot abort a wait, but closes all connections of a context when one of its waits exceeds its timeout: so wait
+    a millisecond for a message that is never sent. NCCL's operations are aborted; they raise nothing, but what a stream
+    waits for is then done.
+    """
+    for group, device in [(one, device) for one in groups for device in one._device_types]:
+        backend: Any = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if backend.name() != "gloo":
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+            continue
+        # A context for every network device; tags choose one. A connection that is broken already raises at once, and
+        # leaves the others alone: so try every peer.
+        contexts = max(1, len(getattr(backend.options, "_devices", ())))
+        others = set(range(group.size())) - {group.rank()}
+        for peer, context in itertools.product(others, range(contexts)):
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1)], peer, ABORT_TAG + context).wait(timedelta(milliseconds=1))
+
+
+def is_about_connections(error: BaseException) -> bool:
+    """Return whether an error says that a message could not be sent or received."""
+    pattern = r"gloo|nccl|pair closure|connection (was )?(closed|reset|refused|lost)|socket"
+    says_so = isinstance(error, RuntimeError) and re.search(pattern, str(error), re.I)
+    return isinstance(error, dist.DistError) or bool(says_so)

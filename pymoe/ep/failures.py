@@ -1,0 +1,309 @@
+"""Waits for the exchanges of a group that end with an error, on all ranks, when one of them has failed.
+
+Over gloo a rank that dies closes its connections, and the ranks that exchange messages with it learn that at once. They
+close theirs in turn (:func:`pymoe._ranks.abort_waits`), so the ranks that wait for them learn it, too. The first one
+that notices writes to the group's store which rank it was, for the messages of the others, and for ranks that wait for
+one which is busy elsewhere.
+
+A rank that raises and lives on keeps its connections. It reports that, in the store, and a wait that takes longer than
+``LOOK`` reads such records. A report counts only for ranks in the same call that wait for an exchange which the other
+one has not begun: so where all ranks raise, and go on with the next call, none of them is disturbed.
+
+An exchange that goes well reads and writes no records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pymoe import _torch_private as private
+from pymoe._errors import describe_error
+from pymoe._ranks import GroupStore, Process, abort_waits, is_about_connections
+from pymoe._torch_canaries import Exercises, canary
+from pymoe.ep.sharding import ExpertSharding
+
+LOOK = timedelta(seconds=1)  # a wait that takes longer looks for records, and does so again each time
+NAMING_S = 2.0  # to find out who has failed: the system reports the end of a process a moment after its connections
+STORE_TIMEOUT_S = 5.0  # of a call of the store
+
+
+class GroupError(RuntimeError):
+    """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
+
+    Where ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
+    raises it, from the same call, before any row was sent: the group can be used afterwards. (The rank that has failed
+    raises its own error.) Where rows or counts did not arrive, because a rank has died, has raised or is late, the
+    group cannot be used any more.
+    """
+
+    def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.layer = layer
+        """Name of the layer in its model."""
+        self.ranks = ranks
+        """The ranks that the message is about, numbered within the group; empty where they are not known."""
+
+    def __reduce__(self) -> tuple[type[GroupError], tuple[str, str, tuple[int, ...]]]:
+        return type(self), (str(self), self.layer, self.ranks)
+
+
+class Failure(NamedTuple):
+    """The reason why exchanges of a group cannot be finished."""
+
+    ranks: tuple[int, ...]
+    what: str
+    exchanges: int = 0
+    """Number of exchanges that the rank has begun in the group."""
+
+
+@dataclass
+class GroupMembers:
+    """What this rank knows of a group whose ranks have compared descriptions."""
+
+    rank: int
+    processes: Sequence[Process]
+    """(R,)."""
+    store: GroupStore | None
+    """None: the group has none, and ranks that live on after an error cannot report it."""
+    calls: int = 0
+    """Number of calls of layers that have begun."""
+    exchanges: int = 0
+    """Number of exchanges that have begun."""
+    failure: Failure | None = None
+    """The failure that ended an exchange here."""
+    reports: list[str] = field(default_factory=list)
+    """Keys of this rank's reports."""
+
+    def report_error(self, what: str) -> None:
+        """Tell the ranks that wait for this one in the present call that it has left the call by an error."""
+        if self.store is not None and self.failure is None:
+            key = f"raised in call {self.calls}"
+            self.store.write_first(
+                key, Failure((self.rank,), f"rank {self.rank} of the expert-parallel group {what}", self.exchanges)
+            )
+            self.reports.append(key)
+
+    def reported(self, exchange: int) -> Failure | None:
+        """Return the failure of another rank because of which an exchange cannot be finished, if one is reported."""
+        if self.store is None:
+            return None
+        # This rank may wait for one that is in another group, where nothing has told it of the failure.
+        failure: Failure | None = self.store.read("failure")
+        raised: Failure | None = self.store.read(f"raised in call {self.calls}")
+        return raised if failure is None and raised is not None and raised.exchanges < exchange else failure
+
+    def remove_reports(self) -> None:
+        """Remove this rank's reports, since all ranks have begun another call."""
+        while self.reports and self.store is not None:
+            self.store.delete(self.reports.pop())
+
+    def find_failure(self) -> Failure | None:
+        """Return which rank has failed, where a connection is lost; None if that cannot be known."""
+        limit = time.monotonic() + NAMING_S
+        while self.failure is None and time.monotonic() < limit:
+            self.failure = None if self.store is None else self.store.read("failure")
+            ended = tuple(rank for rank, process in enumerate(self.processes) if process.has_ended())
+            if self.failure is None and ended:
+                what = "the process of " + " and ".join(f"rank {rank}" for rank in ended)
+                self.note(Failure(ended, f"{what} of the expert-parallel group has ended"))
+            time.sleep(0.0 if self.failure else 0.02)
+        return self.failure
+
+    def note(self, failure: Failure) -> None:
+        """Note why exchanges cannot be finished: the record of the rank that has noticed it first counts."""
+        self.failure = failure if self.store is None else self.store.write_first("failure", failure)
+
+
+_members: WeakKeyDictionary[dist.ProcessGroup, GroupMembers] = WeakKeyDictionary()
+
+
+def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], name: str) -> None:
+    """Note the processes of the ranks of a group, and its name, which no other group has had. All ranks come here."""
+    if group not in _members and len(processes) > 1:
+        ends_are_heard()
+        store = None
+        with contextlib.suppress(RuntimeError):  # the group has no store, or one without further connections
+            store = GroupStore(group, f"pymoe.ep {name}", STORE_TIMEOUT_S)
+        _members[group] = GroupMembers(group.rank(), processes, store)
+
+
+def begin_call(sharding: ExpertSharding) -> None:
+    """Count a call of a layer of a group."""
+    members = _members.get(sharding.group)
+    if members is not None:
+        members.calls += 1
+
+
+def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, lost: RuntimeError) -> GroupError:
+    """Return the error for a collective that a group could not finish, and end the waits of other ranks, too.
+
+    Args:
+        group: the ranks.
+        subject: of the message, such as the layer.
+        layer: name of the layer in its model, or an empty string.
+        what: did not arrive.
+        lost: the error of the collective.
+    """
+    failure = None
+    if is_about_connections(lost):
+        members = _members.get(group)
+        failure = None if members is None else members.find_failure()
+        abort_waits((group,))
+    if failure is None:
+        why = "a rank of the expert-parallel group has died, has left, or took longer than the group's timeout"
+        return GroupError(f"{subject}: {what} did not arrive: {why} ({describe_error(lost)})", layer)
+    return GroupError(
+        f"{subject}: {what} did not arrive: {failure.what} ({describe_error(lost)})", layer, failure.ranks
+    )
+
+
+class Exchange:
+    """A collective of a layer's ranks under way.
+
+    Args:
+        sharding: of the layer.
+        what: is exchanged, in errors.
+        start: begins the collective, and returns its work.
+
+    Raises:
+        GroupError: it cannot begin, since a rank has failed.
+    """
+
+    def __init__(self, sharding: ExpertSharding, what: str, start: Callable[[], Any]) -> None:
+        self._sharding, self._what = sharding, what
+        self._members = _members.get(sharding.group)
+        self._number = 0
+        if self._members is not None:
+            self._members.exchanges += 1
+            self._number = self._members.exchanges
+        try:
+            self._work = start()
+        except RuntimeError as lost:
+            raise self._error(lost) from lost
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            GroupError: a rank has failed.
+        """
+        members = self._members
+        try:
+            # On a GPU a stream waits, and a timeout would have the host wait, too.
+            if members is None or self._sharding.mesh.device_type != "cpu":
+                self._work.wait()
+            else:
+                self._wait_or_abort(members)
+        except RuntimeError as lost:
+            raise self._error(lost) from lost
+        if members is not None and members.reports:
+            members.remove_reports()
+
+    def _wait_or_abort(self, members: GroupMembers) -> None:
+        """Wait; look for records of failures again and again, and abort all waits of the group if there is one."""
+        while True:
+            try:
+                self._work.wait(LOOK)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    break
+            reported = members.reported(self._number)
+            if reported is not None:
+                members.note(reported)
+                abort_waits((self._sharding.group,))
+                break
+        self._work.wait()  # it raises what ended it
+
+    def _error(self, lost: RuntimeError) -> GroupError:
+        sharding = self._sharding
+        return lost_rank(sharding.group, f"MoE {sharding.title}", sharding.layer, self._what, lost)
+
+
+# Errors of this rank that the others cannot learn from the count exchange.
+
+
+@contextlib.contextmanager
+def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
+    """Report errors of this rank to the ranks that have its counts and wait for its rows."""
+    try:
+        yield
+    except GroupError:
+        raise
+    except BaseException as error:
+        report_error(sharding, f"raised {describe_error(error)}")
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
+                f"failed, too, raise GroupError, and the group cannot be used any more"
+            )
+        raise
+
+
+def report_error(sharding: ExpertSharding, what: str) -> None:
+    """Report to the ranks that wait for this one in a call of a layer that it has left the call, and how."""
+    members = _members.get(sharding.group)
+    if members is not None:
+        members.report_error(f"{what} in MoE {sharding.title}")
+
+
+def report_failed_backward(sharding: ExpertSharding) -> None:
+    """Report it if the backward pass that runs on this thread raises."""
+    if sharding.group in _members:
+        with contextlib.suppress(RuntimeError):  # compiled backward passes have no end that can be seen here
+            private.queue_callback(_Backward(partial(report_error, sharding, "raised in the backward pass")))
+
+
+class _Backward:
+    """Belongs to a backward pass, which calls it at its end, or lets it go where it raises."""
+
+    def __init__(self, failed: Callable[[], object]) -> None:
+        self._failed, self._has_ended = failed, False
+
+    def __call__(self) -> None:
+        self._has_ended = True
+
+    def __del__(self) -> None:
+        if not self._has_ended:
+            self._failed()
+
+
+class _Fail(torch.autograd.Function):
+    """Queues the end of a backward pass in it, which fails if it is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:
+        ctx.end, ctx.fails = end, fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        end, ctx.end = ctx.end, None
+        private.queue_callback(end)
+        if ctx.fails:
+            raise ArithmeticError
+        return grad, None, None
+
+
+@canary
+def ends_are_heard() -> Exercises:
+    """Exercise the name by which ranks report that a backward pass has failed."""
+    heard: list[bool] = []
+    for fails in (False, True):
+        x = torch.ones(1, requires_grad=True, device="cpu")
+        loss = _Fail.apply(x, _Backward(partial(heard.append, fails)), fails)
+        with contextlib.suppress(ArithmeticError):
+            loss.backward()
+        del loss
+    yield "queue_callback", heard == [True]
