@@ -137,6 +137,8 @@ class TaskPool:
         self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0
     ) -> RequestFuture | None:
         """submit_task, but None where that would wait for room."""
+    def _wait_for_room(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        """Wait until the queue has room, which another client may take; False after ``timeout`` s."""
     def submit_task(self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0) -> RequestFuture:
         """
         Queue a request and return its future.

@@ -41,6 +41,7 @@ PYTHON_MAY_USE = {
     "reference": {"reference"},
     "_native": {"_native", "_ops", "_runtime"},
     "_errors": set(),
+    "_checks": set(),  # of seconds: one rule for servers, pools, mixtures and command lines, which share no package
     "_torch_private": set(),
     "_torch_canaries": {"_torch_private"},
     "_torch_versions": set(),
@@ -52,8 +53,19 @@ PYTHON_MAY_USE = {
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private"},
     # Names of parallel and mixture are found in runtime, too, where other programs look for them.
     "runtime/__init__": {"parallel", "mixture", "runtime", "autograd", "_errors", "_native", "_runtime"},
-    "runtime": {"autograd", "runtime", "_errors", "_native", "_runtime", "_torch_private"},
-    "mixture": {"autograd", "reference", "ops", "nn", "runtime", "mixture", "_errors", "_native", "_runtime"},
+    "runtime": {"autograd", "runtime", "_checks", "_errors", "_native", "_runtime", "_torch_private"},
+    "mixture": {
+        "autograd",
+        "reference",
+        "ops",
+        "nn",
+        "runtime",
+        "mixture",
+        "_checks",
+        "_errors",
+        "_native",
+        "_runtime",
+    },
     "pipe": {
         "autograd",
         "pipe",
@@ -65,11 +77,11 @@ PYTHON_MAY_USE = {
         "_torch_private",
     },
     "pipe/auxiliary": {"nn", "pipe"},
-    "remote": {"runtime", "remote", "_errors"},
+    "remote": {"runtime", "remote", "_checks", "_errors"},
     "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
     "integrations": {"reference", "ops", "nn", "parallel", "runtime", "mixture", "pipe", "remote", "integrations"},
     "ep/simulate": {"reference", "ops", "nn", "ep", "bench"},
-    "bench": {"reference", "ops", "nn", "bench"},
+    "bench": {"reference", "ops", "nn", "bench", "_checks"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
 INSTALLED_WITH = {"remote": {"grpc", "msgspec"}}

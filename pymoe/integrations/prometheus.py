@@ -9,11 +9,11 @@ prometheus-client``).
     register(runtime)
     start_http_server(9100, addr="127.0.0.1")
 
-``register`` takes a :class:`pymoe.remote.ExpertServer` as well: the series of its runtime, and those of its calls.
+``register`` also accepts a :class:`pymoe.remote.ExpertServer`, and exports the series of its runtime and its calls.
 
 Every series of a pool has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
-"Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds, as
-those of the runtime's own histograms do, so that counts are exact.
+"Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds. The
+runtime's own histograms have the same buckets, so the counts are exact.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RuntimeCollector:
 
     Args:
         runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or several by name; the
-            name is the label ``runtime``, and that of a single one is ``default``.
+            name is the label ``runtime``, which is ``default`` for a single one.
 
     Raises:
         ImportError: prometheus-client is not installed.
@@ -96,9 +96,9 @@ class RuntimeCollector:
                 times.add_metric(labels, cumulative(found.buckets, SECOND_ENDS), sum_value=found.sum)
             yield times
         if self._servers:
-            yield from self._of_servers()
+            yield from self._collect_servers()
 
-    def _of_servers(self) -> Iterator[Metric]:
+    def _collect_servers(self) -> Iterator[Metric]:
         calls = self._core.CounterMetricFamily(
             "pymoe_remote_calls", "Calls to a server of experts", labels=("runtime", "outcome")
         )
@@ -146,7 +146,7 @@ def serve(runtimes: Any, port: int) -> None:
 
 
 def cumulative(buckets: Sequence[Bucket], ends: tuple[float, ...]) -> list[tuple[str, float]]:
-    """Return Prometheus' buckets: for each end, how many values lie in buckets that end there or before."""
+    """Return Prometheus' buckets: for each end, the number of values in buckets that end there or before."""
     everything = sum(one.count for one in buckets)
     counts = [sum(one.count for one in buckets if one.high <= end * (1 + 1e-9)) for end in ends]
     return [*((str(float(end)), count) for end, count in zip(ends, counts, strict=True)), ("+Inf", everything)]

@@ -1,24 +1,24 @@
-"""Servers of experts that Ray places on machines and starts again, through the package ray (``pip install ray``).
+"""Servers of experts that Ray places on machines and restarts, through the package ray (``pip install ray``).
 
 ::
 
     from pymoe.integrations import ray as pymoe_ray
 
     for number in range(4):
-        make = functools.partial(make_expert, f"expert-{number}")  # names that differ: a mixture tells experts by them
+        make = functools.partial(make_expert, f"expert-{number}")  # names that differ, since a mixture needs them
         pymoe_ray.serve(f"experts-{number}", make, checkpoints="/shared/experts", num_cpus=2)
     with pymoe_ray.ServedExperts([f"experts-{number}" for number in range(4)]) as served:
         mixture = pymoe.MixtureOfExpertBackends(served.backends(), top_k=2, forward_timeout=1, backward_timeout=1)
-        served.follow(mixture)  # as actors die and come back elsewhere
+        served.follow(mixture)  # replaces the experts of actors that restart elsewhere
         train(mixture)
 
-Each server is in an actor with a name. Ray starts it again when it or its machine dies, or when a client has its server
-drain (``python -m pymoe.remote drain``), where the resources are that it asks for, and it goes on from its newest
-checkpoint, if the folder is one that all machines see. ``ray.kill`` ends it for good. Requests do not pass through Ray:
+Each server runs in a named actor. If the actor or its machine dies, or a client drains its server (``python -m
+pymoe.remote drain``), Ray restarts it on a machine with the resources that it requests, and it continues from its
+newest checkpoint, if all machines share the folder. ``ray.kill`` ends it permanently. Requests do not pass through Ray:
 they go to the server over gRPC.
 
-Ray's own messages are pickles: whoever can reach a cluster's ports can run code on it. It is for clusters that are cut
-off from strangers, whatever this package does.
+Ray's own messages are pickles: anybody who can reach a cluster's ports can run code on it. Ray is for clusters that
+strangers cannot reach; this package cannot change that.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["ServedExperts", "serve"]
 
 MISSING = "pymoe.integrations.ray needs ray: pip install ray"
-LOOK_S = 10.0
-"""The longest that one look at where an actor is may take."""
+ADDRESS_TIMEOUT_S = 10.0
+"""Time limit in seconds for asking an actor for its address."""
 FOREVER = -1
-"""Of Ray's ``max_restarts`` and ``max_task_retries``."""
+"""Value of Ray's ``max_restarts`` and ``max_task_retries`` that means without limit."""
 
 logger = logging.getLogger("pymoe.remote")
 
@@ -61,29 +61,29 @@ class ExpertActor:
         threading.Thread(target=self._end_with_server, name="pymoe-ray-actor", daemon=True).start()
 
     def _end_with_server(self) -> None:
-        """End the process once a client has had the server drain: an actor without a server is none."""
+        """End the process when a client has drained the server: an actor without a server is of no use."""
         self._server.wait()
         if not self._drains:
-            logger.warning("a client has had the server drain: the actor ends")
+            logger.warning("a client has drained the server: the actor ends")
             logging.shutdown()
-            os._exit(1)  # which Ray takes for a failure, so that it starts the actor again
+            os._exit(1)  # Ray treats this as a failure, and restarts the actor
 
     def address(self) -> str:
-        """Return where the server listens, in this life of the actor."""
+        """Return the address where the server listens until the actor restarts."""
         return self._server.address
 
     def save(self) -> int:
-        """Save the experts; return how many were updated since the last time."""
+        """Save the experts; return the number of those that were updated since the last time."""
         return self._server.save()
 
     def drain(self) -> None:
-        """Answer what is under way, save, and stop; the actor stays, for whoever calls this to end it."""
+        """Answer current requests, save, and stop; the caller ends the actor, which stays."""
         self._drains = True
         self._server.drain()
 
 
 def own_address() -> str:
-    """Return the address of this machine that the others of the cluster use."""
+    """Return the address of this machine within the cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())
@@ -101,20 +101,20 @@ def serve(
     namespace: str | None = None,
     **options: Any,
 ) -> Any:
-    """Start an actor that serves the experts that ``make()`` returns, and return its handle, of Ray.
+    """Start an actor that serves the experts that ``make()`` returns, and return Ray's handle of it.
 
     Args:
-        name: by which clients find it; its experts are saved in a folder of that name.
+        name: the name by which clients find it; its experts are saved in a folder of that name.
         make: returns one or several :class:`~pymoe.runtime.ExpertBackend`; called again whenever the actor starts.
-        host: where it listens: an address of its machine; empty for the one that other machines know it by, which needs
+        host: the address of its machine where it listens; empty for the address that other machines use, which needs
             ``tls`` and ``token``.
-        tls: see :class:`~pymoe.remote.ExpertServer`; the files are read where the actor runs. So are the next three.
-        token: what clients must show.
-        checkpoints: a folder that every machine sees on which it may run.
+        tls: as in :class:`~pymoe.remote.ExpertServer`, like the next three; the files are read where the actor runs.
+        token: the token that clients must show.
+        checkpoints: a folder that is shared by all machines on which the actor may run.
         save_every: seconds between checkpoints.
-        namespace: of Ray, for the name.
-        options: of Ray's actors: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``...
-            It is started again without end (``max_restarts=-1``) unless they say otherwise.
+        namespace: Ray's namespace for the name.
+        options: options of Ray's actors: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``...
+            Unless they say otherwise, the actor is restarted without limit (``max_restarts=-1``).
 
     Raises:
         ImportError: ray is not installed.
@@ -133,13 +133,13 @@ def serve(
 
 
 class ServedExperts:
-    """The experts of servers that Ray runs, wherever these are.
+    """The experts of servers that Ray runs, on whatever machines.
 
     Args:
-        names: of :func:`serve`.
-        namespace: of Ray.
+        names: the names that :func:`serve` was given.
+        namespace: Ray's namespace for the names.
         timeout: seconds to wait for each actor at first.
-        options: of :func:`pymoe.remote.connect`; requests are not sent again (``retries=False``) unless they say so.
+        options: options of :func:`pymoe.remote.connect`; the default of ``retries`` is False here.
 
     Raises:
         ImportError: ray is not installed.
@@ -178,14 +178,14 @@ class ServedExperts:
         return str(ray.get(actor.address.remote(), timeout=timeout))
 
     def backends(self) -> Sequence[RemoteBackend]:
-        """Return the experts of all servers, as they are now."""
+        """Return the current experts of all servers."""
         return [backend for there in self._connections.values() for backend in there.backends()]
 
     def follow(self, mixture: MixtureOfExpertBackends, every: float = 1.0) -> None:
-        """Replace backends of ``mixture`` by those of the same name whenever an actor has come back elsewhere.
+        """Replace backends of ``mixture`` by those of the same name whenever an actor has restarted elsewhere.
 
-        A thread looks every ``every`` seconds, until :meth:`close`. Meanwhile the mixture leaves out what is gone.
-        Several mixtures may be followed, then with the shortest of their times.
+        A thread checks this every ``every`` seconds, until :meth:`close`. In between, the mixture leaves out experts
+        whose server is gone. For several mixtures, the shortest of their intervals applies.
         """
         self._mixtures.append(mixture)
         self._every = min(self._every, every)
@@ -205,9 +205,9 @@ class ServedExperts:
 
     def _move(self, name: str) -> None:
         before = self._connections[name]
-        address = self._address(name, LOOK_S)
+        address = self._address(name, ADDRESS_TIMEOUT_S)
         if address == before.address:
-            return  # the connection comes back by itself
+            return  # the connection reconnects by itself
         there = self._connect(address)
         try:
             for backend in there.backends():
@@ -222,7 +222,7 @@ class ServedExperts:
         logger.info("%s: now at %s", name, address)
 
     def close(self) -> None:
-        """Follow no longer, and hang up. The actors go on."""
+        """Stop following, and disconnect. The actors continue."""
         self._end.set()
         if self._follower is not None:
             self._follower.join()

@@ -10,6 +10,7 @@ ends the wait, and only between batches.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -23,15 +24,13 @@ from torch import Tensor
 
 from pymoe import _runtime
 from pymoe._errors import describe_error
-from pymoe.mixture.members import Member
+from pymoe.mixture.members import Member, MemberPass
 from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
-from pymoe.mixture.stats import Pass
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.gradients import all_finite
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
-FULL_POOL_RETRY_S = 0.002  # interval at which a wait checks whether a full pool has room
 SAME_DEADLINE_S = 0.05  # a pool's clock may end a request by this much before the wait's clock does
 
 
@@ -68,7 +67,7 @@ class ExpertRequest(NamedTuple):
     """A request to be sent: ``tensors`` for the rows ``tokens`` of a group."""
 
     group: Group
-    to: Pass
+    to: MemberPass
     tensors: Sequence[Tensor]
     tokens: Tensor
 
@@ -120,20 +119,34 @@ class Pending:
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
         self._futures: list[Future] = []
-        self._without_room: list[tuple[int, ExpertRequest, float | None]] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send a request; if the pool is full, :meth:`get` sends it as soon as there is room.
+        """Send a request; if the pool is full, as soon as there is room.
 
         Raises:
             Exception: any exception of the pool.
         """
-        timeout = seconds_left(deadline)
         submit = request.to.pool.submit_task if self._run_inline else request.to.pool._try_submit
-        future = submit(*request.tensors, timeout=timeout)
+        future = submit(*request.tensors, timeout=seconds_left(deadline))
         if future is None:
-            self._without_room.append((index, request, deadline))
-            return
+            request.to.line.wait(functools.partial(self._send_later, index, request, deadline))
+        else:
+            self._sent(index, request, future)
+
+    def _send_later(self, index: int, request: ExpertRequest, deadline: float | None) -> bool:
+        """Send a request for which there was no room; return False if there still is none."""
+        if not self._open:
+            return True
+        try:
+            future = request.to.pool._try_submit(*request.tensors, timeout=seconds_left(deadline))
+        except Exception as error:
+            self._ended.put((index, error.with_traceback(None), time.perf_counter()))
+            return True
+        if future is not None:
+            self._sent(index, request, future)
+        return future is not None
+
+    def _sent(self, index: int, request: ExpertRequest, future: Future) -> None:
         count = request.to.count
 
         def ended(future: Future) -> None:
@@ -144,16 +157,13 @@ class Pending:
             if not future.cancelled() and future.exception() is None:
                 count("late")
 
-        self._futures.append(future)
+        with self._lock:
+            wanted = self._open
+            if wanted:
+                self._futures.append(future)
+        if not wanted:
+            future.cancel()
         future.add_done_callback(ended)
-
-    def _look_for_room(self) -> None:
-        waiting, self._without_room = self._without_room, []
-        for index, request, deadline in waiting:
-            try:
-                self.send(index, request, deadline)
-            except Exception as error:
-                self._ended.put((index, error.with_traceback(None), time.perf_counter()))
 
     def run_inline(self, deadline: float | None) -> None:
         """Run the requests in this thread if no worker may be free; waiting for a single future does the same."""
@@ -163,15 +173,7 @@ class Pending:
 
     def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
         """Return index, outcome and time of the next request that ends; raise ``queue.Empty`` after ``timeout``."""
-        until = time.monotonic() + timeout
-        while self._without_room:
-            # Poll, because a thread that blocked in submit_task would stay blocked for as long as its expert hangs.
-            with suppress(queue.Empty):
-                return self._ended.get(timeout=min(FULL_POOL_RETRY_S, max(0.0, until - time.monotonic())))
-            if time.monotonic() >= until:
-                raise queue.Empty
-            self._look_for_room()
-        return self._ended.get(timeout=max(0.0, until - time.monotonic()))
+        return self._ended.get(timeout=timeout)
 
     def close(self) -> None:
         """Stop waiting, and cancel the requests that have not begun."""

@@ -33,6 +33,9 @@ class RequestPool(Protocol):
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
         """Queue a request once there is room, without blocking the event loop."""
 
+    def _wait_for_room(self, timeout: float) -> bool:
+        """Wait until there is room for a request, which another client may take; return False after ``timeout`` s."""
+
     def _idle_is_known(self) -> None:
         """Record that waiting clients have been told that no runtime serves this pool."""
 

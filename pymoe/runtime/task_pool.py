@@ -189,28 +189,32 @@ class TaskPool(_runtime.TaskPool):
         return await (await self._queue(tensors, timeout, priority))
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Future:
-        """Submit once there is room; another thread waits for the room."""
-        future = self._try_submit(*tensors, timeout=timeout, priority=priority)
-        if future is not None:
-            return future
-        deadline = deadline_after(timeout)
-
-        def submit() -> Future:
-            return self.submit_task(*tensors, timeout=seconds_left(deadline), priority=priority)
-
-        waiting = asyncio.get_running_loop().run_in_executor(None, submit)
-        try:
-            await asyncio.wait([waiting], timeout=timeout)
-            if waiting.done():
-                return await waiting
-        except asyncio.CancelledError:
-            waiting.add_done_callback(cancel_request)
-            raise
-        waiting.add_done_callback(cancel_request)
-        raise TimeoutError(f"{self.name}: the queue had no room for the request in time")
+        return await submit_when_there_is_room(self, tensors, timeout, priority)
 
     def __repr__(self) -> str:
         return f"TaskPool({self.name!r}, min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size})"
+
+
+async def submit_when_there_is_room(pool: Any, tensors: Sequence[Any], timeout: float | None, priority: float) -> Any:
+    """Submit a request to a pool, and return its future; if the pool is full, another thread waits for room."""
+    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)
+    if future is not None:
+        return future
+    deadline = deadline_after(timeout)
+
+    def submit() -> Any:
+        return pool.submit_task(*tensors, timeout=seconds_left(deadline), priority=priority)
+
+    waiting = asyncio.get_running_loop().run_in_executor(None, submit)
+    try:
+        await asyncio.wait([waiting], timeout=timeout)
+        if waiting.done():
+            return await waiting
+    except asyncio.CancelledError:
+        waiting.add_done_callback(cancel_request)
+        raise
+    waiting.add_done_callback(cancel_request)
+    raise TimeoutError(f"{pool.name}: the queue had no room for the request in time")
 
 
 def cancel_request(waiting: asyncio.Future[Future]) -> None:

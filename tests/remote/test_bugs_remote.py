@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import math
@@ -28,10 +29,10 @@ from pymoe.remote import (
     ProtocolError,
     ServerLost,
     WireError,
-    calls,
     cli,
     connect,
     errors,
+    requests,
     wire,
 )
 from pymoe.remote import server as server_module
@@ -59,7 +60,7 @@ def test_a_request_of_several_updates_is_in_every_checkpoint_that_holds_a_part_o
         (remote,) = there.backends()
         remote.backward_pool.submit_task(torch.tensor([[1], [2]]), -torch.ones(2, 1)).result()
         assert backend.updates == 2
-        journal = server._service.hosted["counting"].journal
+        journal = server._service.entries["counting"].journal
         assert [[keys for _, keys in journal.keys(updates).values()] for updates in (0, 1, 2)] == [[[]], [[0]], [[0]]]
 
 
@@ -68,9 +69,9 @@ def test_an_expert_that_is_served_again_knows_what_it_holds(way: str, monkeypatc
     """The keys went with the server while the parameters stayed: an attempt that came after that was applied again."""
     backend = counting()
     attempts = []
-    real = calls.Call.__init__
+    real = requests.RemoteCall.__init__
 
-    def second_attempt(self: calls.Call, *arguments: object) -> None:
+    def second_attempt(self: requests.RemoteCall, *arguments: object) -> None:
         real(self, *arguments)  # type: ignore[arg-type]
         self._request.attempt = 1
         attempts.append(self)
@@ -87,7 +88,7 @@ def test_an_expert_that_is_served_again_knows_what_it_holds(way: str, monkeypatc
             server.start()
         with server, connect(server.address, coalesce=False) as again:
             again.client = client
-            monkeypatch.setattr(calls.Call, "__init__", second_attempt)
+            monkeypatch.setattr(requests.RemoteCall, "__init__", second_attempt)
             count(again.backends()[0], 7).result()
             assert attempts
             assert counted(backend, 8)[7] == 1
@@ -308,7 +309,7 @@ def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
         (remote,) = there.backends()
         for _ in range(3):
             remote.backward_pool(X, X)
-        assert [keys for _, keys in server._service.hosted["own"].journal.keys(2).values()] == [[]]
+        assert [keys for _, keys in server._service.entries["own"].journal.keys(2).values()] == [[]]
     ExpertServer(again, checkpoints=tmp_path)
     assert torch.equal(experts[1].weight, experts[0].weight)
 
@@ -345,7 +346,7 @@ def test_a_backward_pass_of_ones_own_that_raises_may_have_made_its_update(isolat
         (remote,) = there.backends()
         with pytest.raises(ArithmeticError, match="too late"):
             remote.backward_pool(X, X)
-        (client,) = server._service.hosted["own"].journal._clients.values()
+        (client,) = server._service.entries["own"].journal._clients.values()
         assert list(client.applied.values()) == [IN_PART]
     assert torch.equal(expert.weight, before + 1)
 
@@ -396,3 +397,43 @@ def test_a_backward_call_that_is_interrupted_is_not_sent_again_under_another_key
             time.sleep(LONG)
         other.join()
         assert there.counts["attempts"] == 1
+
+
+def test_a_request_with_all_the_time_there_is_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A semaphore cannot be waited for infinitely long: OverflowError."""
+    monkeypatch.setattr(requests, "MAX_UNDER_WAY", 1)
+    held = Held()
+    with ExpertServer(of(held), grace=0) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        pool = there.backends()[0].forward_pool
+        first = pool.submit_task(X)
+        assert held.begun.wait(LONG)
+        second: list[Any] = []
+        waiting = threading.Thread(target=lambda: second.append(pool.submit_task(X, timeout=math.inf)))
+        waiting.start()
+        assert not pool._wait_for_room(0.05)
+        held.open.set()
+        waiting.join(LONG)
+        for request in (first, *second):
+            assert torch.equal(request.result(LONG)[0], X)
+        assert len(second) == 1
+
+
+def test_coroutines_wait_for_room_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They looked for room every 5 ms. One whose time is over meanwhile leaves nothing behind."""
+    monkeypatch.setattr(requests, "MAX_UNDER_WAY", 1)
+    held = Held()
+
+    async def ask(pool: Any) -> None:
+        first = await pool._queue([X], None)
+        with pytest.raises(TimeoutError):
+            await pool.submit_async(X, timeout=0.05)
+        second = asyncio.ensure_future(pool.submit_async(X, timeout=LONG))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        held.open.set()
+        for answer in (await first, await second):
+            assert torch.equal(answer[0], X)
+
+    with ExpertServer(of(held), grace=0) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        asyncio.run(ask(there.backends()[0].forward_pool))
+        assert server.counts["forward"] == 2

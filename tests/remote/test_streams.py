@@ -15,8 +15,7 @@ from limits import LONG
 from test_security import MIB, TOKEN, X, memory, pymoe_options
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, pools, service, wire
-from pymoe.remote.exchange import Deadlines
+from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, requests, service, wire
 from pymoe.remote.wire import FRAME, Tail
 from pymoe.runtime import BatchTensorProto, ExpertBackend, QueueFull
 
@@ -55,10 +54,10 @@ def test_an_error_of_a_request_leaves_its_stream_open() -> None:
         (a,) = there.backends()
         a.forward_pool(X)
         (stream,) = there.streams._idle
-        server._service.room.most = 1
+        server._service.budget.limit = 1
         with pytest.raises(QueueFull):
             a.forward_pool(X)
-        server._service.room.most = MIB
+        server._service.budget.limit = MIB
         a.forward_pool(X)
         assert there.streams._idle == [stream]
 
@@ -120,7 +119,7 @@ def test_a_stream_that_ended_while_it_was_idle_is_not_used_again() -> None:
 
 
 def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 1)
+    monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 1)
     x = torch.randn(LONG_ROWS, WIDTH)
     with (
         ExpertServer(mlp("a", max_batch_size=1 << 17)) as server,
@@ -136,17 +135,17 @@ def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest
 
 def test_a_refusal_of_streams_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request tried a stream first, which the server counted as one that it had shed."""
-    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 0)
+    monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 0)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         for _ in range(20):
             a.forward_pool(X)
         assert server.counts["shed"] == 1
         assert server.counts["forward"] == 20
-        monkeypatch.setattr("pymoe.remote.exchange.REFUSED_S", 0.0)
+        monkeypatch.setattr("pymoe.remote.channel.REFUSED_S", 0.0)
         a.forward_pool(X)
         assert server.counts["shed"] == 2, "it is forgotten after a while"
-        monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 1)
+        monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 1)
         for _ in range(2):
             a.forward_pool(X)
         assert server.counts["shed"] == 2
@@ -161,11 +160,11 @@ def test_a_refusal_of_streams_is_remembered(monkeypatch: pytest.MonkeyPatch) -> 
 def test_errors_of_a_call_in_place_of_a_stream_are_those_of_a_stream(
     monkeypatch: pytest.MonkeyPatch, answer: Any, raised: type[Exception]
 ) -> None:
-    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 0)
+    monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 0)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         future = type("Answered", (), {"result": lambda self: answer()})()
-        monkeypatch.setattr("pymoe.remote.calls.Call._begin", lambda *all_: future)
+        monkeypatch.setattr("pymoe.remote.requests.RemoteCall._begin", lambda *all_: future)
         with pytest.raises(raised, match="a_forward@127"):
             a.forward_pool(X)
 
@@ -176,7 +175,7 @@ def throw(error: Exception) -> Any:
 
 def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that had once had many requests under way kept its streams, of which a server has 1,024, for ever."""
-    monkeypatch.setattr("pymoe.remote.exchange.IDLE_S", 0.1)
+    monkeypatch.setattr("pymoe.remote.channel.IDLE_S", 0.1)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         for _ in range(3):
@@ -200,10 +199,10 @@ def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
 
 def test_a_stream_reads_no_more_than_a_frame_before_there_is_room() -> None:
     with ExpertServer(mlp("a")) as server, grpc.insecure_channel(server.address, pymoe_options()) as channel:
-        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(wire.MOST_READ + 1)]))
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(wire.MAX_READ + 1)]))
         assert stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         said = wire.Request("a", [wire.Packed("f32", [1 << 20, WIDTH], "raw", memoryview(b""), 4 * WIDTH << 20)])
-        server._service.room.most = MIB
+        server._service.budget.limit = MIB
         stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([wire.encode(said), bytes(100)]))
         reply = wire.decode(next(stream), wire.Reply)
         assert reply.kind == "QueueFull"
@@ -285,17 +284,17 @@ def test_short_messages_are_one() -> None:
 
 
 def test_more_is_not_announced_than_a_message_may_have() -> None:
-    packed = [wire.Packed("f32", [1], "raw", memoryview(b""), wire.MOST_BYTES)] * 2
+    packed = [wire.Packed("f32", [1], "raw", memoryview(b""), wire.MAX_BYTES)] * 2
     with pytest.raises(WireError, match="at most 268435456 bytes"):
         Tail(packed)
-    packed[0].following = wire.MOST_BYTES + 1
+    packed[0].following = wire.MAX_BYTES + 1
     with pytest.raises(WireError):
         wire.decode(wire.encode(wire.Request("e", packed)), wire.Request)
 
 
 def test_what_was_announced_takes_no_memory_until_it_comes() -> None:
     before = memory()
-    tails = [Tail([wire.Packed("f32", [1], "raw", memoryview(b""), wire.MOST_BYTES)]) for _ in range(8)]
+    tails = [Tail([wire.Packed("f32", [1], "raw", memoryview(b""), wire.MAX_BYTES)]) for _ in range(8)]
     assert len(tails) == 8
     assert memory() - before < 64 * MIB
 
@@ -330,13 +329,13 @@ def test_a_long_reply_that_nobody_reads_takes_room_and_is_held_no_longer_than_it
 def given(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that each call was given."""
     seconds: list[float] = []
-    real = pools.ask
+    real = requests.RemoteCall
 
-    def ask(*all_: Any) -> Any:
+    def made(*all_: Any) -> Any:
         seconds.append(all_[-1] - time.monotonic())
         return real(*all_)
 
-    monkeypatch.setattr(pools, "ask", ask)
+    monkeypatch.setattr(requests, "RemoteCall", made)
     return seconds
 
 
@@ -406,27 +405,3 @@ def test_who_waits_for_ever_has_all_the_time(given: list[float]) -> None:
         pool = there.backends()[0].forward_pool
         pool(X, timeout=float("inf"))
         assert given.pop() == float("inf")
-
-
-def test_streams_are_cancelled_by_their_own_deadlines_alone() -> None:
-    class Watched:
-        def __init__(self) -> None:
-            self.overdue, self.cancelled = False, threading.Event()
-
-        def cancel(self) -> None:
-            self.cancelled.set()
-
-    deadlines, now = Deadlines(), time.monotonic()
-    late, soon, ended = (Watched() for _ in range(3))
-    deadlines.begin(late, now + 2 * LONG)  # type: ignore[arg-type]
-    deadlines.begin(ended, now + 0.05)  # type: ignore[arg-type]
-    deadlines.end(ended)  # type: ignore[arg-type]
-    deadlines.begin(soon, now + 0.1)  # type: ignore[arg-type]
-    assert soon.cancelled.wait(LONG)
-    assert soon.overdue
-    assert not late.cancelled.is_set()
-    assert not ended.cancelled.is_set()
-    deadlines.close()
-    assert deadlines._thread is not None
-    deadlines._thread.join(LONG)
-    assert not deadlines._thread.is_alive()
