@@ -131,14 +131,17 @@ class TaskPool:
         """Who waits has been told that no runtime serves the pool."""
     def _is_exclusive_with(self, other: typing.Any) -> bool:
         """True if batches of the two never overlap; so with itself."""
+    def _room(self) -> collections.abc.Callable[[], None]:
+        """
+        Return a function that waits until the queue has room, which another client may take, and raises
+        RuntimeError once the pool is closed. It does not keep the pool.
+        """
     def _statistics(self) -> dict[str, typing.Any]:
         """The pool's counters, for pymoe.runtime.monitoring.statistics."""
     def _try_submit(
         self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0
     ) -> RequestFuture | None:
         """submit_task, but None where that would wait for room."""
-    def _wait_for_room(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> bool:
-        """Wait until the queue has room, which another client may take; False after ``timeout`` s."""
     def submit_task(self, *tensors: typing.Any, timeout: float | None = None, priority: float = 0.0) -> RequestFuture:
         """
         Queue a request and return its future.

@@ -14,7 +14,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.gradients import all_finite
+from pymoe.runtime.room import Place
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
 SAME_DEADLINE_S = 0.05  # a pool's clock may end a request by this much before the wait's clock does
@@ -119,6 +120,7 @@ class Pending:
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
         self._futures: list[Future] = []
+        self._places: list[Place] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
         """Send a request; if the pool is full, as soon as there is room.
@@ -126,28 +128,28 @@ class Pending:
         Raises:
             Exception: any exception of the pool.
         """
-        submit = request.to.pool.submit_task if self._run_inline else request.to.pool._try_submit
-        future = submit(*request.tensors, timeout=seconds_left(deadline))
-        if future is None:
-            request.to.line.wait(functools.partial(self._send_later, index, request, deadline))
-        else:
-            self._sent(index, request, future)
+        pool = request.to.pool
 
-    def _send_later(self, index: int, request: ExpertRequest, deadline: float | None) -> bool:
-        """Send a request for which there was no room; return False if there still is none."""
-        if not self._open:
-            return True
-        try:
-            future = request.to.pool._try_submit(*request.tensors, timeout=seconds_left(deadline))
-        except Exception as error:
-            self._ended.put((index, error.with_traceback(None), time.perf_counter()))
-            return True
+        def submit() -> Future | None:
+            return pool._try_submit(*request.tensors, timeout=seconds_left(deadline))
+
+        future = pool.submit_task(*request.tensors, timeout=seconds_left(deadline)) if self._run_inline else submit()
         if future is not None:
-            self._sent(index, request, future)
-        return future is not None
+            return self._sent(index, request.to.count, future)
+        place = pool._line.join(submit)
+        self._places.append(place)
+        place.add_done_callback(functools.partial(self._left_line, index, request.to.count))
+        return None
 
-    def _sent(self, index: int, request: ExpertRequest, future: Future) -> None:
-        count = request.to.count
+    def _left_line(self, index: int, count: Callable[[str], None], place: Any) -> None:
+        if place.cancelled():
+            return
+        if (error := place.exception()) is not None:
+            self._ended.put((index, error, time.perf_counter()))
+        else:
+            self._sent(index, count, place.result())
+
+    def _sent(self, index: int, count: Callable[[str], None], future: Future) -> None:
 
         def ended(future: Future) -> None:
             with self._lock:
@@ -157,12 +159,7 @@ class Pending:
             if not future.cancelled() and future.exception() is None:
                 count("late")
 
-        with self._lock:
-            wanted = self._open
-            if wanted:
-                self._futures.append(future)
-        if not wanted:
-            future.cancel()
+        self._futures.append(future)
         future.add_done_callback(ended)
 
     def run_inline(self, deadline: float | None) -> None:
@@ -176,11 +173,11 @@ class Pending:
         return self._ended.get(timeout=timeout)
 
     def close(self) -> None:
-        """Stop waiting, and cancel the requests that have not begun."""
+        """Stop waiting, and cancel the requests that have not begun. Those that wait for room are never sent."""
         with self._lock:
             self._open = False
-        for future in self._futures:
-            future.cancel()
+        for one in (*self._places, *self._futures):
+            one.cancel()
 
 
 def ask(

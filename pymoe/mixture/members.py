@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pymoe.mixture.options import NAME, Rules
@@ -15,45 +14,8 @@ from pymoe.mixture.stats import BackendLog, BackendStats, PassStats
 from pymoe.runtime.protocols import Backend, RequestPool
 
 MAX_BACKOFF_DOUBLINGS = 6
-ABANDONED_CHECK_S = 1.0  # time after which an abandoned request leaves the line for a full pool at the latest
 KEPT_LATENCIES = 1000
 COUNTS = ("requests", "rows", "answered", "failed", "anomalous", "given_up", "late")
-
-
-class RoomLine:
-    """Requests that wait for room in a full pool, and the thread that submits them in turn. Thread-safe.
-
-    The thread waits inside the pool, which wakes it when there is room, and ends when no request waits. There is one
-    for each pool, even if its expert hangs and many callers have stopped waiting.
-    """
-
-    def __init__(self, pool: RequestPool) -> None:
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], bool]] = deque()
-        self._thread: threading.Thread | None = None
-
-    def wait(self, submit: Callable[[], bool]) -> None:
-        """Call ``submit`` whenever there may be room, until it returns true."""
-        with self._lock:
-            self._waiting.append(submit)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pymoe-mixture-room", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                submit = self._waiting[0]
-            if submit():
-                self._waiting.popleft()
-            else:
-                with suppress(RuntimeError):  # the pool was closed, as submit() will find out
-                    self._pool._wait_for_room(ABANDONED_CHECK_S)
-            del submit  # it holds tensors
 
 
 class MemberPass:
@@ -62,7 +24,6 @@ class MemberPass:
     def __init__(self, name: str, pool: RequestPool) -> None:
         self.name = name
         self.pool = pool
-        self.line = RoomLine(pool)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)

@@ -91,7 +91,7 @@ class Channel:
         self.client = uuid.uuid4().hex
         self.metadata = authorization(token)
         self.counts: Counter[str] = Counter()
-        self.reachable, self.closed = True, False
+        self.reachable, self.closed, self._unwatched = True, False, False
         self._encrypted = tls is not None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -142,7 +142,7 @@ class Channel:
         else:
             drains = health.code() is StatusCode.OK
             self._set_reachable(self.reachable and not drains)
-            call_later(CHECK_DRAINING_S if drains else CHECK_AGAIN_S, self.watch)
+            self._watch_after(CHECK_DRAINING_S if drains else CHECK_AGAIN_S)
 
     def _watch_ended(self, call: Any) -> None:
         if self.closed:
@@ -151,7 +151,14 @@ class Channel:
             self._set_reachable(False)
             self.watch()
         else:  # too many clients watch the server, or the token has changed, which requests will find out
-            call_later(CHECK_AGAIN_S, self.watch)
+            self._watch_after(CHECK_AGAIN_S)
+
+    def _watch_after(self, seconds: float) -> None:
+        try:
+            call_later(seconds, self.watch)
+        except RuntimeError:  # no thread can be started: requests find out, and the next one watches again
+            self._set_reachable(True)
+            self._unwatched = True
 
     def check_usable(self) -> None:
         """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`."""
@@ -159,6 +166,9 @@ class Channel:
             raise RuntimeError(f"{self.address}: a connection cannot be used in a fork: connect() again in the child")
         if self.closed:
             raise ServerLost(f"{self.address}: the connection is closed")
+        if self._unwatched:
+            self._unwatched = False
+            self.watch()
 
     def count(self, what: str) -> None:
         """Count an event in ``counts``."""
@@ -305,6 +315,18 @@ class RequestStream:
                 raise NoStream from None
             raise
 
+    def set_time_limit(self, seconds: float) -> bool:
+        """Cancel the stream ``seconds`` from now; return False if that replaces no limit, or the old one has passed.
+
+        Raises:
+            RuntimeError: no thread can be started that would do so. The stream was cancelled.
+        """
+        try:
+            return self.timer.reset(seconds)
+        except RuntimeError:
+            self._call.cancel()
+            raise
+
     def _time_is_over(self) -> None:
         self.overdue = True
         self._call.cancel()
@@ -363,24 +385,22 @@ class Streams:
                 if not self._idle:
                     break
                 stream = self._idle.pop()
-            stream.timer.reset(seconds)
-            # The timer may have expired in between; then the stream says so, or has ended.
-            if stream.metadata is metadata and stream.open() and not stream.overdue:
+            # If its time of idleness is over, the stream is being cancelled.
+            if stream.set_time_limit(seconds) and stream.metadata is metadata and stream.open():
                 return stream
             stream.cancel()
         if time.monotonic() < self._refused + REFUSED_S:
             raise NoStream
         stream = RequestStream(self._method, metadata)
-        stream.timer.reset(seconds)
+        stream.set_time_limit(seconds)
         return stream
 
     def _put_back(self, stream: RequestStream) -> None:
-        if not stream.open():
-            return stream.cancel()
-        with self._lock:
-            stream.timer.reset(IDLE_S)
-            self._idle.append(stream)
-        return None
+        with suppress(RuntimeError), self._lock:  # without a thread for its time limit, it was cancelled
+            if stream.open() and stream.set_time_limit(IDLE_S):
+                self._idle.append(stream)
+                return
+        stream.cancel()
 
     def close(self) -> None:
         """Forget the idle streams, which end with their channel."""

@@ -8,6 +8,7 @@ all attempts of a backward call carry the same number, so that the server applie
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import math
 import random
 import threading
@@ -29,9 +30,9 @@ from pymoe.runtime import BatchTensorProto, QueueFull, TaskPool
 from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.interrupts import interrupt_soon, uninterrupted
 from pymoe.runtime.nested import nested_flatten
+from pymoe.runtime.room import RoomLine, submit_when_there_is_room
 from pymoe.runtime.schema import RequestSchema
-from pymoe.runtime.task_pool import submit_when_there_is_room
-from pymoe.runtime.timers import call_later
+from pymoe.runtime.timers import call_later, call_soon
 
 Method = Literal["Forward", "Backward"]
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
@@ -341,7 +342,12 @@ class CoalescingPool(_RemotePool, TaskPool):
 
 
 class RemoteFuture(concurrent.futures.Future):
-    """The outcome of a request that was sent on its own. ``cancel()`` also removes it from the server's queue."""
+    """The outcome of a request that was sent on its own. ``cancel()`` also removes it from the server's queue.
+
+    Callbacks run one after the other on a thread of :mod:`pymoe.runtime.timers`, where they may block and wait for
+    other requests. Those of a request that is cancelled run in ``cancel()``, and one that is added to a future that is
+    done runs in ``add_done_callback()``.
+    """
 
     _attempt: Any = None  # future of gRPC
 
@@ -357,14 +363,42 @@ class RemoteFuture(concurrent.futures.Future):
         return outcome(self)
 
 
+class _Permits:
+    """The requests that may be under way at the same time. Thread-safe."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._changed = count, threading.Condition()
+
+    def take(self) -> bool:
+        """Take a permit; return False if none is left."""
+        with self._changed:
+            taken = self._free > 0
+            self._free -= taken
+            return taken
+
+    def give_back(self) -> None:
+        with self._changed:
+            self._free += 1
+            self._changed.notify()
+
+    def wait(self) -> None:
+        """Wait until a permit is left, and do not take it. For one thread at a time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free > 0)
+
+
 class DirectPool(_RemotePool):
-    """Sends each request on its own, at once: for few callers with long requests, and if each may be cancelled."""
+    """Sends each request on its own, at once: for few callers with long requests, and if each may be cancelled.
+
+    A request that waits because too many are under way, and is given up meanwhile, is never sent.
+    """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
         self._stub, self._method = stub, method
         self._protos = [proto.replace(device=None) for proto in protos]
         self.name = f"{stub.name}_{method.lower()}"
-        self._permits = threading.BoundedSemaphore(MAX_UNDER_WAY)
+        self._permits = _Permits(MAX_UNDER_WAY)
+        self._line = RoomLine(self._permits.wait)
 
     def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture:
         """Send a request and return its future, like :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.
@@ -374,23 +408,18 @@ class DirectPool(_RemotePool):
         """
         self._check(tensors)
         seconds = self._seconds(timeout)
-        deadline = time.monotonic() + seconds
-        if not self._permits.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
+        send = functools.partial(self._send_if_there_is_room, tensors, time.monotonic() + seconds)
+        future = send() or self._line.join(send).wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        if future is None:
             raise QueueFull(f"{self.name}: {MAX_UNDER_WAY} requests are under way")
-        return self._send(tensors, deadline)
+        return future
 
     def _try_submit(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture | None:
         self._check(tensors)
-        seconds = self._seconds(timeout)
-        if not self._permits.acquire(blocking=False):
-            return None
-        return self._send(tensors, time.monotonic() + seconds)
+        return self._send_if_there_is_room(tensors, time.monotonic() + self._seconds(timeout))
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> RemoteFuture:
-        try:
-            return await submit_when_there_is_room(self, tensors, self._seconds(timeout), priority)
-        except QueueFull as error:
-            raise TimeoutError(f"{error}: there was no room for the request in time") from None
+        return await submit_when_there_is_room(self, tensors, self._seconds(timeout), priority)
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Send a request and await the answer, without blocking the event loop while too many are under way."""
@@ -399,12 +428,6 @@ class DirectPool(_RemotePool):
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Send a request and wait for the answer."""
         return self.submit_task(*tensors, timeout=timeout).result()
-
-    def _wait_for_room(self, timeout: float) -> bool:
-        found = self._permits.acquire(timeout=timeout)
-        if found:
-            self._permits.release()
-        return found
 
     def _idle_is_known(self) -> None:
         """Do nothing: the requests have deadlines, so they end."""
@@ -425,11 +448,14 @@ class DirectPool(_RemotePool):
         if len(set(rows)) > 1:
             raise ValueError(f"{self.name}: all tensors must have as many rows as the first, got {rows}")
 
-    def _send(self, tensors: Sequence[Tensor], deadline: float) -> RemoteFuture:
+    def _send_if_there_is_room(self, tensors: Sequence[Tensor], deadline: float) -> RemoteFuture | None:
+        self._stub.channel.check_usable()
+        if not self._permits.take():
+            return None
         try:
             call = RemoteCall(self._stub, self._method, [one.detach() for one in tensors], deadline)
         except BaseException:
-            self._permits.release()
+            self._permits.give_back()
             raise
         future = RemoteFuture()
         _Attempts(call, future, self._permits).begin()
@@ -440,9 +466,13 @@ class DirectPool(_RemotePool):
 
 
 class _Attempts:
-    """Sends a call, repeatedly if necessary, and completes its future, on the threads of gRPC and of timers."""
+    """Sends a call, repeatedly if necessary, and completes its future, on the threads of gRPC and of timers.
 
-    def __init__(self, call: RemoteCall, future: RemoteFuture, permits: threading.BoundedSemaphore) -> None:
+    Callbacks of the future run on threads of timers, since they may block: on gRPC's thread they would hold up all
+    other answers of the connection.
+    """
+
+    def __init__(self, call: RemoteCall, future: RemoteFuture, permits: _Permits) -> None:
         self._call, self._future, self._permits = call, future, permits
 
     def begin(self) -> None:
@@ -471,7 +501,13 @@ class _Attempts:
 
     def _end(self, error: Exception | None, result: Any = None) -> None:
         self._call.end()
-        self._permits.release()
+        self._permits.give_back()
+        with self._future._condition:  # no callback is added meanwhile
+            if not self._future._done_callbacks:
+                return self._complete(error, result)
+        return call_soon(self._complete, error, result)
+
+    def _complete(self, error: Exception | None, result: Any) -> None:
         if not self._future.set_running_or_notify_cancel():  # which wakes those who wait for a cancelled future
             return
         if error is None:

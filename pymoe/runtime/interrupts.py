@@ -46,4 +46,8 @@ def interrupt_soon() -> None:
 
     If it were raised at once, it would end the batch like an error of the batch itself.
     """
-    call_later(DELAY_S, signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    thread = threading.get_ident()
+    try:
+        call_later(DELAY_S, signal.pthread_kill, thread, signal.SIGINT)
+    except RuntimeError:  # no thread can be started
+        signal.pthread_kill(thread, signal.SIGINT)

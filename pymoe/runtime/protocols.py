@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from pymoe.runtime.room import RoomLine
+
 
 class RequestPool(Protocol):
     """Takes requests of one pass of an expert. :class:`~pymoe.runtime.TaskPool` is one.
 
     Only for this package: clients and mixtures use methods of pools that are not public.
     """
+
+    _line: RoomLine
+    """The requests that wait for room."""
 
     @property
     def name(self) -> str:
@@ -32,9 +37,6 @@ class RequestPool(Protocol):
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
         """Queue a request once there is room, without blocking the event loop."""
-
-    def _wait_for_room(self, timeout: float) -> bool:
-        """Wait until there is room for a request, which another client may take; return False after ``timeout`` s."""
 
     def _idle_is_known(self) -> None:
         """Record that waiting clients have been told that no runtime serves this pool."""

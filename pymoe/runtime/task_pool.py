@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from torch import Tensor
 from pymoe import _runtime
 from pymoe._runtime import QueueFull
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.future import Future, deadline_after, seconds_left
+from pymoe.runtime.future import Future
+from pymoe.runtime.room import RoomLine, submit_when_there_is_room
 
 __all__ = ["QueueFull", "TaskPool"]
 
@@ -147,6 +147,7 @@ class TaskPool(_runtime.TaskPool):
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
         self._server: weakref.ref[_runtime.Executor] | None = None
+        self._line = RoomLine(self._room())
 
     @property
     def served(self) -> bool:
@@ -193,31 +194,3 @@ class TaskPool(_runtime.TaskPool):
 
     def __repr__(self) -> str:
         return f"TaskPool({self.name!r}, min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size})"
-
-
-async def submit_when_there_is_room(pool: Any, tensors: Sequence[Any], timeout: float | None, priority: float) -> Any:
-    """Submit a request to a pool, and return its future; if the pool is full, another thread waits for room."""
-    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)
-    if future is not None:
-        return future
-    deadline = deadline_after(timeout)
-
-    def submit() -> Any:
-        return pool.submit_task(*tensors, timeout=seconds_left(deadline), priority=priority)
-
-    waiting = asyncio.get_running_loop().run_in_executor(None, submit)
-    try:
-        await asyncio.wait([waiting], timeout=timeout)
-        if waiting.done():
-            return await waiting
-    except asyncio.CancelledError:
-        waiting.add_done_callback(cancel_request)
-        raise
-    waiting.add_done_callback(cancel_request)
-    raise TimeoutError(f"{pool.name}: the queue had no room for the request in time")
-
-
-def cancel_request(waiting: asyncio.Future[Future]) -> None:
-    """Cancel the request that was submitted although nobody waits for it any more."""
-    if not waiting.cancelled() and waiting.exception() is None:
-        waiting.result().cancel()

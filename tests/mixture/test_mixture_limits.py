@@ -90,12 +90,13 @@ def test_requests_for_a_full_pool_wait_on_one_thread_and_never_run_once_they_are
         held.append(pool.submit_task(ONES[:1]))
         for _ in range(5):
             moe(ONES[:1])
-        assert sum(one.name == "pymoe-mixture-room" for one in threading.enumerate()) == 1
+        assert sum(one.name == "pymoe-room" for one in threading.enumerate()) == 1
+        assert not pool._line._waiting  # they stayed there with their tensors for as long as the expert hung
         stuck.open.set()
         for request in held:
             request.result()
         deadline = time.monotonic() + LONG
-        while any(one.name == "pymoe-mixture-room" for one in threading.enumerate()):
+        while any(one.name == "pymoe-room" for one in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.005)
         submitted = pool._statistics()["submitted"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import math
@@ -397,43 +396,3 @@ def test_a_backward_call_that_is_interrupted_is_not_sent_again_under_another_key
             time.sleep(LONG)
         other.join()
         assert there.counts["attempts"] == 1
-
-
-def test_a_request_with_all_the_time_there_is_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A semaphore cannot be waited for infinitely long: OverflowError."""
-    monkeypatch.setattr(requests, "MAX_UNDER_WAY", 1)
-    held = Held()
-    with ExpertServer(of(held), grace=0) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
-        pool = there.backends()[0].forward_pool
-        first = pool.submit_task(X)
-        assert held.begun.wait(LONG)
-        second: list[Any] = []
-        waiting = threading.Thread(target=lambda: second.append(pool.submit_task(X, timeout=math.inf)))
-        waiting.start()
-        assert not pool._wait_for_room(0.05)
-        held.open.set()
-        waiting.join(LONG)
-        for request in (first, *second):
-            assert torch.equal(request.result(LONG)[0], X)
-        assert len(second) == 1
-
-
-def test_coroutines_wait_for_room_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They looked for room every 5 ms. One whose time is over meanwhile leaves nothing behind."""
-    monkeypatch.setattr(requests, "MAX_UNDER_WAY", 1)
-    held = Held()
-
-    async def ask(pool: Any) -> None:
-        first = await pool._queue([X], None)
-        with pytest.raises(TimeoutError):
-            await pool.submit_async(X, timeout=0.05)
-        second = asyncio.ensure_future(pool.submit_async(X, timeout=LONG))
-        await asyncio.sleep(0.05)
-        assert not second.done()
-        held.open.set()
-        for answer in (await first, await second):
-            assert torch.equal(answer[0], X)
-
-    with ExpertServer(of(held), grace=0) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
-        asyncio.run(ask(there.backends()[0].forward_pool))
-        assert server.counts["forward"] == 2

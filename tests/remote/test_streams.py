@@ -16,8 +16,10 @@ from test_security import MIB, TOKEN, X, memory, pymoe_options
 from torch import Tensor, nn
 
 from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, requests, service, wire
+from pymoe.remote.channel import Streams
 from pymoe.remote.wire import FRAME, Tail
 from pymoe.runtime import BatchTensorProto, ExpertBackend, QueueFull
+from pymoe.runtime.timers import TimerHandle
 
 LONG_ROWS = 3 * FRAME // (4 * WIDTH) + 5
 
@@ -183,6 +185,97 @@ def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None
         until(lambda: server._service._streams == 0)
         assert a.forward_pool(X)[0].shape == X.shape
         assert server.counts["failed"] == 0
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Let the time of a stream be over, and its function not begin yet; returns how it begins."""
+    streams, taken, go_on, called = [], threading.Event(), threading.Event(), threading.Event()
+    real = TimerHandle._call
+
+    def call(self: TimerHandle) -> None:
+        if any(self is stream.timer for stream in streams):
+            taken.set()
+            assert go_on.wait(LONG)
+        real(self)
+        if taken.is_set():
+            called.set()
+
+    def over(stream: Any) -> Any:
+        streams.append(stream)
+        stream.timer.reset(0.0)
+        assert taken.wait(LONG)
+        return lambda: (go_on.set(), called.wait(LONG))
+
+    monkeypatch.setattr(TimerHandle, "_call", call)
+    yield over
+    go_on.set()
+
+
+def test_a_stream_whose_idle_time_is_over_is_given_to_no_request(late: Any) -> None:
+    """The request lost its stream when the function ran at last: with 30 s it timed out at once."""
+    held = Held(opened=True)
+    with ExpertServer(of(held)) as server, connect(server.address, retries=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        remote.forward_pool(X)
+        (stream,) = there.streams._idle
+        begin = late(stream)
+        held.open.clear()
+        held.begun.clear()
+        request = remote.forward_pool.submit_task(X)
+        waiting = threading.Thread(target=request.exception)  # runs the request
+        waiting.start()
+        assert held.begun.wait(LONG)
+        begin()
+        held.open.set()
+        assert torch.equal(request.result()[0], X)
+        waiting.join(LONG)
+
+
+def test_a_stream_whose_request_was_answered_as_its_time_was_over_is_not_used_again(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, taken = Held(), []
+    real = Streams._take
+    monkeypatch.setattr(Streams, "_take", lambda *all_: taken.append(real(*all_)) or taken[-1])
+    with ExpertServer(of(held)) as server, connect(server.address, retries=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        request = remote.forward_pool.submit_task(X)
+        waiting = threading.Thread(target=request.exception)
+        waiting.start()
+        assert held.begun.wait(LONG)
+        begin = late(taken[0])
+        held.open.set()
+        assert torch.equal(request.result()[0], X)
+        waiting.join(LONG)
+        assert not there.streams._idle
+        begin()
+        assert torch.equal(remote.forward_pool(X)[0], X)
+
+
+def test_a_request_whose_deadline_nobody_can_watch_is_refused_and_the_next_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread can be started. A deadline of the connection that passes unnoticed would be a request that hangs."""
+    real, left = TimerHandle.reset, [1]
+
+    def reset(self: TimerHandle, seconds: float) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        return real(self, seconds)
+
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False, timeout=LONG) as there:
+        (a,) = there.backends()
+        with monkeypatch.context() as patch:
+            patch.setattr(TimerHandle, "reset", reset)
+            assert a.forward_pool(X)[0].shape == X.shape  # only the time of idleness cannot be watched
+            assert not there.streams._idle
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                a.forward_pool(X)
+        until(lambda: server._service._streams == 0)
+        assert a.forward_pool(X)[0].shape == X.shape
+        assert len(there.streams._idle) == 1
 
 
 def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
