@@ -176,8 +176,10 @@ class Pending:
         """Stop waiting, and cancel the requests that have not begun. Those that wait for room are never sent."""
         with self._lock:
             self._open = False
-        for one in (*self._places, *self._futures):
-            one.cancel()
+        for place in self._places:
+            place.cancel()
+        for future in self._futures:
+            future.cancel()
 
 
 def ask(

@@ -503,7 +503,7 @@ class _Attempts:
         self._call.end()
         self._permits.give_back()
         with self._future._condition:  # no callback is added meanwhile
-            if not self._future._done_callbacks:
+            if not vars(self._future)["_done_callbacks"]:
                 return self._complete(error, result)
         return call_soon(self._complete, error, result)
 

@@ -123,8 +123,8 @@ def _next() -> TimerHandle | None:
             now = time.monotonic()
             # A finaliser may cancel timers between any two statements.
             timer = min(_due, key=_due.__getitem__, default=None)
-            first = _due.get(timer, NEVER)
-            if first <= now and _due.pop(timer, None) is not None:
+            first = NEVER if timer is None else _due.get(timer, NEVER)
+            if timer is not None and first <= now and _due.pop(timer, None) is not None:
                 break
             timer = None  # not kept while this thread waits
             if now < begun + IDLE_S:

@@ -212,6 +212,17 @@ def test_a_function_that_waits_for_other_timers_holds_up_none() -> None:
     assert wait_too.cancel()
 
 
+def test_a_function_that_blocks_holds_up_no_timer_that_was_set_before_it() -> None:
+    def check() -> None:  # in a fork no other thread of timers waits
+        called = [threading.Event() for _ in range(3)]
+        for i, event in enumerate(called):
+            call_later(0.3 + 0.001 * i, event.set)
+        call_later(0.0, threading.Event().wait)
+        assert all(event.wait(LONG / 2) for event in called)
+
+    assert in_child(check) == 0
+
+
 def test_threads_that_are_not_needed_any_more_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timers, "IDLE_S", 0.02)
 
