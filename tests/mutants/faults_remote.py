@@ -128,9 +128,30 @@ FAULTS = [
     Fault(
         "a stream that has ended is used again",
         CHANNEL,
-        "if stream.metadata is metadata and stream.open() and not stream.overdue:",
-        "if stream.metadata is metadata:",
+        "if stream.set_time_limit(seconds) and stream.metadata is metadata and stream.open():",
+        "if stream.set_time_limit(seconds) and stream.metadata is metadata:",
         ("tests/remote/test_streams.py", "-k", "used_again"),
+    ),
+    Fault(
+        "a stream is used whose idle time is over",
+        CHANNEL,
+        "if stream.set_time_limit(seconds) and stream.metadata is metadata and stream.open():",
+        "if (stream.set_time_limit(seconds), stream.metadata is metadata and stream.open())[1]:",
+        ("tests/remote/test_streams.py", "-k", "idle_time_is_over"),
+    ),
+    Fault(
+        "a request that was given up stays in the line for room",
+        "pymoe/runtime/room.py",
+        "return self._waiting.pop(place, None) is not None",
+        "return place in self._waiting",
+        ("tests/runtime/test_room.py", "-k", "those_that_left"),
+    ),
+    Fault(
+        "a function that blocks holds up the timers behind it",
+        "pymoe/runtime/timers.py",
+        "        if _due:\n            with suppress",
+        "        if not _due:\n            with suppress",
+        ("tests/runtime/test_timers.py", "-k", "set_before_it"),
     ),
     Fault(
         "the token is looked at after the message",
