@@ -315,18 +315,6 @@ class RequestStream:
                 raise NoStream from None
             raise
 
-    def set_time_limit(self, seconds: float) -> bool:
-        """Cancel the stream ``seconds`` from now; return False if that replaces no limit, or the old one has passed.
-
-        Raises:
-            RuntimeError: no thread can be started that would do so. The stream was cancelled.
-        """
-        try:
-            return self.timer.reset(seconds)
-        except RuntimeError:
-            self._call.cancel()
-            raise
-
     def _time_is_over(self) -> None:
         self.overdue = True
         self._call.cancel()
@@ -380,24 +368,30 @@ class Streams:
 
     def _take(self, seconds: float, metadata: Any) -> RequestStream:
         """Return a stream whose timer has been set to ``seconds``."""
-        while self._idle:
-            with self._lock:
-                if not self._idle:
-                    break
-                stream = self._idle.pop()
-            # If its time of idleness is over, the stream is being cancelled.
-            if stream.set_time_limit(seconds) and stream.metadata is metadata and stream.open():
-                return stream
-            stream.cancel()
-        if time.monotonic() < self._refused + REFUSED_S:
-            raise NoStream
-        stream = RequestStream(self._method, metadata)
-        stream.set_time_limit(seconds)
-        return stream
+        stream: RequestStream | None = None
+        try:
+            while self._idle:
+                with self._lock:
+                    if not self._idle:
+                        break
+                    stream = self._idle.pop()
+                # If its time of idleness is over, the stream is being cancelled.
+                if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():
+                    return stream
+                stream.cancel()
+            if time.monotonic() < self._refused + REFUSED_S:
+                raise NoStream
+            stream = RequestStream(self._method, metadata)
+            stream.timer.reset(seconds)
+            return stream
+        except RuntimeError:  # no thread can be started that would end the stream in time
+            if stream is not None:
+                stream.cancel()
+            raise
 
     def _put_back(self, stream: RequestStream) -> None:
-        with suppress(RuntimeError), self._lock:  # without a thread for its time limit, it was cancelled
-            if stream.open() and stream.set_time_limit(IDLE_S):
+        with suppress(RuntimeError), self._lock:  # no thread can be started that would end the stream in time
+            if stream.open() and stream.timer.reset(IDLE_S):
                 self._idle.append(stream)
                 return
         stream.cancel()

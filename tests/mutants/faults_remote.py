@@ -128,15 +128,15 @@ FAULTS = [
     Fault(
         "a stream that has ended is used again",
         CHANNEL,
-        "if stream.set_time_limit(seconds) and stream.metadata is metadata and stream.open():",
-        "if stream.set_time_limit(seconds) and stream.metadata is metadata:",
+        "if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():",
+        "if stream.timer.reset(seconds) and stream.metadata is metadata:",
         ("tests/remote/test_streams.py", "-k", "used_again"),
     ),
     Fault(
         "a stream is used whose idle time is over",
         CHANNEL,
-        "if stream.set_time_limit(seconds) and stream.metadata is metadata and stream.open():",
-        "if (stream.set_time_limit(seconds), stream.metadata is metadata and stream.open())[1]:",
+        "if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():",
+        "if (stream.timer.reset(seconds), stream.metadata is metadata and stream.open())[1]:",
         ("tests/remote/test_streams.py", "-k", "idle_time_is_over"),
     ),
     Fault(
