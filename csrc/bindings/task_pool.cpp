@@ -356,6 +356,16 @@ void bind_task_pool(py::module_& module) {
           "_idle_is_known", [](const py::object& self) { native(self.ptr()).pool->tell_idle(); },
           "Return whether waiting threads have been warned that no runtime serves the pool.")
       .def(
+          "_room",
+          [](const py::object& self) {
+            const auto wait = [pool = native(self.ptr()).pool] {
+              wait_interruptibly([&](Clock::time_point until) { return pool->wait_for_room(until); });
+            };
+            return py::typing::Callable<void()>(py::cpp_function(wait));
+          },
+          "Return a function that waits until the queue has room, which another client may take, and raises\n"
+          "RuntimeError once the pool is closed. It does not keep the pool.")
+      .def(
           "_statistics", [](const py::object& self) { return snapshot(native(self.ptr()).pool->statistics()); },
           "Return the pool's counters, for pymoe.runtime.monitoring.statistics.");
 }

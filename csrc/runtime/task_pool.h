@@ -95,6 +95,20 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
+  // True once the queue has room, which another client may take first; false if it has none by `until`. Throws
+  // StoppedError once closed.
+  bool wait_for_room(Time until) {
+    std::unique_lock lock(strand_->mutex_);
+    while (closed_ || queued_ >= options_.capacity) {
+      if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
+      if (Sync::now() >= until) return false;
+      ++waiting_for_room_;
+      room_.wait_until(lock, until);
+      --waiting_for_room_;
+    }
+    return true;
+  }
+
   void reject() { statistics_.rejected.add(); }
 
   // True once the request is done, false if it is not by `until`.

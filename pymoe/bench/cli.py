@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pymoe._checks import parse_seconds
 from pymoe._common.dtypes import FLOATING
 from pymoe.bench.compare import change_table, compare
 from pymoe.bench.environment import environment, hint
@@ -73,9 +73,9 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", parents=[select], help="measure")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     run.add_argument("--threads", type=positive_int, metavar="N", help="torch's threads (default: torch's own choice)")
-    run.add_argument("--budget", type=positive_seconds, metavar="SECONDS", help="time a line, after warm-up")
+    run.add_argument("--budget", type=parse_seconds, metavar="SECONDS", help="time a line, after warm-up")
     run.add_argument(
-        "--limit", type=positive_seconds, metavar="SECONDS", help="start no further line after this time in all"
+        "--limit", type=parse_seconds, metavar="SECONDS", help="start no further line after this time in all"
     )
     run.add_argument(
         "--cpu-time",
@@ -101,17 +101,6 @@ def positive_int(text: str) -> int:
     value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return value
-
-
-def positive_seconds(text: str) -> float:
-    """Return the value of an option that must be a finite number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, got {text!r}")
     return value
 
 

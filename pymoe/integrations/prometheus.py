@@ -96,9 +96,9 @@ class RuntimeCollector:
                 times.add_metric(labels, cumulative(found.buckets, SECOND_ENDS), sum_value=found.sum)
             yield times
         if self._servers:
-            yield from self._of_servers()
+            yield from self._collect_servers()
 
-    def _of_servers(self) -> Iterator[Metric]:
+    def _collect_servers(self) -> Iterator[Metric]:
         calls = self._core.CounterMetricFamily(
             "pymoe_remote_calls", "Calls to a server of experts", labels=("runtime", "outcome")
         )

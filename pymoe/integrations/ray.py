@@ -5,11 +5,11 @@
     from pymoe.integrations import ray as pymoe_ray
 
     for number in range(4):
-        make = functools.partial(make_expert, f"expert-{number}")  # names that differ: a mixture tells experts by them
+        make = functools.partial(make_expert, f"expert-{number}")  # names that differ, since a mixture needs them
         pymoe_ray.serve(f"experts-{number}", make, checkpoints="/shared/experts", num_cpus=2)
     with pymoe_ray.ServedExperts([f"experts-{number}" for number in range(4)]) as served:
         mixture = pymoe.MixtureOfExpertBackends(served.backends(), top_k=2, forward_timeout=1, backward_timeout=1)
-        served.follow(mixture)  # as actors die and come back elsewhere
+        served.follow(mixture)  # replaces the experts of actors that restart elsewhere
         train(mixture)
 
 Each server is in a named actor. Ray restarts the actor when it or its machine dies, or when a client drains its server
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["ServedExperts", "serve"]
 
 MISSING = "pymoe.integrations.ray needs ray: pip install ray"
-LOOK_S = 10.0
-"""Timeout in seconds for asking where an actor is."""
+ADDRESS_TIMEOUT_S = 10.0
+"""Time limit in seconds for asking an actor for its address."""
 FOREVER = -1
-"""The value of Ray's ``max_restarts`` and ``max_task_retries`` that means no limit."""
+"""Value of Ray's ``max_restarts`` and ``max_task_retries`` that means without limit."""
 
 logger = logging.getLogger("pymoe.remote")
 
@@ -64,7 +64,7 @@ class ExpertActor:
         """End the process after a client has drained the server, because an actor without a server is useless."""
         self._server.wait()
         if not self._drains:
-            logger.warning("a client has had the server drain: the actor ends")
+            logger.warning("a client has drained the server: the actor ends")
             logging.shutdown()
             os._exit(1)  # Ray treats this as a failure and restarts the actor
 
@@ -205,9 +205,9 @@ class ServedExperts:
 
     def _move(self, name: str) -> None:
         before = self._connections[name]
-        address = self._address(name, LOOK_S)
+        address = self._address(name, ADDRESS_TIMEOUT_S)
         if address == before.address:
-            return  # the connection comes back by itself
+            return  # the connection reconnects by itself
         there = self._connect(address)
         try:
             for backend in there.backends():

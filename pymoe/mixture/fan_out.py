@@ -10,10 +10,11 @@ ends the wait, and only between batches.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,15 +24,14 @@ from torch import Tensor
 
 from pymoe import _runtime
 from pymoe._errors import describe_error
-from pymoe.mixture.members import Member
+from pymoe.mixture.members import Member, MemberPass
 from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
-from pymoe.mixture.stats import Pass
 from pymoe.runtime.future import Future, deadline_after, seconds_left
 from pymoe.runtime.gradients import all_finite
+from pymoe.runtime.room import Place
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
-FULL_POOL_RETRY_S = 0.002  # interval at which a wait checks whether a full pool has room
 SAME_DEADLINE_S = 0.05  # a pool's clock may end a request by this much before the wait's clock does
 
 
@@ -68,7 +68,7 @@ class ExpertRequest(NamedTuple):
     """A request to be sent: ``tensors`` for the rows ``tokens`` of a group."""
 
     group: Group
-    to: Pass
+    to: MemberPass
     tensors: Sequence[Tensor]
     tokens: Tensor
 
@@ -120,21 +120,36 @@ class Pending:
         self._open = True
         self._ended: queue.SimpleQueue[tuple[int, Future | BaseException, float]] = queue.SimpleQueue()
         self._futures: list[Future] = []
-        self._without_room: list[tuple[int, ExpertRequest, float | None]] = []
+        self._places: list[Place] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send a request; if the pool is full, :meth:`get` sends it as soon as there is room.
+        """Send a request; if the pool is full, as soon as there is room.
 
         Raises:
             Exception: any exception of the pool.
         """
-        timeout = seconds_left(deadline)
-        submit = request.to.pool.submit_task if self._run_inline else request.to.pool._try_submit
-        future = submit(*request.tensors, timeout=timeout)
-        if future is None:
-            self._without_room.append((index, request, deadline))
+        pool = request.to.pool
+
+        def submit() -> Future | None:
+            return pool._try_submit(*request.tensors, timeout=seconds_left(deadline))
+
+        future = pool.submit_task(*request.tensors, timeout=seconds_left(deadline)) if self._run_inline else submit()
+        if future is not None:
+            return self._sent(index, request.to.count, future)
+        place = pool._line.join(submit)
+        self._places.append(place)
+        place.add_done_callback(functools.partial(self._left_line, index, request.to.count))
+        return None
+
+    def _left_line(self, index: int, count: Callable[[str], None], place: Any) -> None:
+        if place.cancelled():
             return
-        count = request.to.count
+        if (error := place.exception()) is not None:
+            self._ended.put((index, error, time.perf_counter()))
+        else:
+            self._sent(index, count, place.result())
+
+    def _sent(self, index: int, count: Callable[[str], None], future: Future) -> None:
 
         def ended(future: Future) -> None:
             with self._lock:
@@ -147,14 +162,6 @@ class Pending:
         self._futures.append(future)
         future.add_done_callback(ended)
 
-    def _look_for_room(self) -> None:
-        waiting, self._without_room = self._without_room, []
-        for index, request, deadline in waiting:
-            try:
-                self.send(index, request, deadline)
-            except Exception as error:
-                self._ended.put((index, error.with_traceback(None), time.perf_counter()))
-
     def run_inline(self, deadline: float | None) -> None:
         """Run the requests in this thread if no worker may be free; waiting for a single future does the same."""
         for future in self._futures if self._run_inline else ():
@@ -163,20 +170,14 @@ class Pending:
 
     def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
         """Return index, outcome and time of the next request that ends; raise ``queue.Empty`` after ``timeout``."""
-        until = time.monotonic() + timeout
-        while self._without_room:
-            # Poll, because a thread that blocked in submit_task would stay blocked for as long as its expert hangs.
-            with suppress(queue.Empty):
-                return self._ended.get(timeout=min(FULL_POOL_RETRY_S, max(0.0, until - time.monotonic())))
-            if time.monotonic() >= until:
-                raise queue.Empty
-            self._look_for_room()
-        return self._ended.get(timeout=max(0.0, until - time.monotonic()))
+        return self._ended.get(timeout=timeout)
 
     def close(self) -> None:
-        """Stop waiting, and cancel the requests that have not begun."""
+        """Stop waiting, and cancel the requests that have not begun. Those that wait for room are never sent."""
         with self._lock:
             self._open = False
+        for place in self._places:
+            place.cancel()
         for future in self._futures:
             future.cancel()
 

@@ -5,14 +5,46 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pymoe.mixture.options import NAME, Rules
-from pymoe.mixture.stats import BackendLog, BackendStats, Pass
-from pymoe.runtime.protocols import Backend
+from pymoe.mixture.stats import BackendLog, BackendStats, PassStats
+from pymoe.runtime.protocols import Backend, RequestPool
 
 MAX_BACKOFF_DOUBLINGS = 6
+KEPT_LATENCIES = 1000
+COUNTS = ("requests", "rows", "answered", "failed", "anomalous", "given_up", "late")
+
+
+class MemberPass:
+    """One of the two passes of a backend: its pool, and the outcomes of its requests. Thread-safe."""
+
+    def __init__(self, name: str, pool: RequestPool) -> None:
+        self.name = name
+        self.pool = pool
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
+
+    def count(self, name: str, *, rows: int = 0, latency: float | None = None) -> None:
+        with self._lock:
+            self._counts[name] += 1
+            self._counts["rows"] += rows
+            if latency is not None:
+                self._latencies.append(latency)
+
+    def stats(self) -> PassStats:
+        with self._lock:
+            counts, latencies = self._counts.copy(), sorted(self._latencies) or [0.0]
+        return PassStats(
+            **{name: counts[name] for name in COUNTS},
+            latency_mean=sum(latencies) / len(latencies),
+            latency_p50=latencies[len(latencies) // 2],
+            latency_p99=latencies[int(0.99 * len(latencies))],
+            latency_max=latencies[-1],
+        )
 
 
 class Backoff:
@@ -51,8 +83,8 @@ class Member:
         self.backend = backend
         self.name: str = backend.get_info()["name"]
         forward_pool, backward_pool = backend.get_pools()
-        self.forward = Pass("forward", forward_pool)
-        self.backward = Pass("backward", backward_pool)
+        self.forward = MemberPass("forward", forward_pool)
+        self.backward = MemberPass("backward", backward_pool)
         self.log = BackendLog(self.name)
         self.backoff = Backoff()
 

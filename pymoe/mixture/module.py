@@ -43,7 +43,7 @@ class MixtureOfExpertBackends(nn.Module):
     has no room in its queue; the logger ``pymoe.runtime`` reports this at most once a minute for each backend. A
     request that the mixture stops waiting for is cancelled if it has not begun, and ignored if it has; a batch that has
     begun keeps a worker of its runtime busy, so ``num_workers`` must exceed the number of experts that may hang. The
-    backward pass asks all experts whose answers were used at once; gradients that do not come are zero. A backward
+    backward pass asks all experts whose answers were used at once; missing gradients are zero. A backward
     request that has begun updates its expert even if the mixture does not wait for it. Invalid arguments raise before
     any expert is asked.
 
@@ -51,7 +51,7 @@ class MixtureOfExpertBackends(nn.Module):
     out again after that, for twice as long, and so on up to 64 times ``rest``. Rows choose among the other backends
     meanwhile, as long as there are ``k_min``; otherwise all are asked. An answer in time ends the backoff, and so does
     an error. A backend that nobody serves, or whose server cannot be reached, is left out in the same way, at once, and
-    comes back at once.
+    is asked again at once when it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
@@ -78,7 +78,7 @@ class MixtureOfExpertBackends(nn.Module):
         max_experts: number of slots; None: ``len(backends)``.
         k_min: answers that each row needs.
         forward_timeout: seconds; None: no limit.
-        timeout_after_k_min: seconds, in both passes; None: no limit but ``forward_timeout`` and ``backward_timeout``.
+        timeout_after_k_min: seconds, in both passes; None: only ``forward_timeout`` and ``backward_timeout``.
         backward_k_min: gradients that each row needs, of the answers that it used; 0: none.
         backward_timeout: seconds; None: no limit.
         rest_after: timeouts in a row, of both passes, after which a backend backs off; None disables backoff.

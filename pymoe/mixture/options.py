@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from pymoe._checks import check_seconds
 from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
@@ -51,10 +52,7 @@ def check_mixture(backends: Sequence[Any], top_k: int, max_experts: int | None, 
     for name in ("rest", "forward_timeout", "timeout_after_k_min", "backward_timeout"):
         if (seconds := getattr(rules, name)) is None:
             continue
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(f"{NAME}: {name} must be a number of seconds or None, got {type(seconds).__name__}")
-        if not seconds >= 0:
-            raise ValueError(f"{NAME}: {name} must be at least 0 seconds, got {seconds}")
+        check_seconds(f"{NAME}: {name}", seconds)
     return max_experts
 
 

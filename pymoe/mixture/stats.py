@@ -1,19 +1,16 @@
-"""Outcomes of the requests that a mixture sends to a backend: counted for each pass, and logged."""
+"""Outcomes of the requests that a mixture sends to a backend: numbers for each pass, and log lines."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import Counter, deque
 from typing import NamedTuple
 
 from pymoe._errors import describe_error
 from pymoe.runtime.protocols import RequestPool
 
-LOG_PERIOD_S = 60.0  # between two lines about one backend
-KEPT_LATENCIES = 1000
-COUNTS = ("requests", "rows", "answered", "failed", "anomalous", "given_up", "late")
+LOG_PERIOD_S = 60.0  # least time between two lines about one backend
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -59,35 +56,6 @@ class BackendStats(NamedTuple):
     slot: int
     forward: PassStats
     backward: PassStats
-
-
-class Pass:
-    """One of the two passes of a backend: the pool to ask, and the outcomes of its requests. Thread-safe."""
-
-    def __init__(self, name: str, pool: RequestPool) -> None:
-        self.name = name
-        self.pool = pool
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
-
-    def count(self, name: str, *, rows: int = 0, latency: float | None = None) -> None:
-        with self._lock:
-            self._counts[name] += 1
-            self._counts["rows"] += rows
-            if latency is not None:
-                self._latencies.append(latency)
-
-    def stats(self) -> PassStats:
-        with self._lock:
-            counts, latencies = self._counts.copy(), sorted(self._latencies) or [0.0]
-        return PassStats(
-            **{name: counts[name] for name in COUNTS},
-            latency_mean=sum(latencies) / len(latencies),
-            latency_p50=latencies[len(latencies) // 2],
-            latency_p99=latencies[int(0.99 * len(latencies))],
-            latency_max=latencies[-1],
-        )
 
 
 class BackendLog:

@@ -1,7 +1,7 @@
-"""Experts on other machines: a server for the experts of a process, and connections that make backends of them.
+"""Experts on other machines: a server for the experts of a process, and connections that provide them as backends.
 
-Needs the packages grpcio, msgspec and safetensors: ``pip install --no-build-isolation -e '.[remote]'`` in the source
-folder.
+The packages grpcio, msgspec and safetensors are required: ``pip install --no-build-isolation -e '.[remote]'`` in the
+source folder.
 """
 
 try:
@@ -12,10 +12,9 @@ except ImportError as error:
         "pymoe.remote needs grpcio, msgspec and safetensors: pip install grpcio msgspec safetensors"
     ) from error
 
-from pymoe.remote.backend import RemoteBackend
-from pymoe.remote.connection import Connection, connect
+from pymoe.remote.client import Connection, RemoteBackend, connect
 from pymoe.remote.errors import AppliedError, ProtocolError, RemoteExpertError, ServerLost, WireError
-from pymoe.remote.pools import RemoteFuture
+from pymoe.remote.requests import RemoteFuture
 from pymoe.remote.security import TLS
 from pymoe.remote.server import ExpertServer
 

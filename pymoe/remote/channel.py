@@ -1,61 +1,74 @@
-"""A channel to a server: whether it is there, what it says of itself, and what all requests over it have in common."""
+"""A channel of gRPC to a server: whether the server is there, its description, and streams for requests.
+
+To begin and end a gRPC call costs more than to carry a short request: headers, a deadline, a handler and a status are
+made anew in both processes. So a channel keeps streams open, as many as it has had requests under way at a time, each
+for one request at a time, and the messages hold the deadline and the reason of a missing answer. Giving up a request
+cancels its stream, which tells the server as much as the end of a call would.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
+from grpc import StatusCode
 
 from pymoe.remote import wire
-from pymoe.remote.addresses import check_address
 from pymoe.remote.encodings import check_encoding
-from pymoe.remote.errors import ProtocolError, ServerLost, WireError, from_status
-from pymoe.remote.exchange import Streams
-from pymoe.remote.security import TLS, authorization, check_client, is_local
-from pymoe.remote.wire import SERVING
+from pymoe.remote.errors import KIND_KEY, ProtocolError, ServerLost, WireError, from_status
+from pymoe.remote.security import TLS, authorization, check_address, check_client, is_local
+from pymoe.runtime.timers import TimerHandle, call_later
 
-LONGEST_S = 1e8
-"""Seconds to a deadline that gRPC can tell."""
-LOOK_AGAIN_S = 5.0
-"""Between two looks at a server that answers and cannot be stayed with."""
-DRAINS_S = 0.2
-"""The same where it drains: it ends soon, and another may take its place."""
+MAX_DEADLINE_S = 1e8
+"""Longest time to a deadline that gRPC can represent."""
+CHECK_AGAIN_S = 5.0
+"""Seconds until the next check of a server that answers, but refuses to be watched."""
+CHECK_DRAINING_S = 0.2
+"""Seconds until the next check of a server that drains: it ends soon, and another may take its place."""
+REFUSED_S = 5.0
+"""Seconds after the server refused a stream in which no other is opened, and requests are calls of their own."""
+IDLE_S = 60.0
+"""Seconds for which a stream without a request stays open."""
 HUNG_UP = ("Socket closed", "Connection reset")
-"""What gRPC says of a server that answers what it reads by hanging up."""
+"""Reasons that gRPC gives if the server closes the connection as soon as it has read something."""
 OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MOST_BYTES),
-    ("grpc.max_send_message_length", wire.MOST_BYTES),
-    ("grpc.enable_retries", 0),  # gRPC's own know nothing of keys
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # what a server sends is not decompressed, either
+    ("grpc.max_receive_message_length", wire.MAX_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_BYTES),
+    ("grpc.enable_retries", 0),  # gRPC's own retries know nothing of keys
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # no decompression of replies
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),  # for as long an attempt to connect may last
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # time limit of an attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
+_CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
 class Channel:
-    """A channel of gRPC with what all requests over it share. Thread-safe.
+    """A channel of gRPC, and the state that all requests over it share. Thread-safe.
 
-    The arguments are those of :func:`pymoe.remote.connect`, and so are the errors.
+    The arguments, and the errors that they raise, are those of :func:`pymoe.remote.connect`.
 
     Attributes:
-        address: of the server.
-        client: the name by which the server knows this channel, with which its backward requests are numbered.
-        metadata: what every call shows.
-        methods: of the service, by name: callables of gRPC.
-        long_methods: those for a message that frames follow.
-        streams: that carry requests for whose answers a thread waits.
+        address: the server's address.
+        client: the name by which the server knows this channel, and under which backward requests are numbered.
+        metadata: the metadata of every call.
+        methods: the service's methods by name, as callables of gRPC.
+        long_methods: the same for messages with frames.
+        streams: the streams of requests for which a thread waits.
         counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
-        closed: whether :meth:`close` was called.
+        reachable: false from the moment that the channel knows that the server is gone until it is back.
+        closed: true after :meth:`close`.
     """
 
     def __init__(
@@ -78,18 +91,17 @@ class Channel:
         self.client = uuid.uuid4().hex
         self.metadata = authorization(token)
         self.counts: Counter[str] = Counter()
-        self.closed = False
+        self.reachable, self.closed, self._unwatched = True, False, False
         self._encrypted = tls is not None
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._reachable = True
-        # $http_proxy is not for this machine: its proxy would read what need not be encrypted here, the token first.
+        # A proxy in $http_proxy must not read what goes to this machine, where nothing need be encrypted.
         options = (*OPTIONS, ("grpc.enable_http_proxy", 0)) if is_local(address) else OPTIONS
         if tls is None:
             self._channel = grpc.insecure_channel(address, options)
         else:
             self._channel = grpc.secure_channel(address, tls.client_credentials(), options)
-        names = ("Forward", "Backward", "Info", "Stay", "Drain")
+        names = ("Forward", "Backward", "Info", wire.WATCH, "Drain")
         self.methods = {name: self._channel.unary_unary(f"/{wire.SERVICE}/{name}") for name in names}
         self.long_methods = {name: self._channel.stream_unary(f"/{wire.SERVICE}/{name}") for name in names[:2]}
         self.streams = Streams(self._channel.stream_stream(f"/{wire.SERVICE}/Exchange"))
@@ -98,85 +110,89 @@ class Channel:
     # --- whether the server is there ---
 
     @property
-    def reachable(self) -> bool:
-        """Whether the server can be reached, as far as the channel knows: not from a refusal until it is back."""
-        return self._reachable and not self.closed
-
-    @property
     def why_not_reachable(self) -> str:
-        """What to say while it is not."""
+        """Clause for messages that says why the server is not reachable."""
         return "the connection is closed" if self.closed else f"the server at {self.address} cannot be reached"
 
-    def watch(self) -> None:
-        """Follow whether the server is there, from now to the end, and have the channel connect whenever it is not.
+    def _set_reachable(self, reachable: bool) -> None:
+        with self._lock:
+            self.reachable = reachable and not self.closed
 
-        A call of health waits until the server is there; then another stays with it, and ends when the connection does,
-        or the server drains. (gRPC's own subscriptions to a channel's state do not survive that it is closed.)
+    def watch(self) -> None:
+        """Keep ``reachable`` up to date from now on, and reconnect whenever the connection breaks.
+
+        A health check waits until the server is there; then another call stays open, and ends when the connection
+        breaks or the server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
         """
-        # The server may have gone since it was last heard of: a call that waits would end only when it is back.
-        self._start(self._health, self._found, wait_for_ready=not self._reachable)
+        # The server may have gone since its last answer: then a call that waits for it would only end when it is back.
+        self._start(self._health, self._health_known, wait_for_ready=not self.reachable)
 
     def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
         with suppress(ValueError):  # the channel was closed
             method.future(b"", metadata=self.metadata, **options).add_done_callback(ended)
 
-    def _found(self, health: Any) -> None:
+    def _health_known(self, health: Any) -> None:
         if self.closed:
             return
-        if health.code() is grpc.StatusCode.OK and health.result() == SERVING:
-            self._reachable = True
-            self._start(self.methods["Stay"], self._left)
-        elif health.code() is grpc.StatusCode.UNAVAILABLE and self._reachable:
-            self._left(health)
+        if health.code() is StatusCode.OK and health.result() == wire.SERVING:
+            self._set_reachable(True)
+            self._start(self.methods[wire.WATCH], self._watch_ended)
+        elif health.code() is StatusCode.UNAVAILABLE and self.reachable:
+            self._watch_ended(health)
         else:
-            drains = health.code() is grpc.StatusCode.OK
-            self._reachable = self._reachable and not drains
-            self._look_later(DRAINS_S if drains else LOOK_AGAIN_S)
+            drains = health.code() is StatusCode.OK
+            self._set_reachable(self.reachable and not drains)
+            self._watch_after(CHECK_DRAINING_S if drains else CHECK_AGAIN_S)
 
-    def _left(self, stay: Any) -> None:
+    def _watch_ended(self, call: Any) -> None:
         if self.closed:
             return
-        if stay.code() in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE):
-            self._reachable = False
+        if call.code() in (StatusCode.OK, StatusCode.UNAVAILABLE):
+            self._set_reachable(False)
             self.watch()
-        else:  # too many stay already, or the token has changed: calls themselves will tell
-            self._look_later(LOOK_AGAIN_S)
+        else:  # too many clients watch the server, or the token has changed, which requests will find out
+            self._watch_after(CHECK_AGAIN_S)
 
-    def _look_later(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self.watch)
-        timer.daemon = True
-        timer.start()
+    def _watch_after(self, seconds: float) -> None:
+        try:
+            call_later(seconds, self.watch)
+        except RuntimeError:  # no thread can be started: requests find out, and the next one watches again
+            self._set_reachable(True)
+            self._unwatched = True
 
     def check_usable(self) -> None:
-        """Raise RuntimeError in a fork, whose threads of gRPC are gone; ServerLost once it is closed."""
+        """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`."""
         if os.getpid() != self._process:
             raise RuntimeError(f"{self.address}: a connection cannot be used in a fork: connect() again in the child")
         if self.closed:
             raise ServerLost(f"{self.address}: the connection is closed")
+        if self._unwatched:
+            self._unwatched = False
+            self.watch()
 
     def count(self, what: str) -> None:
         """Count an event in ``counts``."""
         with self._lock:
             self.counts[what] += 1
 
-    # --- what the server has ---
+    # --- the server's description ---
 
     def info(self, timeout: float | None = None) -> wire.Info:
-        """Return what the server says of itself.
+        """Return the server's description of itself.
 
         Args:
-            timeout: seconds; None: that of the connection.
+            timeout: seconds; None: the timeout of the connection.
 
         Raises:
             ServerLost: it cannot be reached; the message has gRPC's reason.
-            PermissionError: it wants another token.
-            ProtocolError: it is no ExpertServer, or one of another version.
+            PermissionError: it expects another token.
+            ProtocolError: it is not an ExpertServer, or one of another version.
             TimeoutError: it does not answer.
         """
         return self._ask("Info", timeout)
 
     def drain(self, timeout: float | None = None) -> wire.Info:
-        """Have the server refuse further requests, answer those under way, save, and stop; return once it has saved.
+        """Make the server refuse further requests, answer current ones, save, and stop; return once it has saved.
 
         Raises:
             RuntimeError: experts were not saved; the message names them.
@@ -189,7 +205,7 @@ class Channel:
 
     def _ask(self, method: str, timeout: float | None) -> wire.Info:
         self.check_usable()
-        seconds = min(self.timeout if timeout is None else timeout, LONGEST_S)
+        seconds = min(self.timeout if timeout is None else timeout, MAX_DEADLINE_S)
         try:
             message = self.methods[method](b"", timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as failed:
@@ -203,15 +219,186 @@ class Channel:
             raise ProtocolError(f"{self.address}: {error}") from None
 
     def close(self) -> bool:
-        """End what is under way with :class:`~pymoe.remote.ServerLost`, and hang up; return False if that was done
-        before.
+        """End current requests with :class:`~pymoe.remote.ServerLost`, and disconnect.
 
-        In a fork it leaves the parent's connection alone.
+        In a fork the parent's connection stays as it is.
+
+        Returns:
+            False if the channel was closed before.
         """
         with self._lock:
             if self.closed or os.getpid() != self._process:
                 return False
-            self.closed = True
+            self.closed, self.reachable = True, False
         self.streams.close()
         self._channel.close()
         return True
+
+
+class Ended(grpc.RpcError):
+    """A request on a stream ended without an answer; the methods are those of a failed gRPC call."""
+
+    def __init__(self, code: StatusCode, details: str, kind: str = "") -> None:
+        super().__init__(details)
+        self._code, self._details, self._kind = code, details, kind
+
+    def code(self) -> StatusCode:
+        """Return the status code."""
+        return self._code
+
+    def details(self) -> str:
+        """Return the message."""
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the name of the exception, as in the metadata of a call."""
+        return ((KIND_KEY, self._kind),) if self._kind else ()
+
+
+class NoStream(Exception):
+    """The server opens no further stream, or has refused one recently. No part of the request has reached it."""
+
+
+class RequestStream:
+    """A stream to a server, for one thread at a time.
+
+    Attributes:
+        metadata: the metadata with which it was opened.
+        used: true once it has carried a reply.
+        overdue: true once it was cancelled because its time was over.
+        timer: cancels it when its request is overdue, or when it has been idle for too long.
+    """
+
+    def __init__(self, method: Any, metadata: Any) -> None:
+        self.metadata = metadata
+        self.used = self.overdue = False
+        self.timer = TimerHandle(self._time_is_over)
+        self._messages: SimpleQueue[tuple[bytes, Sequence[memoryview]] | None] = SimpleQueue()
+        self._call = method(self._pieces(), metadata=metadata)
+        self._call.add_done_callback(lambda _: self._messages.put(None))  # or gRPC's thread would wait for ever
+        self.open: Callable[[], bool] = self._call.running
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield what gRPC sends: each message, followed by its frames."""
+        while (message := self._messages.get()) is not None:
+            head, tail = message
+            yield head
+            if tail:
+                yield from wire.frames(tail)
+
+    def ask(self, head: bytes, tail: Sequence[memoryview]) -> tuple[wire.Reply, wire.Tail | None]:
+        """Send a request, wait, and return the reply with the frames that followed it.
+
+        Raises:
+            Ended: the server gives a reason why there is no answer. The stream stays open unless the request has
+                frames, which the server may not have read.
+            NoStream: the server opens no further stream.
+            grpc.RpcError: the stream has ended.
+            WireError: the answer is malformed.
+        """
+        self._messages.put((head, tail))
+        try:
+            reply = wire.decode(next(self._call), wire.Reply)
+            self.used = True
+            if reply.status:
+                raise Ended(_CODES.get(reply.status, StatusCode.UNKNOWN), reply.details, reply.kind)
+            if not wire.following(reply.tensors):
+                return reply, None
+            received = wire.Tail(reply.tensors)
+            while received.missing:
+                received.take(next(self._call))
+            return reply, received
+        except StopIteration:
+            raise Ended(StatusCode.UNAVAILABLE, "the server ended the stream") from None
+        except grpc.RpcError:
+            if not self.used and self._call.code() is StatusCode.RESOURCE_EXHAUSTED:
+                raise NoStream from None
+            raise
+
+    def _time_is_over(self) -> None:
+        self.overdue = True
+        self._call.cancel()
+
+    def cancel(self) -> None:
+        """End the stream and its request, which the server removes from its queue."""
+        self.timer.cancel()
+        self._call.cancel()
+
+
+class Streams:
+    """The streams of a channel. Thread-safe.
+
+    Args:
+        method: opens a stream: a callable of gRPC.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+        self._lock = threading.Lock()
+        self._idle: list[RequestStream] = []
+        self._refused = -REFUSED_S
+
+    def ask(
+        self, head: bytes, tail: Sequence[memoryview], seconds: float, metadata: Any
+    ) -> tuple[wire.Reply, wire.Tail | None]:
+        """Send a request on an idle stream or a new one; takes and raises the same as :meth:`RequestStream.ask`.
+
+        Raises:
+            Ended: there was no answer within ``seconds``.
+            NoStream: no stream is idle, and the server has its maximum. That is tried again every :data:`REFUSED_S`.
+        """
+        stream = self._take(seconds, metadata)
+        try:
+            answer = stream.ask(head, tail)
+        except grpc.RpcError as error:
+            if stream.overdue:
+                raise Ended(StatusCode.DEADLINE_EXCEEDED, "there was no answer in time") from None
+            if isinstance(error, Ended) and not tail:
+                self._put_back(stream)
+            else:
+                stream.cancel()
+            raise
+        except BaseException as error:
+            if isinstance(error, NoStream):
+                self._refused = time.monotonic()
+            stream.cancel()
+            raise
+        self._put_back(stream)
+        return answer
+
+    def _take(self, seconds: float, metadata: Any) -> RequestStream:
+        """Return a stream whose timer has been set to ``seconds``."""
+        stream: RequestStream | None = None
+        try:
+            while self._idle:
+                with self._lock:
+                    if not self._idle:
+                        break
+                    stream = self._idle.pop()
+                # If its time of idleness is over, the stream is being cancelled.
+                if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():
+                    return stream
+                stream.cancel()
+            if time.monotonic() < self._refused + REFUSED_S:
+                raise NoStream
+            stream = RequestStream(self._method, metadata)
+            stream.timer.reset(seconds)
+            return stream
+        except RuntimeError:  # no thread can be started that would end the stream in time
+            if stream is not None:
+                stream.cancel()
+            raise
+
+    def _put_back(self, stream: RequestStream) -> None:
+        with suppress(RuntimeError), self._lock:  # no thread can be started that would end the stream in time
+            if stream.open() and stream.timer.reset(IDLE_S):
+                self._idle.append(stream)
+                return
+        stream.cancel()
+
+    def close(self) -> None:
+        """Forget the idle streams, which end with their channel."""
+        with self._lock:
+            for stream in self._idle:
+                stream.timer.cancel()
+            self._idle.clear()

@@ -1,47 +1,58 @@
-"""Checkpoints of served experts: state and keys of applied requests in one file, which is there whole or not at all.
+"""Checkpoints of served experts: when and how each is saved, read, and loaded exactly.
 
-A file is in the safetensors format: the tensors of expert and optimizer, and as JSON, in the bytes of one more tensor,
-everything else of the state and the keys of :class:`~pymoe.remote.journal.Journal`. Reading one runs no code. It is
-written under another name, compared with what it should hold, brought to the disk, and renamed. Each expert has a
-folder, in which the newest :data:`KEPT` files stay; a damaged file is passed over for the one before. Names sort by
-age, also where the clock was set back or another machine wrote the one before.
+A checkpoint is one file, written completely or not at all, with an expert's state and the keys of the requests that the
+state contains. It is in the safetensors format: the tensors of the expert and its optimizer, and one more tensor whose
+bytes are JSON, with the rest of the state and the keys of :class:`~pymoe.remote.journal.Journal`. Reading a file runs
+no code. It is written under a temporary name, read back and compared, flushed to the disk, and renamed. Each expert has
+a folder that keeps the newest :data:`KEPT` files; if the newest is damaged, the one before is read. Names sort by age,
+even if the clock was set back or another machine wrote the previous file.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import threading
 import time
 import urllib.parse
 import uuid
+import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pymoe._errors import describe_error
-from pymoe.remote.journal import Keys
-from pymoe.remote.trees import from_tree, to_tree
+from pymoe.remote.journal import AppliedKeys, Journal
+from pymoe.remote.wire import from_tree, to_tree
+from pymoe.runtime import ExpertBackend
 
 FORMAT = 2
-"""Files of format 1, which have their JSON in the metadata of safetensors, are read as well."""
+"""Format of new files. Files of format 1, whose JSON is in the metadata of safetensors, are read as well."""
 KEPT = 2
 CONTENT = "content"
-"""The name of the tensor whose bytes are the JSON. Metadata may have 100 MB at most, and keys may have more."""
-LONGEST_FOLDER = 200
-"""Characters of a quoted name; file systems take names of 255."""
+"""Name of the tensor whose bytes are the JSON. Metadata are limited to 100 MB, and the keys may be longer."""
+MAX_FOLDER_NAME = 200
+"""Most characters of a quoted name; file systems accept names of 255."""
 SUFFIX = ".safetensors"
 
 logger = logging.getLogger("pymoe.remote")
+T = TypeVar("T")
+
+# --- files ---
 
 
 @dataclass
@@ -49,15 +60,15 @@ class Checkpoint:
     """An expert between two updates."""
 
     state: Mapping[str, Any]
-    """What ``state_dict()`` of its backend returned."""
+    """The result of its backend's ``state_dict()``."""
     updates: int
-    keys: Keys
+    keys: AppliedKeys
 
     @cached_property
-    def told(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state as what JSON can hold, and copies of its tensors by the names that stand for them there.
+    def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The state for JSON, and copies of its tensors, by the names that represent them there.
 
-        Raises what :func:`write_checkpoint` does.
+        Raises the same as :func:`write_checkpoint`.
         """
         tensors: dict[str, Tensor] = {}
 
@@ -71,16 +82,16 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> int:
-        """A number that tells the state from one of other content. Raises what :func:`write_checkpoint` does."""
-        content, tensors = self.told
+        """Hash of the state. Raises the same as :func:`write_checkpoint`."""
+        content, tensors = self.encoded
         return zlib.crc32(_json(content), _crc(tensors))
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """Return the folder of the expert ``name``, which can be any text."""
+    """Return the folder of the expert ``name``, which may be any text."""
     quoted = urllib.parse.quote(name, safe="")
-    if len(quoted) > LONGEST_FOLDER:
-        quoted = f"{quoted[: LONGEST_FOLDER // 2]}-{hashlib.sha256(name.encode()).hexdigest()}"
+    if len(quoted) > MAX_FOLDER_NAME:
+        quoted = f"{quoted[: MAX_FOLDER_NAME // 2]}-{hashlib.sha256(name.encode()).hexdigest()}"
     return root / f"expert-{quoted}"
 
 
@@ -88,9 +99,9 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint, remove those that it replaces, and return its path.
 
     Raises:
-        OSError: no room, or no right to write there; the earlier checkpoints are as they were.
-        TypeError: the state holds something that is neither a dense tensor nor JSON, or of a dtype that safetensors
-            does not have; the message says where.
+        OSError: the disk is full, or the folder is not writable; the earlier checkpoints are unchanged.
+        TypeError: the state holds something that is neither a dense tensor nor representable in JSON, or has a dtype
+            that safetensors does not have; the message says where.
     """
     temporary = _written(folder, checkpoint)
     try:
@@ -106,16 +117,16 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def try_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Raise what :func:`write_checkpoint` would; the folder's checkpoints stay as they are."""
+    """Raise the same as :func:`write_checkpoint`, without changing the folder's checkpoints."""
     _written(folder, checkpoint).unlink()
 
 
 def _written(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint under a name that is none of a checkpoint, and return its path."""
+    """Write a checkpoint under a temporary name, and return its path."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    state, tensors = checkpoint.told
+    state, tensors = checkpoint.encoded
     content = {
         **state,
         "updates": checkpoint.updates,
@@ -124,7 +135,7 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
     try:
         _checkpoint_of(json.loads(_json({**content, "keys": {}})), tensors)
     except ValueError as error:
-        raise _not_told(error) from None
+        raise _not_json(error) from None
     tensors = {**tensors, CONTENT: torch.frombuffer(bytearray(_json(content)), dtype=torch.uint8)}
     metadata = {"format": str(FORMAT), "crc32": str(_crc(tensors))}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -146,12 +157,12 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
 def _json(content: dict[str, Any]) -> bytes:
     try:
         return json.dumps(content).encode()
-    except ValueError as error:  # an int of more digits than Python writes
-        raise _not_told(error) from None
+    except ValueError as error:  # an int with more digits than Python converts
+        raise _not_json(error) from None
 
 
-def _not_told(error: ValueError) -> TypeError:
-    return TypeError(f"the state cannot be told by JSON: {error}")
+def _not_json(error: ValueError) -> TypeError:
+    return TypeError(f"the state cannot be represented in JSON: {error}")
 
 
 def _dense(leaf: Any, where: str) -> Tensor:
@@ -160,14 +171,14 @@ def _dense(leaf: Any, where: str) -> Tensor:
 
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{where} holds a {type(leaf).__name__}: expected tensors, numbers, text and None")
-    # A tensor of a class with a dispatch of its own (DTensor, MaskedTensor...) keeps its numbers somewhere else.
+    # A tensor subclass with its own dispatch (DTensor, MaskedTensor...) keeps its numbers somewhere else.
     own = type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if own or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
         kind = type(leaf).__name__ if own else "nested" if leaf.is_nested else str(leaf.layout)
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, {kind}, on {leaf.device}: expected a dense one")
     try:
         dense = leaf.detach().to("cpu").clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        save({"": dense.flatten()[:0]})  # a dtype that safetensors does not have: here its place is known
+        save({"": dense.flatten()[:0]})  # raises here, where the name is known, if safetensors does not have the dtype
     except Exception as error:
         reason = describe_error(error).partition("\n")[0]
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, which cannot be written ({reason})") from None
@@ -183,16 +194,16 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
             found = file.get_tensor(name)
             alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
             if not alike or not torch.equal(_bytes(found), _bytes(expected)):
-                raise OSError(f"{path}: what was read back is not what was written")
+                raise OSError(f"{path}: the file does not hold what was written to it")
 
 
 def read_newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that is whole, with a line in the log for each damaged one; None if there are none.
+    """Return the newest undamaged checkpoint, and log the damaged ones; return None if the folder has none.
 
     Raises:
-        ValueError: there are checkpoints, and all of them are damaged: to begin anew would replace them.
+        ValueError: all checkpoints are damaged; a new start would replace them.
     """
-    for left in (*folder.glob(".*.part"), *folder.glob(".tmp*")):  # of a writer that was killed: ours, or safetensors'
+    for left in (*folder.glob(".*.part"), *folder.glob(".tmp*")):  # from this code or safetensors, killed while writing
         with suppress(OSError):
             left.unlink()
     found = _newest_first(folder)
@@ -207,11 +218,11 @@ def read_newest(folder: Path) -> Checkpoint | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return what a file holds.
+    """Return the checkpoint in a file.
 
     Raises:
-        ValueError: it is damaged, or of another format.
-        Exception: what reading a damaged file makes safetensors or the system raise.
+        ValueError: it is damaged, or has another format.
+        Exception: any exception of safetensors or the system that a damaged file causes.
     """
     from safetensors import safe_open
 
@@ -235,7 +246,7 @@ def _checkpoint_of(content: dict[str, Any], tensors: dict[str, Tensor]) -> Check
     state: Any = OrderedDict(from_tree(content["state"], lambda name: tensors[name]))
     versions = from_tree(content.get("versions"), lambda name: tensors[name])
     if versions is not None:
-        state._metadata = versions  # without them a module takes its own state for that of an older version
+        state._metadata = versions  # without versions a module would convert its state as if from an older version
     keys = {
         str(client): (int(low), [int(one) for one in applied]) for client, (low, applied) in content["keys"].items()
     }
@@ -266,9 +277,320 @@ def _crc_of_format_1(content: bytes, tensors: dict[str, Tensor]) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the new name to the disk, too."""
+    """Flush the new name to the disk, too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- states ---
+
+
+def check_loadable(backend: ExpertBackend) -> None:
+    """Raise TypeError if the backend has a part into which its saved state could not be loaded."""
+    scheduler = backend.scheduler
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise TypeError(
+            f"the scheduler, a {type(scheduler).__name__}, has no state_dict(): expected one that can be saved"
+        )
+    for name, tensor in backend.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and _is_expanded(tensor):
+            raise TypeError(f"{name} is an expanded tensor, which cannot be loaded: expected its clone()")
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
+    """Load a state, and keep the types of the optimizer's state for each parameter.
+
+    torch's optimizers cast that state to the dtype of the parameter: masks and counters to float, complex numbers to
+    real ones, and float32 moments of bfloat16 parameters to fewer bits. That is right only if the expert itself has
+    other dtypes than the saved one.
+
+    Raises:
+        ValueError: the state comes from an optimizer of another kind, with which the first update would fail.
+        RuntimeError: it is the state of another expert.
+    """
+    opt, saved = backend.opt, state["_extra_state"].get("opt")
+    options = [set(group) for group in getattr(opt, "param_groups", ())]
+    backend.load_state_dict(state)
+    for expected, group in zip(options, getattr(opt, "param_groups", ()), strict=False):
+        if lost := sorted(map(str, expected - set(group))):
+            raise ValueError(
+                f"{backend.name!r}: expected a checkpoint made with the optimizer {type(opt).__name__}, got one made "
+                f"with another, which has no {', '.join(lost)}: use that one, or remove the checkpoints"
+            )
+    if opt is None or saved is None or _dtypes(backend.state_dict(keep_vars=True)) != _dtypes(state):
+        return
+    if (type(opt).load_state_dict, type(opt).state_dict) != (Optimizer.load_state_dict, Optimizer.state_dict):
+        return  # an optimizer with its own methods may not cast, or may keep its state elsewhere
+    for number, loaded in opt.state_dict()["state"].items():  # the optimizer's own dicts, not copies
+        for key, value in saved["state"].get(number, {}).items():
+            loaded[key] = _as_saved(value, loaded.get(key))
+
+
+def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {name: one.dtype for name, one in state.items() if isinstance(one, Tensor)}
+
+
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """Return ``loaded`` with the types of ``saved``, on the device of ``loaded``."""
+    if isinstance(saved, Tensor):
+        if not isinstance(loaded, Tensor):
+            return saved
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _as_saved(one, loaded.get(key)) for key, one in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)) and len(saved) == len(loaded):
+        return type(saved)(map(_as_saved, saved, loaded))
+    return saved
+
+
+# --- folders ---
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """A lock on a folder, which is created if necessary. It ends with :meth:`release`, the object, or the process.
+
+    Two servers with one folder would each continue from a state that the other does not know. If the file system has no
+    locks, like some network file systems, a warning is logged, and nothing keeps others out.
+
+    Raises:
+        OSError: another server holds it, in this process or another one; or the folder cannot be created or opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                os.close(descriptor)
+                reason = "another server, which has not drained, has its checkpoints there"
+                raise BlockingIOError(error.errno, reason, str(folder)) from None
+            logger.warning("%s cannot be locked (%s): make sure that no two servers use it", folder, error.strerror)
+        self._descriptor = descriptor
+        self._release = weakref.finalize(self, _unlock, descriptor)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let other servers use the folder."""
+        self._release()
+
+
+def _unlock(descriptor: int) -> None:
+    try:
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # even if a fork has not closed its descriptor yet
+    finally:
+        os.close(descriptor)
+
+
+def _leave_to_parent() -> None:
+    """Close the descriptors in a fork, so that the locks end with the parent."""
+    for one in list(_held):
+        if one._release.detach() is not None:
+            os.close(one._descriptor)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+# --- one served expert ---
+
+
+class ExpertCheckpoints:
+    """Saves and loads the checkpoints of one served expert.
+
+    Args:
+        backend: the expert.
+        journal: the keys of its requests.
+        root: the folder of the server's checkpoints.
+
+    Attributes:
+        answered: number of requests so far; a forward pass may change buffers without an update.
+        cannot_save: the reason why the state cannot be saved, as found by the last attempt; None if it can.
+    """
+
+    def __init__(self, backend: ExpertBackend, journal: Journal, root: Path) -> None:
+        self._backend, self._journal = backend, journal
+        self._folder = folder_of(root, backend.name)
+        self.answered = 0
+        self.cannot_save: Exception | None = None
+        self._lock: FolderLock | None = None  # until this server has saved for the last time
+        self._saved_updates: int | None = None
+        self._saved_digest: int | None = None
+        self._answered_at_save = 0
+        self._first_update: asyncio.Task[None] | None = None
+        # A state that was taken earlier must not be written later, even if nobody waits for it any more.
+        self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._writes: set[asyncio.Future[None]] = set()  # a task without a reference may be collected
+
+    @property
+    def saving(self) -> bool:
+        """True while a checkpoint is being made; for as long as the expert or the folder hangs."""
+        return self._saving.locked() or self._writing.locked()
+
+    @property
+    def outdated(self) -> bool:
+        """True if no checkpoint holds the latest update. Other changes are found by :meth:`save`."""
+        return self._saved_updates != self._backend.updates
+
+    @property
+    def may_be_outdated(self) -> bool:
+        """True if since the last checkpoint there was an update, or a request that may have changed buffers."""
+        changes = self.answered != self._answered_at_save and any(True for _ in self._backend.buffers())
+        return self.outdated or changes
+
+    # --- saving ---
+
+    async def save(self) -> bool:
+        """Write a checkpoint, unless the newest one holds the present state; return whether one was written.
+
+        If the caller is cancelled, a checkpoint that is being written is completed all the same.
+
+        Raises:
+            OSError: it cannot be written.
+            TypeError: the expert's state cannot be saved; until it can, the expert is not trained any further.
+        """
+        async with self._saving:
+            try:
+                saved = await self._save()
+            except Exception as error:
+                raise self._note(error) from None
+            self.cannot_save = None
+            return saved
+
+    async def _save(self) -> bool:
+        # The state comes first: all updates in it were running by then, so their keys are known once they have settled.
+        answered = self.answered
+        state = await in_thread(self._backend.state_dict)
+        updates: int = state["_extra_state"]["updates"]
+        checkpoint = Checkpoint(state, updates, {})
+        digest = await in_thread(lambda: checkpoint.digest)
+        changed = (updates, digest) != (self._saved_updates, self._saved_digest)
+        if changed:
+            await self._journal.settled()
+            checkpoint.keys = self._journal.keys(updates)
+            write = asyncio.ensure_future(self._write(checkpoint))
+            self._writes.add(write)
+            write.add_done_callback(self._writes.discard)
+            await asyncio.shield(write)
+        self._answered_at_save = answered
+        return changed
+
+    async def _write(self, checkpoint: Checkpoint) -> None:
+        async with self._writing:  # in the order in which the states were taken
+            self._claim()
+            await in_thread(write_checkpoint, self._folder, checkpoint)
+            self._saved_updates, self._saved_digest = checkpoint.updates, checkpoint.digest
+
+    def updated(self) -> None:
+        """After the first update, find out whether the state can still be saved: optimizers create theirs then."""
+        if self._first_update is None:
+            self._first_update = asyncio.ensure_future(self._try_first_update())
+
+    async def _try_first_update(self) -> None:
+        async with self._saving:
+            try:
+                await in_thread(self._try)
+            except Exception as error:
+                logger.error("%s", self._note(error))
+
+    def _try(self) -> None:
+        try_checkpoint(self._folder, Checkpoint(self._backend.state_dict(), 0, {}))
+
+    def _note(self, error: Exception) -> Exception:
+        """Return the error for a checkpoint that was not written, and remember it if the state is the reason."""
+        reason = describe_error(error).partition("\n")[0]  # torch may append a stack trace of C++
+        text = f"{self._backend.name!r} cannot be saved in {self._folder}: {reason}"
+        if isinstance(error, OSError):
+            return OSError(text)
+        self.cannot_save = TypeError(text)
+        return TypeError(text)
+
+    # --- loading ---
+
+    def load(self) -> bool:
+        """Load the newest checkpoint before the expert is served; return False if there is none.
+
+        Raises:
+            RuntimeError: it has the state of another expert.
+            ValueError: all checkpoints are damaged, the newest one comes from an optimizer of another kind, or the
+                expert has seen more updates than it.
+            TypeError: the expert's state cannot be saved.
+            OSError: checkpoints cannot be written there, or another server writes them.
+        """
+        try:
+            self._claim()
+        except OSError as error:
+            raise self._note(error) from None
+        try:
+            return self._load()
+        except BaseException:
+            self.release()
+            raise
+
+    def _load(self) -> bool:
+        backend = self._backend
+        found = read_newest(self._folder)
+        if found is not None:
+            if backend.updates > found.updates:
+                raise ValueError(
+                    f"ExpertServer: {backend.name!r} has seen {backend.updates} updates, and its newest checkpoint in "
+                    f"{self._folder} only {found.updates}, which would undo the others: expected a new backend, or "
+                    f"another folder"
+                )
+            load_exactly(backend, found.state)
+            self._journal.restore(found.keys)
+            self._saved_updates, self._saved_digest = found.updates, found.digest
+        try:
+            check_loadable(backend)
+            self._try()
+        except Exception as error:
+            raise self._note(error) from None
+        return found is not None
+
+    def _claim(self) -> None:
+        """Keep other servers from the expert's checkpoints."""
+        if self._lock is None:
+            self._lock = FolderLock(self._folder)
+
+    def release(self) -> None:
+        """Let another server use the expert's checkpoints."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Return ``function(*arguments)``, called on a thread of its own.
+
+    A function that never returns delays neither other calls, as it would in an executor with few threads, nor the end
+    of the process.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():  # otherwise nobody waits any more
+            set_outcome(outcome)
+
+    def call() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            loop.call_soon_threadsafe(complete, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(complete, done.set_result, result)
+
+    threading.Thread(target=call, name="pymoe-remote-call", daemon=True).start()
+    return await done

@@ -1,9 +1,9 @@
 """Servers of experts from a terminal.
 
 - ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM or Ctrl-C;
-- ``python -m pymoe.remote info HOST:PORT`` shows what a server says of itself;
-- ``python -m pymoe.remote drain HOST:PORT`` has a server answer what is under way, save, and end;
-- ``python -m pymoe.remote top HOST:PORT`` shows a server's pools, again and again.
+- ``python -m pymoe.remote info HOST:PORT`` prints the description of a server;
+- ``python -m pymoe.remote drain HOST:PORT`` makes a server answer current requests, save, and end;
+- ``python -m pymoe.remote top HOST:PORT`` shows a live view of a server's pools.
 """
 
 from __future__ import annotations
@@ -23,35 +23,32 @@ import msgspec
 import torch
 
 from pymoe.remote import wire
-from pymoe.remote.connection import Connection, connect
+from pymoe.remote.client import Connection, connect
 from pymoe.remote.errors import ProtocolError, ServerLost
-from pymoe.remote.schemas import read_schema
 from pymoe.remote.security import TLS
 from pymoe.remote.server import ExpertServer
-from pymoe.remote.viewer import WatchedServer
 from pymoe.runtime import ExpertBackend
-from pymoe.runtime.top import add_options, printable, show
+from pymoe.runtime.monitoring.statistics import pool_stats
+from pymoe.runtime.top import NotARuntime, Report, add_options, printable, show
 
 PROGRAM = "python -m pymoe.remote"
 DRAIN_CHECK_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 1 where there is no such server, where it cannot serve, or where it has
-    ended without saving its experts.
-    """
+    """Run the command, and return its exit status: 1 if there is no such server, or it cannot serve or save."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
-    abouts = {"info": "what a server says of itself", "drain": "have a server save and end", "top": "a live view"}
+    abouts = {"info": "describe a server", "drain": "make a server save and end", "top": "show a live view"}
     for name, about in abouts.items():
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("address", metavar="HOST:PORT")
-        _add_security(command, "authorities that the server's certificate must be signed by")
+        _add_security(command, "authorities for the server's certificate")
         if name == "top":
             add_options(command)
             continue
-        seconds = 10.0 if name == "info" else 60.0  # a server answers what is under way, and saves, before it ends
+        seconds = 10.0 if name == "info" else 60.0  # before it ends, a server answers current requests and saves
         command.add_argument(
             "--timeout", type=float, default=seconds, metavar="SECONDS", help=f"(default: {seconds:g})"
         )
@@ -70,15 +67,15 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help=about, description=about)
     parser.add_argument("factory", metavar="MODULE:FUNCTION", help="returns one or several ExpertBackends")
     parser.add_argument("--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help="(default: 127.0.0.1:7000)")
-    _add_security(parser, "authorities that clients' certificates must be signed by")
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where experts are saved, and loaded from")
+    _add_security(parser, "authorities for clients' certificates")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="folder in which experts are saved")
     parser.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="(default: 60)")
-    parser.add_argument("--workers", type=int, metavar="N", help="threads that run batches (default: one an expert)")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads that run batches (default: one per expert)")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads within a batch (default: torch's)")
     parser.add_argument(
-        "--grace", type=float, default=10.0, metavar="SECONDS", help="for requests under way at the end"
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="time limit of current requests at the end"
     )
-    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="for Prometheus, on 127.0.0.1")
+    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve metrics for Prometheus on 127.0.0.1")
 
 
 def _add_security(parser: argparse.ArgumentParser, authorities: str) -> None:
@@ -89,7 +86,7 @@ def _add_security(parser: argparse.ArgumentParser, authorities: str) -> None:
 
 
 def security_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return ``tls`` and ``token`` as a command's options say them. A token comes from a file: ``ps`` shows options."""
+    """Return ``tls`` and ``token`` from a command's options. Tokens are in files, because ``ps`` shows options."""
     files = (options.tls_cert, options.tls_key, options.tls_ca)
     tls = TLS(*files) if any(files) else None
     token = None if options.token_file is None else options.token_file.read_text().strip()
@@ -97,7 +94,7 @@ def security_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal, or a client's ``drain``, ends it."""
+    """Serve until a signal or a client's ``drain`` ends the server."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -137,11 +134,11 @@ def _say(line: str) -> None:
 
 
 def function_of(factory: str) -> Callable[[], Any]:
-    """Return the function that ``MODULE:FUNCTION`` names; modules of the current folder are found.
+    """Return the function that ``MODULE:FUNCTION`` names; modules in the current folder are found, too.
 
     Raises:
-        ValueError: no function is named.
-        ImportError: there is none.
+        ValueError: the text has another form.
+        ImportError: there is no such module or function.
     """
     module, colon, function = factory.partition(":")
     if not (module and colon and function):
@@ -155,7 +152,7 @@ def function_of(factory: str) -> Callable[[], Any]:
 
 
 def made_by(make: Callable[[], Any], factory: str) -> list[ExpertBackend]:
-    """Return the backends that ``make`` returns. Raises TypeError if it returns something else."""
+    """Return the backends that ``make`` returns; raise TypeError if it returns something else."""
     made = make()
     backends = [made] if isinstance(made, ExpertBackend) else list(made) if isinstance(made, Iterable) else [made]
     for one in backends:
@@ -169,7 +166,7 @@ def _connection(options: argparse.Namespace) -> Connection:
 
 
 def info(options: argparse.Namespace) -> int:
-    """Print what a server says of itself."""
+    """Print the description of a server."""
     with _connection(options) as there:
         found = there.info()
     if options.json:
@@ -180,13 +177,13 @@ def info(options: argparse.Namespace) -> int:
 
 
 def described(address: str, found: wire.Info) -> str:
-    """Return what a server says of itself, as text."""
+    """Return the description of a server as text."""
     state = "draining" if found.draining else "serving"
     lines = [f"{address}: {state} for {found.seconds:.0f} s, pymoe {found.version}, process {found.pid}"]
     for name, one in found.experts.items():
         trains = f"{one.updates} updates" if one.trains else "does not train"
         try:
-            takes, returns = read_schema(one.forward_schema), read_schema(one.outputs_schema)
+            takes, returns = wire.read_schema(one.forward_schema), wire.read_schema(one.outputs_schema)
         except ValueError as error:
             raise ProtocolError(f"{address}: the schema of {name!r} cannot be read: {error}") from None
         lines.append(f"  {name}: {trains}; takes {takes!r}, returns {returns!r}")
@@ -195,13 +192,51 @@ def described(address: str, found: wire.Info) -> str:
     return "\n".join(map(printable, lines))
 
 
+class WatchedServer:
+    """Reads the pools of a server repeatedly, and reports the numbers since the previous read.
+
+    Raises the same as :func:`~pymoe.remote.connect`.
+    """
+
+    def __init__(self, address: str, **security: Any) -> None:
+        self.where = address
+        self._connection = connect(address, coalesce=False, **security)
+        self._before: dict[str, wire.Counters] = {}
+        self._time = time.monotonic()
+
+    def read(self) -> list[Report]:
+        """Return a report, or nothing while the server is gone; raise NotARuntime if the numbers are malformed."""
+        try:
+            found = self._connection.info()
+        except (ServerLost, TimeoutError):
+            self._before = {}
+            return []
+        except ProtocolError as error:
+            raise NotARuntime(str(error)) from None
+        now = time.monotonic()
+        seconds, self._time = now - self._time, now
+        try:
+            pools = tuple(
+                pool_stats(printable(name), self._before.get(name, counters), counters, seconds, recent=True)
+                for name, counters in found.pools.items()
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise NotARuntime(f"{self.where}: not a report ({type(error).__name__}: {error})") from None
+        self._before = found.pools
+        return [Report(printable(f"{self.where} (process {found.pid}, {found.seconds:.0f} s)"), pools)]
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._connection.close()
+
+
 def watch(options: argparse.Namespace) -> int:
-    """Show a server's pools until Ctrl-C, or once."""
+    """Show the pools of a server until Ctrl-C, or once."""
     return show(WatchedServer(options.address, **security_of(options)), options, must_be_there=True)
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Have a server drain, and wait for its end; return 1 if it has not saved all experts."""
+    """Drain a server, and wait for its end; return 1 if it did not save all experts."""
     deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
         _say(f"{options.address} drains")

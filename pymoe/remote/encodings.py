@@ -1,18 +1,18 @@
-"""Tensors as bytes: as they are, in bfloat16, or in 8 bits with a scale for each block of 256 numbers of a row.
+"""Tensors as bytes: unchanged, in bfloat16, or in 8 bits with a scale for each block of 256 numbers of a row.
 
-How far a number x of float32 or float64 may be from what arrives:
+The error of a float32 or float64 number x on arrival:
 
-- ``raw``: not at all.
+- ``raw``: none.
 - ``bf16``: at most ``2^-8 * abs(x)``, for normal numbers up to 3.38e38; half the bytes of float32. Infinity and NaN
-  stay.
-- ``int8``: at most ``m / 254`` for the largest absolute value m of x's block, but for rounding in float32 (a relative
-  2^-20 of m) and blocks with m < 1.5e-36, whose error is at most 6e-39; about a quarter of the bytes of float32. In a
-  block with NaN, infinity or a number beyond float32 everything becomes NaN: nothing passes for a number that is none.
-  A block never holds numbers of two rows: those that share a message may belong to different callers.
+  are preserved.
+- ``int8``: at most ``m / 254``, where m is the largest absolute value in x's block, plus the rounding of float32 (a
+  relative 2^-20 of m); in blocks with m < 1.5e-36 at most 6e-39. About a quarter of the bytes of float32. In a block
+  that holds NaN, infinity or a number beyond float32, every number becomes NaN, so that no invalid result looks valid.
+  A block never holds numbers of two rows, because rows of one message may belong to different callers.
 
-Where ``int8`` would not make a tensor shorter, as one with a number a row, it is sent raw. 16-bit floating-point
-tensors stay as they are under ``bf16``; their values are rounded to their dtype on arrival under ``int8``. Integers,
-booleans and complex numbers are always sent raw.
+A tensor that ``int8`` would not make shorter, such as one with a single number per row, is sent raw. Under ``bf16``,
+16-bit floating-point tensors are unchanged; under ``int8`` their values are rounded to their dtype on arrival.
+Integers, booleans and complex numbers are always sent raw.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from pymoe.remote.errors import WireError
 
 ENCODINGS = ("raw", "bf16", "int8")
 BLOCK = 256
-"""Numbers of a row that share one scale in ``int8``; a row has a last block of fewer."""
-MOST_DIMENSIONS = 8
-LONGEST_DIMENSION = 1 << 31
+"""Numbers of a row that share one scale in ``int8``; the last block of a row may have fewer."""
+MAX_DIMENSIONS = 8
+MAX_DIMENSION = 1 << 31
+"""Largest size of a dimension."""
 SMALLEST_SCALE, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 DTYPES = {
@@ -48,61 +49,61 @@ DTYPES = {
     "c64": torch.complex64,
     "c128": torch.complex128,
 }
-"""Names of dtypes on the wire."""
-_OF_NUMPY = {
+"""Dtypes by their names on the wire."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NUMPY_DTYPES = {
     **{torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16, torch.uint8: np.uint8},
     **{torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8},
 }
-"""What numpy knows, too. Short tensors are coded by numpy alone: an operator of torch lets go of the interpreter's
-lock, and the other threads of a busy process take it."""
+"""Dtypes that numpy has, too. Their raw bytes are copied by numpy alone: torch's operators release the GIL, and in a
+busy process other threads would take it."""
 ALIGNMENT = 64
-"""Of new memory, in bytes: as torch's own."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Alignment of new memory in bytes, the same as torch's."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` on the wire; raises TypeError for one that cannot be sent."""
+    """Return the name of ``dtype`` on the wire; raise TypeError if it cannot be sent."""
     if dtype not in NAMES:
         raise TypeError(f"pymoe.remote: a tensor of {dtype} cannot be sent; expected one of {list(NAMES)}")
     return NAMES[dtype]
 
 
 def check_encoding(owner: str, encoding: Any) -> str:
-    """Return ``encoding``; raises ValueError if there is none of that name."""
+    """Return ``encoding``; raise ValueError if there is none of that name."""
     if encoding not in ENCODINGS:
         raise ValueError(f"{owner}: encoding must be one of {', '.join(map(repr, ENCODINGS))}, got {encoding!r}")
     return str(encoding)
 
 
 def encoding_for(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> str:
-    """Return how a tensor is sent where ``encoding`` is asked for: raw, where that takes no more bytes."""
+    """Return the encoding of a tensor if ``encoding`` is wanted: raw if that takes no more bytes."""
     if encoding == "raw" or not dtype.is_floating_point:
         return "raw"
     return encoding if encoded_size(dtype, shape, encoding) < encoded_size(dtype, shape, "raw") else "raw"
 
 
 def encoded_size(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> int:
-    """Return the bytes of a tensor."""
+    """Return the number of bytes of an encoded tensor."""
     count = math.prod(shape)
     if encoding == "raw":
         return count * dtype.itemsize
-    return count * 2 if encoding == "bf16" else 4 * _blocks_of(shape) + count
-
-
-def _blocks_of(shape: Sequence[int]) -> int:
-    return math.prod(shape[:1]) * -(-math.prod(shape[1:]) // BLOCK)
+    if encoding == "bf16":
+        return count * 2
+    blocks = math.prod(shape[:1]) * -(-math.prod(shape[1:]) // BLOCK)
+    return 4 * blocks + count
 
 
 def encode(tensor: Tensor, encoding: str) -> memoryview:
-    """Return the bytes of a tensor: with ``raw`` those of its memory, without a copy, where it is contiguous."""
-    if encoding == "raw" and _is_plain(tensor):
+    """Return the bytes of a tensor; for ``raw`` and a contiguous tensor on the CPU, a view of its memory."""
+    plain = tensor.dtype in _NUMPY_DTYPES and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+    if plain and encoding == "raw":
         numbers: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()
         return memoryview(numbers.reshape(-1).view(np.uint8))
     tensor = tensor.detach().to("cpu").contiguous()
     if encoding == "bf16":
         tensor = tensor.to(torch.bfloat16)
     elif encoding == "int8":
-        tensor = _to_int8(_rows_of(tensor).float()) if tensor.numel() else tensor
+        tensor = _to_int8(_as_rows(tensor).float()) if tensor.numel() else tensor
     if not tensor.numel():
         return memoryview(b"")
     array: Any = tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8).numpy()
@@ -112,58 +113,46 @@ def encode(tensor: Tensor, encoding: str) -> memoryview:
 def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
     """Return the tensor in memory of its own, aligned and writable.
 
-    Bytes of a message are copied, for ``raw`` once. Bytes that are a tensor already become a part of the result.
+    Bytes of a message are copied, for ``raw`` once. Bytes that are already a tensor become a part of the result.
 
     Raises:
-        WireError: no such encoding of this dtype, a shape that no tensor has, or another number of bytes.
+        WireError: the dtype has no such encoding, no tensor has such a shape, or the number of bytes is another.
     """
     if encoding not in ENCODINGS or (encoding != "raw" and not dtype.is_floating_point):
         raise WireError(f"there is no encoding {encoding[:32]!r} of {dtype}")
-    if len(shape) > MOST_DIMENSIONS or not all(0 <= length <= LONGEST_DIMENSION for length in shape):
-        raise WireError(f"a tensor cannot have the shape {shape[: MOST_DIMENSIONS + 1]}")
+    if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) <= MAX_DIMENSION)):
+        raise WireError(f"a tensor cannot have the shape {shape[: MAX_DIMENSIONS + 1]}")
     count = math.prod(shape)
-    if not count:
-        shape = [min(length, LONGEST_DIMENSION) for length in shape]
-    expected = encoded_size(dtype, shape, encoding)
+    expected = count * dtype.itemsize if encoding == "raw" else encoded_size(dtype, shape, encoding)
     if data.nbytes != expected:
         raise WireError(
             f"expected {expected} bytes for {dtype} of shape {tuple(shape)} as {encoding}, got {data.nbytes}"
         )
     if not count:
-        if math.prod(max(length, 1) for length in shape) > LONGEST_DIMENSION:
+        if math.prod(max(length, 1) for length in shape) > MAX_DIMENSION:
             raise WireError(f"a tensor without elements cannot have the shape {tuple(shape)}")
         return torch.empty(shape, dtype=dtype)
+    if encoding == "raw" and dtype in _NUMPY_DTYPES and not isinstance(data, Tensor):
+        memory = np.empty(expected + ALIGNMENT, np.uint8)
+        begin = -memory.__array_interface__["data"][0] % ALIGNMENT
+        memory = memory[begin : begin + expected]
+        memory[:] = np.frombuffer(data, np.uint8)
+        return torch.from_numpy(memory.view(_NUMPY_DTYPES[dtype]).reshape(shape))
     if encoding == "int8":
         scales = _own(data[: expected - count], torch.float32)
         codes = _own(data[expected - count :], torch.int8).view(shape)
-        flat = _from_int8(_rows_of(codes), scales).to(dtype)
+        flat = _from_int8(_as_rows(codes), scales).to(dtype)
     elif encoding == "bf16":
         flat = _own(data, torch.bfloat16).to(dtype)
-    elif dtype in _OF_NUMPY and not isinstance(data, Tensor):
-        memory = aligned(expected)
-        memory[:] = np.frombuffer(data, np.uint8)
-        return torch.from_numpy(memory.view(_OF_NUMPY[dtype]).reshape(shape))
     elif dtype is torch.bool:
-        flat = _own(data, torch.uint8) != 0  # whatever else a byte holds: a bool of any other value is undefined
+        flat = _own(data, torch.uint8) != 0  # a bool whose byte is neither 0 nor 1 has undefined behaviour
     else:
         flat = _own(data, dtype)
     return flat.view(shape)
 
 
-def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return new memory of ``size`` bytes, aligned as that of torch's tensors is."""
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory[begin : begin + size]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor is at hand, and holds its numbers one after the other and as they are."""
-    return tensor.dtype in _OF_NUMPY and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-
-
 def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes as numbers, in new memory where those of a message are unaligned, and not to be written to."""
+    """Return the bytes as numbers of ``dtype``; copy those of a message, which are read-only and unaligned."""
     if isinstance(data, Tensor):
         return data.view(dtype)
     memory = torch.empty(data.nbytes, dtype=torch.uint8)
@@ -171,8 +160,8 @@ def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
     return memory.view(dtype)
 
 
-def _rows_of(tensor: Tensor) -> Tensor:
-    """Return the tensor, which has elements, with what lies behind its first dimension in one."""
+def _as_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor with elements as a matrix: the first dimension, and all others in one."""
     return tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
@@ -184,10 +173,10 @@ def _parts(rows: Tensor) -> list[Tensor]:
 
 
 def _to_int8(rows: Tensor) -> Tensor:
-    """Return, as bytes, the scales of all blocks and behind them the codes: whole numbers from -127 to 127."""
+    """Return the bytes of all blocks' scales, followed by the codes: integers from -127 to 127."""
     scales, codes = [], []
     for part in _parts(rows):
-        scale = (part.abs().amax(2) / 127).clamp(min=SMALLEST_SCALE)  # clamp() keeps NaN
+        scale = (part.abs().amax(2) / 127).clamp(min=SMALLEST_SCALE)  # clamp() preserves NaN
         code = (part / scale[:, :, None]).nan_to_num(0.0, 0.0, 0.0).round_().clamp_(-127, 127)
         scales.append(scale)
         codes.append(code.flatten(1).to(torch.int8))
@@ -201,4 +190,4 @@ def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
     for part in _parts(numbers):
         part *= scales[:, begin : begin + part.shape[1], None]
         begin += part.shape[1]
-    return numbers.clamp_(-LARGEST, LARGEST)  # 127 * scale may round up to infinity; NaN stays
+    return numbers.clamp_(-LARGEST, LARGEST)  # 127 * scale may round up to infinity; NaN is preserved

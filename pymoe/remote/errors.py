@@ -1,8 +1,8 @@
-"""What goes wrong between machines, as exceptions here and as status codes on the wire.
+"""Errors between machines: exceptions in a process, status codes on the wire.
 
-A server says which exception it means in the trailing metadata ``pymoe-error``. A status without it comes from gRPC
-itself: the connection, a deadline, a server of another kind. Only types that :data:`KNOWN` lists are ever raised by
-name.
+A server names its exception in the trailing metadata ``pymoe-error``. A status without it comes from gRPC itself: the
+connection broke, a deadline passed, or the server does not speak this protocol. Only the types in :data:`KNOWN` are
+ever raised by name.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from pymoe.runtime.gradients import NonFiniteGradientError
 from pymoe.runtime.task_pool import QueueFull
 
 KIND_KEY = "pymoe-error"
-MOST_TEXT = 3000
-"""Bytes of a message that travel: all of a reply's metadata must fit into 8 KiB."""
+MAX_TEXT = 3000
+"""Bytes of an exception's message that are sent: all metadata of a reply must fit into 8 KiB."""
 
 
 class ServerLost(ConnectionError):
-    """The server could not be reached, or went away, in the time that the request had.
+    """The server could not be reached, or went away, within the time limit of the request.
 
-    A backward request that raises this may have been applied, once, or not at all.
+    A backward request that raises this may have been applied once, or not at all.
     """
 
 
 class ProtocolError(ConnectionError):
-    """What answers is no server of this protocol, or breaks it."""
+    """The other side does not speak this protocol, or breaks it."""
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this protocol."""
+    """Bytes are not a message of this protocol."""
 
 
 class AppliedError(RuntimeError):
-    """A backward request was applied, or may have been, and its answer is gone. It is not applied again."""
+    """A backward request was or may have been applied, and its answer is gone. It is not applied again."""
 
 
 class RemoteExpertError(RuntimeError):
-    """The expert raised, on its server, an exception of a type that is not sent by name; the message begins with it."""
+    """The expert raised an exception of a type that is not sent by name; the message begins with the type."""
 
 
 _KINDS: tuple[type[Exception], ...] = (
@@ -59,7 +59,7 @@ _KINDS: tuple[type[Exception], ...] = (
     *(ArithmeticError, FloatingPointError, OverflowError, ZeroDivisionError),
 )
 KNOWN = {kind.__name__: kind for kind in _KINDS}
-"""Exceptions that keep their type on the way from a server."""
+"""Exceptions that have the same type on the client as on the server."""
 
 CODES: dict[type[BaseException], StatusCode] = {
     AppliedError: StatusCode.ABORTED,
@@ -72,9 +72,9 @@ CODES: dict[type[BaseException], StatusCode] = {
     ValueError: StatusCode.INVALID_ARGUMENT,
     WireError: StatusCode.INVALID_ARGUMENT,
 }
-"""Status codes for other programs that speak gRPC; clients of this package read the name in the metadata."""
+"""Status codes for other gRPC programs; clients of this package read the name in the metadata."""
 
-_OF_GRPC: dict[StatusCode, type[Exception]] = {
+_BY_CODE: dict[StatusCode, type[Exception]] = {
     StatusCode.DEADLINE_EXCEEDED: TimeoutError,
     StatusCode.RESOURCE_EXHAUSTED: QueueFull,
     StatusCode.UNIMPLEMENTED: ProtocolError,
@@ -84,7 +84,7 @@ _OF_GRPC: dict[StatusCode, type[Exception]] = {
 
 
 def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Return status code, message and trailing metadata that stand for ``error``; of its traceback nothing."""
+    """Return the status code, message and trailing metadata for ``error``, without its traceback."""
     kind = type(error)
     if kind.__name__ in KNOWN and KNOWN[kind.__name__] is kind:
         # str() of a KeyError is the repr of its key.
@@ -94,11 +94,11 @@ def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, s
 
 
 def _short(text: str) -> str:
-    """Return the beginning of ``text`` that fits, without what UTF-8 does not know."""
-    text = text[:MOST_TEXT].encode(errors="replace").decode()
-    left = MOST_TEXT
+    """Return as much of ``text`` as may be sent, with ``?`` for characters that UTF-8 cannot encode."""
+    text = text[:MAX_TEXT].encode(errors="replace").decode()
+    left = MAX_TEXT
     for place, character in enumerate(text):
-        # gRPC sends a byte that is not printable ASCII as three: %C3.
+        # gRPC sends a byte that is not printable ASCII as three bytes: %C3.
         left -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
         if left < 0:
             return text[:place]
@@ -113,7 +113,7 @@ def _text(error: BaseException) -> str:
 
 
 def from_status(call: Any, where: str) -> Exception:
-    """Return the exception that the failed ``call`` means; ``where`` begins its message."""
+    """Return the exception for the failed gRPC ``call``; its message begins with ``where``."""
     text = f"{where}: {call.details() or 'no reason was given'}"
     trailing = dict(call.trailing_metadata() or ())
     if (kind := trailing.get(KIND_KEY)) is not None:
@@ -122,5 +122,5 @@ def from_status(call: Any, where: str) -> Exception:
     if code is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return ValueError(text)
     if code is StatusCode.UNAUTHENTICATED and "SSL server name" in text:
-        return ServerLost(text)  # by gRPC on this side: the server's certificate does not name the host
-    return _OF_GRPC.get(code, ServerLost)(text)
+        return ServerLost(text)  # from gRPC in this process: the server's certificate does not name the host
+    return _BY_CODE.get(code, ServerLost)(text)

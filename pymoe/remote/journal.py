@@ -1,17 +1,17 @@
-"""Which backward requests of an expert were applied, so that none is applied twice, restarts included.
+"""Keys of an expert's applied backward requests, so that none is applied twice, even after the server restarts.
 
-A request has a key, (client, seq). The client numbers its requests and sends the same key with every attempt; ``ack``
-says below which number it will not ask again. A key is
+A request has a key, (client, seq). The client numbers its requests, sends the same key with every attempt, and says
+with ``ack`` below which number there are no further attempts. A key is
 
-- **new**: it runs, and settles as applied, in the update of some number, or as not applied;
-- **running**: a second attempt joins the first and gets its answer;
-- **applied**: a further attempt gets the kept answer, or :class:`~pymoe.remote.errors.AppliedError` where it is gone;
-- **forgotten**, below ``ack``: a late attempt raises AppliedError, since nobody knows any more.
+- **new**: it runs, and ends as applied, in an update with a number, or as not applied;
+- **running**: a further attempt joins the first and gets its answer;
+- **applied**: a further attempt gets the kept answer, or :class:`~pymoe.remote.errors.AppliedError` if it is gone;
+- **forgotten**, below ``ack``: a late attempt raises AppliedError, because nothing is known about it any more.
 
-What is saved with a state that has seen U updates are the keys applied in updates up to U: both are lost together or
-not at all. A key that was applied later, and lost with its update, is new again.
+A state that has seen U updates is saved together with the keys applied in updates up to U, so that both are lost
+together or not at all. A key that was applied later and lost with its update is new again.
 
-All methods are for one thread, the server's event loop.
+All methods are for one thread, the thread of the server's event loop.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from torch import Tensor
 from pymoe.remote.errors import AppliedError
 from pymoe.runtime import QueueFull
 
-Keys = dict[str, tuple[int, list[int]]]
-"""By client: the number below which all is forgotten, and the numbers applied from there on."""
-MOST_OPEN = 4096
-"""Keys of one client that it has not acknowledged."""
-MOST_CLIENTS = 65536
+AppliedKeys = dict[str, tuple[int, list[int]]]
+"""For each client, the number below which all keys are forgotten, and the applied numbers from there on."""
+MAX_OPEN = 4096
+"""Most keys of one client that it has not acknowledged."""
+MAX_CLIENTS = 65536
 KEEP_CLIENT_S = 3600.0
-"""How long a client that says nothing is remembered."""
+"""Seconds for which a silent client is remembered."""
 KEEP_ANSWERS_BYTES = 64 << 20
 IN_PART = -1
-"""In place of an update's number: applied for some rows, and failed for others."""
+"""Takes the place of an update's number if some rows of a request were applied and others failed."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Applied:
-    """What a backward request that ran has done."""
+    """The outcome of a backward request that has run."""
 
     update: int | None
-    """The number of the first update that holds any of it; None: nothing was applied; :data:`IN_PART`."""
+    """Number of the first update that contains any row of it, or :data:`IN_PART`; None: nothing was applied."""
     answer: Sequence[Tensor] | None = None
     error: BaseException | None = None
 
 
 @dataclass
-class _Running:
+class _RunningRequest:
     done: asyncio.Future[Applied]
     cancel: Callable[[], Any]
     waiters: int = 0
@@ -63,22 +63,22 @@ class _Running:
 class _Client:
     seen: float
     low: int = 0
-    running: dict[int, _Running] = field(default_factory=dict)
-    applied: dict[int, int] = field(default_factory=dict)  # seq -> number of the first update that holds any of it
+    running: dict[int, _RunningRequest] = field(default_factory=dict)
+    applied: dict[int, int] = field(default_factory=dict)  # seq -> Applied.update
 
 
 class Journal:
     """The keys of one expert.
 
     Args:
-        incarnation: a name of this life of the server.
+        incarnation: name of this run of the server.
         now: the clock, in seconds.
     """
 
     def __init__(self, incarnation: str, now: Callable[[], float] = time.monotonic) -> None:
         self.incarnation = incarnation
         self._now = now
-        self._clients: OrderedDict[str, _Client] = OrderedDict()  # who spoke last is last
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # ordered by their latest requests
         self._answers: OrderedDict[tuple[str, int], tuple[Sequence[Tensor], int]] = OrderedDict()
         self._bytes = 0
 
@@ -93,24 +93,25 @@ class Journal:
         incarnation: str = "",
         age: float = 0.0,
     ) -> tuple[Sequence[Tensor], bool]:
-        """Return the answer to the request, which ``run`` begins if the key is new, and whether this is a repetition.
+        """Return the answer to a request, and whether it was applied by an earlier attempt.
 
         Args:
-            client: with ``seq`` the key.
-            seq: the number of the request among those of its client.
-            ack: the client will not ask again for keys below.
-            run: begins the request; returns what it will have done, and a function that cancels it if it has not begun.
-                That is called when nobody waits for the answer any more.
-            attempt: how often the client has sent the request before.
-            incarnation: that of the server from which the client last had the answer to a backward request; empty
-                before the first. A server of this life that does not know such a client has forgotten it.
-            age: seconds since the client sent it first. A client is not forgotten so soon after it spoke; if more time
-                has passed, one that is not known may be one that was forgotten.
+            client: with ``seq``, the key.
+            seq: number of the request among the client's requests.
+            ack: the client sends no further attempts for keys below this one.
+            run: called if the key is new; starts the request, and returns its future outcome and a function that
+                cancels it if it has not begun. That function is called when no attempt waits for the answer any more.
+            attempt: number of earlier attempts of the request.
+            incarnation: the server run that last answered a backward request of the client; empty before the first
+                answer. If that was this run and the client is unknown, the client has been forgotten.
+            age: seconds since the first attempt. If they are too many and the client is unknown, it may have been
+                forgotten.
 
         Raises:
-            AppliedError: it was applied, or may have been, and the answer is gone.
-            QueueFull: the client leaves too many keys open, or there are too many clients.
-            BaseException: what ``run`` raises or reports. The key is new again then, unless some rows were applied.
+            AppliedError: it was or may have been applied, and the answer is gone.
+            QueueFull: the client has too many open keys, or there are too many clients.
+            BaseException: any exception that ``run`` raises or reports. Then the key is new again, unless some rows
+                were applied.
         """
         known = self._know(client, ack, attempt, incarnation, age)
         while True:
@@ -124,14 +125,14 @@ class Journal:
             found = await self._wait(running)
             if found.update is not None and found.answer is not None:
                 return found.answer, True
-            # The first attempt has failed, or was cancelled when its connection broke: nothing was applied.
+            # The first attempt failed, or was cancelled when its connection broke: nothing was applied.
 
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
         if known is None:
-            # Half of the time: the client's clock began before the message arrived, and need not run as this one does.
+            # Only half of the time, since the client's clock started earlier and may run at another speed.
             if attempt and (incarnation == self.incarnation or not age < KEEP_CLIENT_S / 2):
-                raise AppliedError(f"the client {name!r} was forgotten, and with it whether the request was applied")
+                raise AppliedError(f"the client {name!r} was forgotten: its request may have been applied")
             self._make_room()
             known = self._clients[name] = _Client(self._now())
         known.seen = self._now()
@@ -144,15 +145,15 @@ class Journal:
         return known
 
     def _make_room(self) -> None:
-        """Forget who has long said nothing, and nobody else: a forgotten key could be applied twice."""
+        """Forget clients that have been silent for long, and no others: a forgotten key could be applied twice."""
         for name, one in list(self._clients.items()):
             if self._now() - one.seen <= KEEP_CLIENT_S:
                 break
             if not one.running:
                 for seq in self._clients.pop(name).applied:
                     self._drop_answer(name, seq)
-        if len(self._clients) >= MOST_CLIENTS:
-            raise QueueFull(f"{len(self._clients)} clients have asked within the last {KEEP_CLIENT_S:g} s")
+        if len(self._clients) >= MAX_CLIENTS:
+            raise QueueFull(f"{len(self._clients)} clients have sent requests within the last {KEEP_CLIENT_S:g} s")
 
     def _kept(self, client: str, seq: int, update: int) -> Sequence[Tensor]:
         found = self._answers.get((client, seq))
@@ -168,12 +169,12 @@ class Journal:
         seq: int,
         run: Callable[[], tuple[Awaitable[Applied], Callable[[], Any]]],
     ) -> Sequence[Tensor]:
-        if len(known.running) + len(known.applied) >= MOST_OPEN:
-            raise QueueFull(f"the client has {MOST_OPEN} requests that it has not acknowledged")
+        if len(known.running) + len(known.applied) >= MAX_OPEN:
+            raise QueueFull(f"the client has {MAX_OPEN} requests that it has not acknowledged")
         outcome, cancel = run()
-        running = known.running[seq] = _Running(asyncio.get_running_loop().create_future(), cancel)
+        running = known.running[seq] = _RunningRequest(asyncio.get_running_loop().create_future(), cancel)
 
-        async def settle() -> None:  # goes on when its client has gone: what was applied must be known
+        async def settle() -> None:  # continues if the client is gone: it must be known what was applied
             try:
                 found = await outcome
             except BaseException as error:
@@ -182,17 +183,17 @@ class Journal:
             running.done.set_result(found)
 
         task = asyncio.ensure_future(settle())
-        running.done.add_done_callback(lambda _: task)  # a task that nobody holds may be collected
+        running.done.add_done_callback(lambda _: task)  # a task without a reference may be collected
         found = await self._wait(running)
         if found.error is not None:
             raise found.error
         assert found.answer is not None
         return found.answer
 
-    async def _wait(self, running: _Running) -> Applied:
+    async def _wait(self, running: _RunningRequest) -> Applied:
         running.waiters += 1
         try:
-            return await asyncio.shield(running.done)  # who goes must not cancel it for others
+            return await asyncio.shield(running.done)  # one waiter that leaves must not cancel it for the others
         finally:
             running.waiters -= 1
             if not running.waiters and not running.done.done():
@@ -217,23 +218,23 @@ class Journal:
         self._bytes -= size
 
     async def settled(self) -> None:
-        """Wait until what runs now has settled."""
+        """Wait until all requests that run now have ended."""
         running = [one.done for client in self._clients.values() for one in client.running.values()]
         if running:
             await asyncio.wait(running)
 
-    def keys(self, updates: int) -> Keys:
+    def keys(self, updates: int) -> AppliedKeys:
         """Return the keys that belong to a state that has seen ``updates`` updates.
 
-        Of those that were applied by then none may still run: see :meth:`settled`.
+        None of those that are part of the state may still run: see :meth:`settled`.
         """
         return {
             name: (client.low, sorted(seq for seq, update in client.applied.items() if update <= updates))
             for name, client in self._clients.items()
         }
 
-    def restore(self, keys: Keys) -> None:
-        """Know the keys of a state that was loaded, and no others; their answers are gone."""
+    def restore(self, keys: AppliedKeys) -> None:
+        """Replace all keys by those of a loaded state, without their answers."""
         now = self._now()
         self._answers.clear()
         self._bytes = 0

@@ -1,13 +1,20 @@
-"""Who may speak to a server: TLS, certificates of clients, tokens; and what is refused without them.
+"""Addresses of servers, and access to them: TLS, certificates of clients, tokens.
 
-An address that other machines can reach needs TLS, and a token or certificates of clients: whoever may ask an expert
-for gradients may train it. A token travels over TLS, or within this machine.
+An address that other machines can reach needs TLS, and a token or certificates of clients: a client that may request
+gradients from an expert trains it. Tokens are sent only over TLS, or within this machine.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hmac
 import ipaddress
+import os
+import socket
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,58 +22,61 @@ from typing import Any
 import grpc
 
 PREFIX = "Bearer "
+SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
+"""Schemes of gRPC that may precede ``HOST:PORT``."""
+MAX_PORT = 65535
+MAX_SOCKET_PATH = 107
+"""Longest path of a Unix socket on Linux, in bytes."""
+FREE = (errno.ENOENT, errno.ECONNREFUSED)
+"""Errors of connecting to a socket that does not exist, or whose server ended without removing it."""
+
+# --- addresses ---
 
 
-@dataclass(frozen=True)
-class TLS:
-    """Files in PEM format, of a server or of a client.
+def check_address(owner: str, address: str, lowest_port: int = 0) -> None:
+    """Raise ValueError unless ``address`` is ``HOST:PORT``, ``unix:PATH``, or another name that gRPC may resolve.
 
-    Args:
-        cert: this side's certificate, and those between it and its authority. A server needs one; a client where the
-            server asks for it.
-        key: the certificate's private key.
-        ca: authorities. A client accepts servers that one of these has signed (None: those that gRPC knows); a server
-            with these accepts only clients that one of these has signed.
+    gRPC itself wraps a port above 65535 around to another one, and uses 443 if the port is missing.
     """
-
-    cert: str | Path | None = None
-    key: str | Path | None = None
-    ca: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a certificate without its key, or the other way round."""
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("TLS: expected cert and key together, got one of them alone")
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return gRPC's credentials of a server.
-
-        Raises:
-            ValueError: no certificate.
-            OSError: a file cannot be read.
-        """
-        if self.cert is None or self.key is None:
-            raise ValueError("TLS: a server needs cert and key")
-        authorities = _read(self.ca)
-        pair = (Path(self.key).read_bytes(), Path(self.cert).read_bytes())
-        return grpc.ssl_server_credentials([pair], authorities, authorities is not None)
-
-    def client_credentials(self) -> grpc.ChannelCredentials:
-        """Return gRPC's credentials of a client. Raises OSError if a file cannot be read."""
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+    path = socket_path(address)
+    if path is not None:
+        length = len(os.fsencode(path))
+        if not 0 < length <= MAX_SOCKET_PATH:
+            raise ValueError(
+                f"{owner}: expected unix:PATH with a path of 1 to {MAX_SOCKET_PATH} bytes, got one of {length}: "
+                f"{address!r}"
+            )
+        return
+    rest = without_scheme(address)
+    if ":///" in rest or rest.startswith("unix-abstract:"):
+        return
+    for one in rest.split(","):
+        host, _, port = one.rpartition(":")
+        plain = host and (":" not in host or host[0] + host[-1] == "[]")
+        if not plain or not port.isdecimal() or not lowest_port <= int(port) <= MAX_PORT:
+            raise ValueError(
+                f"{owner}: expected HOST:PORT with a port from {lowest_port} to {MAX_PORT}, [IPV6]:PORT or unix:PATH, "
+                f"got {address!r}"
+            )
 
 
-def _read(path: str | Path | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
+def without_scheme(address: str) -> str:
+    """Return ``address`` without a scheme of :data:`SCHEMES`."""
+    return next((address.removeprefix(one) for one in SCHEMES if address.startswith(one)), address)
+
+
+def socket_path(address: str) -> str | None:
+    """Return the path of the Unix socket that ``address`` names, or None if it names no file."""
+    if not address.startswith("unix:"):
+        return None
+    return urllib.parse.unquote(address.removeprefix("unix:").removeprefix("//"))
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine can reach ``address``: loopback, or a socket in its file system."""
+    """Return whether only this machine can reach ``address``: loopback, or a Unix socket."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
-    for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
-        address = address.removeprefix(scheme)
-    return all(_is_loopback(one) for one in address.split(","))
+    return all(_is_loopback(one) for one in without_scheme(address).split(","))
 
 
 def _is_loopback(address: str) -> bool:
@@ -77,15 +87,109 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+@contextmanager
+def held_for_binding(address: str) -> Iterator[None]:
+    """Keep other servers from a Unix socket while the caller binds it; do nothing for other addresses.
+
+    Without this, gRPC would take a socket away from the server that listens there: the system does not report that it
+    is in use.
+
+    Raises:
+        OSError: another server listens there, or the folder of the socket cannot be opened.
+    """
+    path = socket_path(address)
+    if path is None:
+        yield
+        return
+    try:
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise OSError(f"cannot listen at {address}: the folder of the socket: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # so that two servers cannot both look before either of them binds
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            if probe.connect_ex(path) not in FREE:
+                raise OSError(f"cannot listen at {address}: another server does")
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)
+        os.close(folder)
+
+
+def why_not_free(address: str) -> str:
+    """Return the system's reason why a server cannot listen at ``address``."""
+    try:
+        path = socket_path(address)
+        if path is not None:
+            with socket.socket(socket.AF_UNIX) as here:
+                here.bind(path)
+            os.unlink(path)
+        else:
+            host, _, port = address.rpartition(":")
+            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+            with socket.create_server((host.strip("[]"), int(port)), family=family):
+                pass
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "gRPC does not say why"
+
+
+# --- certificates and tokens ---
+
+
+@dataclass(frozen=True)
+class TLS:
+    """Files in PEM format, for a server or a client.
+
+    Args:
+        cert: the certificate of this side, with those between it and its authority. A server needs one; a client needs
+            one if the server asks for it.
+        key: the private key of the certificate.
+        ca: authorities. A client accepts servers whose certificate one of them has signed (None: the authorities that
+            gRPC knows). A server with authorities accepts only clients whose certificate one of them has signed.
+    """
+
+    cert: str | Path | None = None
+    key: str | Path | None = None
+    ca: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a certificate without its key, or a key without its certificate."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("TLS: expected cert and key together, got only one of them")
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials of a server for gRPC.
+
+        Raises:
+            ValueError: there is no certificate.
+            OSError: a file cannot be read.
+        """
+        if self.cert is None or self.key is None:
+            raise ValueError("TLS: a server needs cert and key")
+        authorities = _read(self.ca)
+        pair = (Path(self.key).read_bytes(), Path(self.cert).read_bytes())
+        return grpc.ssl_server_credentials([pair], authorities, authorities is not None)
+
+    def client_credentials(self) -> grpc.ChannelCredentials:
+        """Return the credentials of a client for gRPC; raise OSError if a file cannot be read."""
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+
+def _read(path: str | Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
+
+
 def check_server(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if ``address`` can be reached from elsewhere and strangers would be let in, or listen."""
+    """Raise ValueError if other machines can reach ``address``, and anybody could connect or listen in."""
     check_token("ExpertServer", token)
     if is_local(address):
         return
     if tls is None:
         raise ValueError(
             f"ExpertServer: other machines can reach {address}: expected tls=TLS(cert, key), got None (without TLS a "
-            f"server listens on 127.0.0.1, localhost or unix: alone)"
+            f"server listens only on 127.0.0.1, localhost or unix:)"
         )
     if token is None and tls.ca is None:
         raise ValueError(
@@ -95,7 +199,7 @@ def check_server(address: str, tls: TLS | None, token: str | None) -> None:
 
 
 def check_client(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if the token would be sent in clear to another machine."""
+    """Raise ValueError if the token would be sent to another machine without encryption."""
     check_token("connect", token)
     if token is not None and tls is None and not is_local(address):
         raise ValueError(f"connect: a token is sent over TLS alone: expected tls= for {address}, got None")
@@ -112,12 +216,12 @@ def check_token(owner: str, token: Any) -> None:
 
 
 def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that shows a token."""
+    """Return the metadata that carry a token."""
     return () if token is None else (("authorization", PREFIX + token),)
 
 
-def shows_token(metadata: Any, token: str) -> bool:
-    """Return whether ``metadata`` shows the token; how long that takes does not tell how much of it is right."""
+def has_token(metadata: Any, token: str) -> bool:
+    """Return whether ``metadata`` carry the token; the time that takes does not depend on how much of it is right."""
     given = ""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str):

@@ -1,96 +1,300 @@
-"""The methods of the service: what a server does with each call, and whom it lets in.
+"""The server's side of a call: access, admission, and the way to the expert's pools and back.
 
-A call passes, in this order, the token, the draining server's refusal, and the room for its bytes. Only then is its
-body read: handlers are those of streams, whose messages gRPC fetches when they are asked for, and no longer than
-:data:`~pymoe.remote.wire.MOST_READ`. What a stream of requests sends is read up to that length, and finds room then.
+A call passes the token, the refusal of a draining server, and the byte budget, in this order. Only then is its body
+read: the handlers are those of streams, whose messages gRPC fetches one by one, each of at most
+:data:`~pymoe.remote.wire.MAX_READ` bytes. A message of a stream of requests is read first, and then charged to the
+budget.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
+import torch
+from torch import Tensor
 
+from pymoe._errors import describe_error
 from pymoe.remote import wire
-from pymoe.remote.admission import Room, said_size
+from pymoe.remote.checkpoints import ExpertCheckpoints
 from pymoe.remote.encodings import check_encoding
-from pymoe.remote.errors import KIND_KEY, ServerLost, WireError, to_status
-from pymoe.remote.hosted import HostedExpert
-from pymoe.remote.security import shows_token
-from pymoe.remote.stalls import Stalls
-from pymoe.runtime import QueueFull
+from pymoe.remote.errors import KIND_KEY, RemoteExpertError, ServerLost, WireError, to_status
+from pymoe.remote.journal import IN_PART, Applied, Journal
+from pymoe.remote.security import has_token
+from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
+from pymoe.runtime.nested import nested_flatten
+from pymoe.runtime.numbered import numbered_backward_pool
 
-MOST_STAYING = 4096
-"""Connections that are told at once when the server drains."""
-MOST_STREAMS = 1024
-"""Streams of requests: each may hold a message, as long as may be read, that has found no room yet."""
-LONGEST_REQUEST_S = 3600.0
-"""The deadline of a request whose client names none, or a later one."""
+MAX_BYTES_IN_FLIGHT = 1 << 30
+MAX_WATCHES = 4096
+"""Most connections that are told at once when the server drains."""
+MAX_STREAMS = 1024
+"""Most streams of requests; each may hold one message, of the length that may be read, that exceeds the budget."""
+MAX_REQUEST_S = 3600.0
+"""Time limit in seconds of a request whose client states none, or a longer one."""
 SLOW_REPLY_S = 10.0
-"""How long after the end of its request's time a client may take to read a long reply."""
+"""Seconds after the deadline of a request in which its client may read a long reply."""
 CUT_S = 1.0
-"""How long a drain waits for requests to end that it has cancelled."""
+"""Seconds for which a drain waits for the end of requests that it has cancelled."""
+DRAINING, CUT = "the server is draining", "the server drained before the request was done"
+"""Messages for clients whose requests a drain refuses, and whose requests it has cancelled."""
 LONG_MESSAGE = 1 << 18
-"""Bytes from which on a message is coded on another thread, so that short ones need not wait for it."""
+"""Bytes from which on a message is encoded and decoded on another thread, so that short ones need not wait for it."""
+LOOK_S = 0.05
+"""Seconds between two looks at the clock."""
+STALL_S = 0.2
+"""Seconds without a look at the clock after which the server counts as having stood still."""
+SETTLE_S = 0.05
+"""Seconds for which requests wait after that."""
 
 T = TypeVar("T")
+_journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
+"""The journal of every backend that was ever served: a backend that is served again must know what it contains."""
+
+# --- admission ---
+
+
+class ByteBudget:
+    """Limit on the bytes of messages and tensors that the server holds. For one thread.
+
+    The caller subtracts from ``used`` what it has taken.
+    """
+
+    def __init__(self, limit: int = MAX_BYTES_IN_FLIGHT) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, size: int) -> int:
+        """Charge ``size`` bytes, and return them; raise QueueFull if they exceed the limit."""
+        if self.used + size > self.limit:
+            raise QueueFull(f"requests of {self.used} bytes are under way, of at most {self.limit}")
+        self.used += size
+        return size
+
+
+def announced_size(metadata: Any) -> int:
+    """Return the size that the metadata of a request announce, at most MAX_BYTES, which is also the default."""
+    for key, value in metadata or ():
+        if key == wire.SIZE_KEY and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
+            return min(int(value), wire.MAX_BYTES)
+    return wire.MAX_BYTES
+
+
+class StallDetector:
+    """Notices that the event loop stood still: the process was stopped, or got no processor.
+
+    The messages that arrived in the meantime are read one by one after that, and a request is read before the
+    cancellation that follows it. So requests then wait until the cancellations have been read as well.
+    """
+
+    def __init__(self) -> None:
+        self._looked = self._settled = 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Look at the clock regularly from now on, in the running event loop."""
+        self._looked = time.monotonic()
+        self._look_again()
+
+    def end(self) -> None:
+        """Stop looking at the clock."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    async def settle(self) -> float:
+        """Return the seconds that this waited: 0, unless the event loop has just stood still."""
+        if self._next is None or (wait := self._seconds_to_settle()) <= 0:
+            return 0.0
+        await asyncio.sleep(wait)
+        return wait
+
+    def _seconds_to_settle(self) -> float:
+        now = time.monotonic()
+        if now - self._looked > STALL_S:
+            self._settled = now + SETTLE_S
+        self._looked = now
+        return self._settled - now
+
+    def _look_again(self) -> None:
+        self._seconds_to_settle()
+        self._next = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+
+
+# --- one expert ---
+
+
+class ExpertEntry:
+    """A served expert: its backend, a pool for backward requests with keys, and the journal of the keys.
+
+    Attributes:
+        checkpoints: saves the expert; None if the server saves none.
+
+    Raises:
+        TypeError: ``backend`` is not an ExpertBackend, or its schemas cannot be described to other machines.
+    """
+
+    def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
+        if not isinstance(backend, ExpertBackend):
+            raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {type(backend).__name__}")
+        if not wire.is_name(backend.name):
+            raise ValueError(f"ExpertServer: a name has 1 to {wire.MAX_NAME} bytes, got {backend.name!r}")
+        self.backend = backend
+        self.name: str = backend.name
+        self.checkpoints: ExpertCheckpoints | None = None
+        self.journal = _journals.setdefault(backend, Journal(incarnation))
+        self.journal.incarnation = incarnation
+        self.keyed_pool, self._partly_applied = numbered_backward_pool(backend)
+        self._names = itertools.count(1)
+        info = backend.get_info()
+        schemas = info["forward_schema"], info["outputs_schema"]
+        self._schemas = wire.write_schema(self.name, schemas[0]), wire.write_schema(self.name, schemas[1])
+        leaves = nested_flatten(schemas[1])
+        self._has_constants = any(not isinstance(leaf, BatchTensorProto) for leaf in leaves)
+
+    def get_pools(self) -> tuple[TaskPool, ...]:
+        """Return the pools that a runtime must serve: the backend's own, and the pool of requests with keys."""
+        return (*self.backend.get_pools(), self.keyed_pool)
+
+    def info(self) -> wire.ExpertInfo:
+        """Return the description for clients."""
+        backend = self.backend
+        return wire.ExpertInfo(*self._schemas, backend.trains, backend.updates, self.keyed_pool.max_batch_size)
+
+    async def forward(self, tensors: Sequence[Tensor], seconds: float) -> Sequence[Tensor]:
+        """Return the tensors among the expert's outputs. A request that has not begun within ``seconds`` never runs."""
+        future = submit(self.backend.forward_pool, tensors, seconds)
+        try:
+            leaves: Sequence[Tensor] = await future
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            raise RemoteExpertError(describe_error(error)) from None
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.answered += 1
+        return self.backend._schema.output_tensors(leaves) if self._has_constants else leaves
+
+    async def backward(
+        self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
+    ) -> tuple[Sequence[Tensor], bool]:
+        """Return the gradients of the inputs, and whether an earlier attempt was applied and these are its answer.
+
+        Raises:
+            ValueError: there is no key.
+            AppliedError: see :meth:`pymoe.remote.journal.Journal.once`.
+            TypeError: the expert's state can no longer be saved.
+        """
+        if not wire.is_name(request.client) or request.seq < 0:
+            raise ValueError(f"{self.name}: a backward request needs a key: client and seq")
+
+        def run() -> tuple[Awaitable[Applied], Callable[[], Any]]:
+            if self.checkpoints is not None and self.checkpoints.cannot_save is not None:
+                raise TypeError(f"{self.name}: further updates would be lost: {self.checkpoints.cannot_save}")
+            rows = len(tensors[0])
+            name = next(self._names) if rows > self.keyed_pool.max_batch_size else 0
+            future = submit(self.keyed_pool, (*tensors, torch.full((rows,), name)), seconds)
+            return self._applied(future, rows, name), future.cancel
+
+        try:
+            answer = await self.journal.once(
+                request.client, request.seq, request.ack, run,
+                attempt=request.attempt, incarnation=request.incarnation, age=request.age,
+            )  # fmt: skip
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.answered += 1
+        if self.checkpoints is not None:
+            self.checkpoints.updated()
+        return answer
+
+    async def _applied(self, future: Any, rows: int, name: int) -> Applied:
+        try:
+            *gradients, numbers = await future
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # Nobody knows how much an update that raised half way has changed.
+            broken = getattr(error, "pymoe_may_retry", True) is False
+            in_part = broken or name in self._partly_applied
+            if not isinstance(error, Exception):  # SystemExit and the like would end the event loop
+                error = RemoteExpertError(describe_error(error))
+            return Applied(IN_PART if in_part else None, error=error)
+        finally:
+            self._partly_applied.discard(name)
+        # A request of several batches counts from its first update: a state with that one contains a part of it.
+        update = int(numbers.min()) if rows else self.backend.updates
+        return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch's rows
+
+
+def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
+    """Submit a request, or raise QueueFull if that would have to wait: the client tries again later."""
+    future = pool._try_submit(*tensors, timeout=seconds)
+    if future is None:
+        raise QueueFull(f"{pool.name}: the queue has no room")
+    return future
+
+
+# --- the service ---
 
 
 class Service(grpc.GenericRpcHandler):
-    """What a server answers. All calls run in one event loop.
+    """The methods of a server. All calls run in one event loop.
 
     Args:
-        token: who may ask for more than health; None: everybody.
-        info: what to say of the server.
-        drain: called once a client asks the server to drain.
+        token: the token that clients need, except for health checks; None: no token.
+        info: returns the description of the server.
+        drain: called when a client asks the server to drain.
+
+    Attributes:
+        entries: the served experts by name.
+        saved: set when nothing more will be saved.
     """
 
     def __init__(self, token: str | None, info: Callable[[], wire.Info], drain: Callable[[], Any]) -> None:
         self.token = token
-        self.hosted: dict[str, HostedExpert] = {}
-        self._over = asyncio.Event()
-        self._staying = 0
-        self._streams = 0
-        self._busy: set[asyncio.Task[Any]] = set()  # calls with requests, idle streams among them
-        self._idle: set[asyncio.Task[Any]] = set()  # streams that wait for a request
-        self._cut: set[asyncio.Task[Any]] = set()
+        self.entries: dict[str, ExpertEntry] = {}
+        self.draining = False
         self.saved = asyncio.Event()
-        """When nothing more will be saved."""
-        self.room = Room()
+        self.budget = ByteBudget()
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
+        self.stalls = StallDetector()
+        self._drained = asyncio.Event()  # set while draining
+        self._watches = 0
+        self._streams = 0
+        self._busy: set[asyncio.Task[Any]] = set()  # calls with requests, including idle streams
+        self._idle: set[asyncio.Task[Any]] = set()  # streams that wait for a request
+        self._cut: set[asyncio.Task[Any]] = set()  # calls that a drain has cancelled
         self._info, self._drain = info, drain
-        self.stalls = Stalls()
-        handler = grpc.stream_unary_rpc_method_handler
+        unary = grpc.stream_unary_rpc_method_handler
         self._methods = {
-            f"/{wire.SERVICE}/Forward": handler(self._guarded(self._waited_for(self._forward))),
-            f"/{wire.SERVICE}/Backward": handler(self._guarded(self._waited_for(self._backward))),
-            f"/{wire.SERVICE}/Exchange": grpc.stream_stream_rpc_method_handler(
-                self._guarded(self._waited_for(self._exchange))
-            ),
-            f"/{wire.SERVICE}/Info": handler(self._guarded(self._tell)),
-            f"/{wire.SERVICE}/Stay": handler(self._guarded(self._let_stay)),
-            f"/{wire.SERVICE}/Drain": handler(self._guarded(self._begin_to_drain)),
+            f"/{wire.SERVICE}/Forward": unary(self._answering(self._forward)),
+            f"/{wire.SERVICE}/Backward": unary(self._answering(self._backward)),
+            f"/{wire.SERVICE}/Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
+            f"/{wire.SERVICE}/Info": unary(self._answering(self._describe)),
+            f"/{wire.SERVICE}/{wire.WATCH}": unary(self._answering(self._watch)),
+            f"/{wire.SERVICE}/Drain": unary(self._answering(self._drain_and_save)),
         }
-        self._health = handler(self._check_health)
-        self._refusal = handler(self._refuse)
-
-    @property
-    def draining(self) -> bool:
-        """Whether further requests are refused."""
-        return self._over.is_set()
+        self._health = unary(self._check_health)
+        self._refusal = unary(self._refuse)
 
     async def drain(self, grace: float) -> None:
-        """Refuse further requests, tell who stays, end the streams that wait for a request, and wait for the requests
-        under way; cancel those that take longer than ``grace`` seconds.
+        """Refuse further requests, end watches and idle streams, and wait for the requests under way.
+
+        Requests that take longer than ``grace`` seconds are cancelled.
         """
-        self._over.set()
+        self.draining = True
+        self._drained.set()
         self.stalls.end()
         idle, busy = set(self._idle), set(self._busy)
         for task in idle:
@@ -104,62 +308,56 @@ class Service(grpc.GenericRpcHandler):
                 await asyncio.wait(late, timeout=CUT_S)
 
     async def drains_within(self, seconds: float) -> bool:
-        """Return, after ``seconds`` at most, whether further requests are refused."""
+        """Return true as soon as the server drains, or false after ``seconds``."""
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._over.wait(), seconds)
+            await asyncio.wait_for(self._drained.wait(), seconds)
         return self.draining
 
     def service(self, details: Any) -> Any:
-        """Return the handler of a call, before anything but its metadata is read."""
+        """Return the handler of a call, before anything except its metadata is read."""
         if details.method == wire.HEALTH:
             return self._health
-        if self.token is not None and not shows_token(details.invocation_metadata, self.token):
+        if self.token is not None and not has_token(details.invocation_metadata, self.token):
             return self._refusal
         return self._methods.get(details.method)
 
     async def _check_health(self, messages: Any, context: Any) -> bytes:
-        # Which service was asked for is not even read: the answer is that of the whole server.
+        # The message, which names a service, is not even read: the answer concerns the whole server.
         return wire.NOT_SERVING if self.draining else wire.SERVING
 
     async def _refuse(self, messages: Any, context: Any) -> None:
         self.counts["unauthenticated"] += 1
         await context.abort(*to_status(PermissionError("a token is needed, and this is not it")))
 
-    def _guarded(self, answer: Callable[[Any], Awaitable[bytes | None]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Return a handler that turns exceptions into statuses."""
+    def _answering(self, answer: Callable[[Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Return a handler that turns exceptions of ``answer(context)`` into statuses."""
 
         async def handle(messages: Any, context: Any) -> bytes | None:
             try:
                 return await answer(context)
+            except asyncio.CancelledError:
+                if asyncio.current_task() not in self._cut:
+                    raise
+                await context.abort(*self._status_of(ServerLost(CUT)))
             except Exception as error:
-                status = self._status_of(error)
-            await context.abort(*status)
+                await context.abort(*self._status_of(error))
             return None
 
         return handle
 
-    def _waited_for(self, answer: Callable[[Any], Awaitable[T]]) -> Callable[[Any], Awaitable[T]]:
-        """Return ``answer`` as what a drain waits for, and cuts off when its grace is over."""
-
-        async def answered(context: Any) -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._busy.add(task)
-            task.add_done_callback(self._busy.discard)  # then its status has been sent, too
-            try:
-                return await answer(context)
-            except asyncio.CancelledError:
-                if task not in self._cut:
-                    raise
-                raise ServerLost("the server drained before the request was done") from None
-
-        return answered
-
     def _status_of(self, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-        """Count an exception, and return what stands for it."""
+        """Count an exception, and return its status."""
         kinds = (WireError, "malformed"), (QueueFull, "shed")
         self.counts[next((name for kind, name in kinds if isinstance(error, kind)), "failed")] += 1
         return to_status(error)
+
+    def _waited_for(self) -> asyncio.Task[Any]:
+        """Make a drain wait for the current task, and return the task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._busy.add(task)
+        task.add_done_callback(self._busy.discard)  # by then its status has been sent, too
+        return task
 
     # --- requests ---
 
@@ -170,143 +368,143 @@ class Service(grpc.GenericRpcHandler):
         return await self._single(context, backward=True)
 
     async def _single(self, context: Any, backward: bool) -> bytes:
-        """Answer a request that is a call of its own."""
-        self._refuse_when_draining()
-        size = said_size(context.invocation_metadata())
-        with self.room.take(size):
+        """Answer a request that is a gRPC call of its own."""
+        self._waited_for()
+        if self.draining:
+            raise ServerLost(DRAINING)
+        size = announced_size(context.invocation_metadata())
+        held = self.budget.take(size)
+        try:
             head = _message(await context.read())
             request = wire.decode(head, wire.Request)
             whole = len(head) + wire.following(request.tensors)
             if whole > size:
                 raise WireError(f"expected a message of {size} bytes, as its metadata say, got {whole}")
             tail = await _read_tail(context, request.tensors)
+            request.backward = backward
             left = context.time_remaining()
-            request.backward, request.seconds = backward, LONGEST_REQUEST_S if left is None else left
-            return wire.encode(await self._answer(request, tail))
-
-    async def _exchange(self, context: Any) -> None:
-        """Answer requests one after the other, until the client ends the stream or the server drains."""
-        if self._streams >= MOST_STREAMS:
-            raise QueueFull(f"{MOST_STREAMS} streams of requests are open")
-        self._streams += 1
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            while not self.draining:
-                self._idle.add(task)
-                try:
-                    head = await context.read()
-                except asyncio.CancelledError:
-                    if self.draining:
-                        return
-                    raise
-                finally:
-                    self._idle.discard(task)
-                if head is grpc.aio.EOF or not await self._exchange_one(context, head):
-                    return
+            return wire.encode(await self._answer(request, tail, _limited(MAX_REQUEST_S if left is None else left)))
         finally:
-            self._streams -= 1
+            self.budget.used -= held
 
-    async def _exchange_one(self, context: Any, head: bytes) -> bool:
-        """Answer a request of a stream; return whether another can follow."""
-        missing, until = 0, time.monotonic()
+    async def _exchange(self, messages: Any, context: Any) -> None:
+        """Answer the requests of a stream one after the other, until the client ends it or the server drains."""
+        if self._streams >= MAX_STREAMS:
+            await context.abort(*self._status_of(QueueFull(f"{MAX_STREAMS} streams of requests are open")))
+        task = self._waited_for()
+        self._streams += 1
+        failure: Exception | None = None
         try:
-            with self.room.take(len(head)):
-                request = wire.decode(head, wire.Request)
-                until += _limited(request.seconds)
-                self._refuse_when_draining()
-                missing = wire.following(request.tensors)
-                if not missing:
-                    reply = await self._answer(request, None)
-                else:
-                    with self.room.take(missing):
-                        begun = time.monotonic()
-                        reading = _read_tail(context, request.tensors)
-                        try:
-                            tail = await asyncio.wait_for(reading, _limited(request.seconds))
-                        except asyncio.TimeoutError:  # before Python 3.11 not that of other waits
-                            raise TimeoutError("the message did not come in time") from None
+            missing = 0
+            while not missing and not self.draining:  # unread frames would be taken for requests
+                self._idle.add(task)
+                head = await context.read()
+                self._idle.discard(task)
+                if head is grpc.aio.EOF:
+                    break
+                held, until = 0, time.monotonic()
+                try:
+                    held = self.budget.take(len(head))
+                    request = wire.decode(head, wire.Request)
+                    until += (seconds := _limited(request.seconds))
+                    if self.draining:
+                        raise ServerLost(DRAINING)
+                    missing = wire.following(request.tensors)
+                    tail = None
+                    if missing:
+                        held += self.budget.take(missing)
+                        tail = await _within(seconds, _read_tail(context, request.tensors), "message did not come")
                         missing = 0
-                        request.seconds -= time.monotonic() - begun
-                        reply = await self._answer(request, tail)
+                        seconds = until - time.monotonic()
+                    reply = await self._answer(request, tail, seconds)
+                except Exception as error:
+                    code, text, metadata = self._status_of(error)
+                    reply = wire.Reply([], status=code.value[0], details=text, kind=dict(metadata).get(KIND_KEY, ""))
+                finally:
+                    self.budget.used -= held
+                if following := wire.detach_long(reply.tensors):
+                    await self._write_long(context, reply, following, until)
+                else:
+                    await context.write(wire.encode(reply))
+        except asyncio.CancelledError:
+            if task in self._cut:
+                failure = ServerLost(CUT)
+            elif not (self.draining and task in self._idle):
+                raise
         except Exception as error:
-            code, text, metadata = self._status_of(error)
-            reply = wire.Reply([], status=code.value[0], details=text, kind=dict(metadata).get(KIND_KEY, ""))
-        await self._write(context, reply, until)
-        return not missing  # frames that nobody has read would be taken for requests
+            failure = error
+        finally:
+            self._idle.discard(task)
+            self._streams -= 1
+        if failure is not None:  # last, since a client that reads nothing delays it
+            await context.abort(*self._status_of(failure))
 
-    async def _write(self, context: Any, reply: wire.Reply, until: float) -> None:
-        """Write a reply to a stream. A long one takes room, and its client has to read it in time.
+    async def _write_long(self, context: Any, reply: wire.Reply, following: Sequence[memoryview], until: float) -> None:
+        """Write a reply with frames, charged to the budget; raise TimeoutError if the client does not read it in time.
 
-        Raises:
-            TimeoutError: it has not: the stream ends, and with it what it held.
+        The budget may be exceeded: the reply exists already, but nothing else begins until it is sent.
         """
-        following = wire.detach_long(reply.tensors)
-        head = wire.encode(reply)
-        if not following:
-            return await context.write(head)  # type: ignore[no-any-return]
 
-        async def write_all() -> None:
-            await context.write(head)
+        async def write() -> None:
+            await context.write(wire.encode(reply))
             for frame in wire.frames(following):
                 await context.write(frame)
 
         size = sum([one.nbytes for one in following])
-        self.room.used += size  # there may be too little: what is computed is not thrown away, but nothing else begins
+        self.budget.used += size
         try:
-            await asyncio.wait_for(write_all(), max(0.0, until - time.monotonic()) + SLOW_REPLY_S)
-        except asyncio.TimeoutError:  # before Python 3.11 not that of other waits
-            raise TimeoutError("the reply was not read in time") from None
+            await _within(max(0.0, until - time.monotonic()) + SLOW_REPLY_S, write(), "reply was not read")
         finally:
-            self.room.used -= size
+            self.budget.used -= size
 
-    def _refuse_when_draining(self) -> None:
-        if self.draining:
-            raise ServerLost("the server is draining")
-
-    async def _answer(self, request: wire.Request, tail: wire.Tail | None) -> wire.Reply:
+    async def _answer(self, request: wire.Request, tail: wire.Tail | None, seconds: float) -> wire.Reply:
+        """Return the reply to a request that has ``seconds`` left."""
         check_encoding("reply_encoding", request.reply_encoding)
-        request.seconds -= await self.stalls.settle()
-        hosted = self.hosted.get(request.expert)
-        if hosted is None:
-            raise LookupError(f"no expert {request.expert[: wire.MOST_NAME]!r} is served here")
-        unpacked = wire.unpacked_size(request.tensors)
-        with self.room.take(min(unpacked, wire.MOST_BYTES)):
-            if unpacked < LONG_MESSAGE:
+        seconds -= await self.stalls.settle()
+        entry = self.entries.get(request.expert)
+        if entry is None:
+            raise LookupError(f"no expert {request.expert[: wire.MAX_NAME]!r} is served here")
+        size = self.budget.take(wire.unpacked_size(request.tensors))
+        try:
+            if size < LONG_MESSAGE:
                 tensors = wire.unpack(request.tensors, tail)
             else:
                 tensors = await _aside(wire.unpack, request.tensors, tail)
-            seconds = _limited(request.seconds)
             if request.backward:
-                outputs, repeated = await hosted.backward(request, tensors, seconds)
+                outputs, repeated = await entry.backward(request, tensors, max(seconds, 0.0))
                 self.counts["repeated" if repeated else "backward"] += 1
             else:
                 self.counts["forward"] += 1
-                outputs = await hosted.forward(request, tensors, seconds)
-            if sum([one.nbytes for one in outputs]) < LONG_MESSAGE:
-                return self._reply(hosted, outputs, request.reply_encoding)
-            return await _aside(self._reply, hosted, outputs, request.reply_encoding)
+                outputs = await entry.forward(tensors, max(seconds, 0.0))
+            length = 0
+            for one in outputs:
+                length += one.nbytes
+            if length < LONG_MESSAGE:
+                return self._reply(entry, outputs, request.reply_encoding)
+            return await _aside(self._reply, entry, outputs, request.reply_encoding)
+        finally:
+            self.budget.used -= size
 
-    def _reply(self, hosted: HostedExpert, outputs: Any, encoding: str) -> wire.Reply:
-        return wire.Reply(wire.pack(outputs, encoding), self.incarnation, hosted.backend.updates)
+    def _reply(self, entry: ExpertEntry, outputs: Sequence[Tensor], encoding: str) -> wire.Reply:
+        return wire.Reply(wire.pack(outputs, encoding), self.incarnation, entry.backend.updates)
 
-    # --- the others ---
+    # --- other methods ---
 
-    async def _tell(self, context: Any) -> bytes:
+    async def _describe(self, context: Any) -> bytes:
         return wire.encode(self._info())
 
-    async def _let_stay(self, context: Any) -> bytes:
-        """Answer when the server drains: clients see at once that it goes, or that the connection broke."""
-        if self._staying >= MOST_STAYING:
-            raise QueueFull(f"{MOST_STAYING} connections stay already")
-        self._staying += 1
+    async def _watch(self, context: Any) -> bytes:
+        """Answer when the server drains: so clients know at once that it goes, or that the connection broke."""
+        if self._watches >= MAX_WATCHES:
+            raise QueueFull(f"{MAX_WATCHES} connections watch already")
+        self._watches += 1
         try:
-            await self._over.wait()
+            await self._drained.wait()
         finally:
-            self._staying -= 1
+            self._watches -= 1
         return b""
 
-    async def _begin_to_drain(self, context: Any) -> bytes:
+    async def _drain_and_save(self, context: Any) -> bytes:
         self._drain()
         await self.saved.wait()
         return wire.encode(self._info())
@@ -319,7 +517,7 @@ def _message(found: Any) -> bytes:
 
 
 async def _read_tail(context: Any, packed: Sequence[wire.Packed]) -> wire.Tail:
-    """Read what follows a message."""
+    """Read the frames that follow a message."""
     tail = wire.Tail(packed)
     while tail.missing:
         tail.take(_message(await context.read()))
@@ -327,8 +525,16 @@ async def _read_tail(context: Any, packed: Sequence[wire.Packed]) -> wire.Tail:
 
 
 def _limited(seconds: float) -> float:
-    """Return the seconds that a request has here; of no number, which would pass for any, none."""
-    return min(seconds, LONGEST_REQUEST_S) if seconds > 0 else 0.0
+    """Return the time limit of a request here: at most MAX_REQUEST_S, and 0 for a negative number or NaN."""
+    return min(seconds, MAX_REQUEST_S) if seconds > 0 else 0.0
+
+
+async def _within(seconds: float, work: Awaitable[T], what: str) -> T:
+    """Return the result of ``work``; raise TimeoutError if it takes more than ``seconds``."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:  # before Python 3.11 it is not the builtin TimeoutError
+        raise TimeoutError(f"the {what} in time") from None
 
 
 async def _aside(function: Callable[..., T], *arguments: Any) -> T:

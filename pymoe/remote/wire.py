@@ -1,19 +1,21 @@
-"""Messages: typed msgpack, checked before anything is made of them.
+"""Messages between clients and servers: typed msgpack, checked before anything is made of them.
 
-Decoding never runs code, raises :class:`~pymoe.remote.errors.WireError` and nothing else, and allocates at most
-:data:`MOST_BYTES` for the tensors of a message. Fields that a side does not know are ignored, so that later versions
-may add some; what an old side must not ignore makes a new service, and the number in :data:`SERVICE` goes up.
+Decoding never runs code, raises only :class:`~pymoe.remote.errors.WireError`, and allocates at most :data:`MAX_BYTES`
+for the tensors of a message. Both sides ignore fields that they do not know, so that later versions may add some; a
+change that must not be ignored makes a new service, with the next number in :data:`SERVICE`.
 
 Short tensors travel inside their message. The bytes of long ones follow it in **frames** of at most :data:`FRAME`
-bytes, one tensor after the other: neither side ever holds a long message in one piece beside its tensors, and the
-pieces are short enough to be made of memory that was used before. A tensor's bytes are copied once on the way into a
-message or frame and once on the way out, beside the copies that gRPC makes.
+bytes, one tensor after the other, so that neither side ever holds a long message in one piece in addition to its
+tensors. A tensor's bytes are copied once on the way into a message or frame and once on the way out, not counting the
+copies that gRPC makes.
+
+Schemas in messages, and optimizer states in checkpoints, are **trees**: nested structures as JSON knows them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -23,81 +25,91 @@ from torch import Tensor
 
 from pymoe.remote import encodings
 from pymoe.remote.errors import WireError
+from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 
 SERVICE = "pymoe.Experts1"
 HEALTH = "/grpc.health.v1.Health/Check"
+WATCH = "Stay"
+"""The method that ends when the server drains or the connection breaks."""
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """HealthCheckResponse of grpc.health.v1 with its only field, ``status``."""
-MOST_BYTES = 256 << 20
-"""Of a message with its frames, and of the tensors in it once they are decoded."""
+SIZE_KEY = "pymoe-bytes"
+"""Metadata in which a client states the length of a request that is a gRPC call of its own."""
+MAX_BYTES = 256 << 20
+"""Limit of a message with its frames, and of its decoded tensors, in bytes."""
 FRAME = 256 << 10
-"""Bytes of a frame, and of the tensors that travel inside a message."""
-MOST_READ = FRAME + (64 << 10)
-"""Bytes that a server reads in one piece: a message with short tensors, or a frame."""
-MOST_TENSORS = 256
-MOST_NAME = 256
-"""Bytes of the name of an expert or a client, in UTF-8."""
+"""Largest size of a frame, and of the tensors that travel inside a message, in bytes."""
+MAX_READ = FRAME + (64 << 10)
+"""Most bytes that a server reads in one piece: a message with short tensors, or a frame."""
+MAX_TENSORS = 256
+MAX_NAME = 256
+"""Longest name of an expert or a client, in bytes of UTF-8."""
+MAX_DEPTH = 64
+"""Most containers of a tree inside each other."""
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+# --- messages ---
 
 
 class Packed(msgspec.Struct, array_like=True):
     """A tensor: ``[dtype, shape, encoding, bytes, following]``."""
 
     dtype: str
-    shape: Annotated[list[int], msgspec.Meta(max_length=encodings.MOST_DIMENSIONS)]
+    shape: Annotated[list[int], msgspec.Meta(max_length=encodings.MAX_DIMENSIONS)]
     encoding: str
     data: memoryview
-    following: Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)] = 0
-    """How many bytes follow in frames, in place of ``data``."""
+    following: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = 0
+    """Number of bytes that follow in frames, in place of ``data``."""
 
 
-# Limits are in the types, and so known before memory is taken: a Packed of 10 bytes takes 500 once it is decoded.
-Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MOST_TENSORS)]
+# The limits are part of the types, so they are checked before memory is taken: a Packed of 10 bytes takes 500 bytes
+# once it is decoded.
+Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A forward request: inputs. A backward request: inputs, gradients of the outputs, and its key."""
+    """The inputs of a forward pass; or those of a backward pass, the gradients of its outputs, and the key."""
 
     expert: str
     tensors: Tensors
     reply_encoding: str = "raw"
     client: str = ""
-    """With ``seq`` the key of a backward request: a random name of the connection that asks."""
+    """The random name of the client's connection; it and ``seq`` are the key of a backward request."""
     seq: int = -1
     ack: int = 0
-    """The client will not ask again for keys below."""
+    """The client sends no further attempts for keys below this one."""
     attempt: int = 0
-    """How often this request was sent before."""
+    """Number of earlier attempts of this request."""
     incarnation: str = ""
-    """Of the server from which the client last had an answer to a backward request, when it first sent this one."""
+    """The server run that had last answered a backward request of the client when this one was first sent."""
     age: float = 0.0
-    """Seconds since it was first sent."""
+    """Seconds since the first attempt."""
     backward: bool = False
-    """Of a request on a stream: which pass. Otherwise the method says it."""
+    """On a stream, true for the backward pass; otherwise the gRPC method says it."""
     seconds: float = 0.0
-    """Of a request on a stream: the time that it has. Otherwise the call's deadline says it."""
+    """On a stream, the time that the request has; otherwise the deadline of the gRPC call says it."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """Outputs, or gradients of the inputs; or, on a stream, why there are none."""
+    """The outputs, or the gradients of the inputs; or, on a stream, the reason why there are none."""
 
     tensors: Tensors
     incarnation: str = ""
     updates: int = 0
-    """How many updates the expert has seen."""
+    """Number of updates of the expert so far."""
     status: int = 0
-    """On a stream: the code of gRPC that a call would have ended with."""
+    """On a stream, the status code with which a gRPC call would have ended."""
     details: str = ""
     kind: str = ""
-    """Of the exception, as in the metadata ``pymoe-error``."""
+    """Name of the exception, as in the metadata ``pymoe-error``."""
 
 
 class ExpertInfo(msgspec.Struct, omit_defaults=True):
-    """What a client must know of one expert."""
+    """The description of one expert for clients."""
 
     forward_schema: Any
-    """As :mod:`pymoe.remote.trees` writes it, like ``outputs_schema``."""
+    """A tree, like ``outputs_schema``."""
     outputs_schema: Any
     trains: bool
     updates: int
@@ -109,27 +121,27 @@ Counters = dict[str, int | Histogram]
 
 
 class Info(msgspec.Struct, omit_defaults=True):
-    """What a server says of itself."""
+    """The description of a server."""
 
     incarnation: str
     version: str
-    """Of pymoe."""
+    """Version of pymoe."""
     encodings: list[str]
     experts: dict[str, ExpertInfo]
     draining: bool = False
     counts: dict[str, int] = {}
     seconds: float = 0.0
-    """Since it began to serve."""
+    """Seconds since the server started to serve."""
     pid: int = 0
     pools: dict[str, Counters] = {}
-    """Counters of its pools, by name, as :mod:`pymoe.runtime.monitoring.statistics` reads them."""
+    """Counters of the server's pools by name, as :mod:`pymoe.runtime.monitoring.statistics` reads them."""
     not_saved: dict[str, str] = {}
-    """Experts of which the last save of all has written no checkpoint, and why."""
+    """Experts for which the last save of all experts wrote no checkpoint, with the reasons."""
 
 
 def is_name(name: str) -> bool:
     """Return whether an expert or a client may have this name."""
-    return 0 < len(name.encode(errors="replace")) <= MOST_NAME
+    return 0 < len(name.encode(errors="replace")) <= MAX_NAME
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -142,16 +154,20 @@ def encode(message: msgspec.Struct) -> bytes:
     """Return a message as bytes.
 
     Raises:
-        ValueError: it is longer than :data:`MOST_BYTES`.
+        ValueError: it is longer than :data:`MAX_BYTES`.
     """
     found = _encoder.encode(message)
-    if len(found) > MOST_BYTES:
-        raise ValueError(f"pymoe.remote: expected a message of at most {MOST_BYTES} bytes, got {len(found)}")
+    if len(found) > MAX_BYTES:
+        raise ValueError(f"pymoe.remote: expected a message of at most {MAX_BYTES} bytes, got {len(found)}")
     return found
 
 
 def decode(data: bytes, kind: type[MessageT]) -> MessageT:
-    """Return the message of that kind; its tensors are views of ``data``, to be unpacked. Raises WireError."""
+    """Return the message of this kind; its tensors are views of ``data``, which :func:`unpack` reads.
+
+    Raises:
+        WireError: the bytes are no such message.
+    """
     try:
         found: MessageT = _decoders[kind].decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
@@ -159,30 +175,38 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
     return found
 
 
+# --- tensors ---
+
+
 def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
-    """Return tensors as parts of a message that is to be encoded before they change.
+    """Return tensors as parts of a message, which must be encoded before they change.
 
     Raises:
         TypeError: a dtype that cannot be sent.
-        ValueError: together they have more than :data:`MOST_BYTES` bytes, or there are too many.
+        ValueError: the tensors have more than :data:`MAX_BYTES` bytes together, or there are too many.
     """
-    size = sum(tensor.nbytes for tensor in tensors)
-    if size > MOST_BYTES or len(tensors) > MOST_TENSORS:
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+    if size > MAX_BYTES or len(tensors) > MAX_TENSORS:
         raise ValueError(
-            f"pymoe.remote: expected at most {MOST_TENSORS} tensors of {MOST_BYTES} bytes in all, got {len(tensors)} "
+            f"pymoe.remote: expected at most {MAX_TENSORS} tensors of {MAX_BYTES} bytes in all, got {len(tensors)} "
             f"of {size}: ask for fewer rows at a time"
         )
     packed = []
     for tensor in tensors:
-        name = encodings.dtype_name(tensor.dtype)
-        how = encodings.encoding_for(tensor.dtype, tensor.shape, encoding)
+        name = encodings.NAMES.get(tensor.dtype) or encodings.dtype_name(tensor.dtype)
+        how = encoding if encoding == "raw" else encodings.encoding_for(tensor.dtype, tensor.shape, encoding)
         packed.append(Packed(name, list(tensor.shape), how, encodings.encode(tensor, how)))
     return packed
 
 
 def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
-    """Take the bytes out of a message's tensors, if these are long, and return them: they follow in :func:`frames`."""
-    if sum([one.data.nbytes for one in packed]) <= FRAME:
+    """Remove the bytes from a message's tensors if they are long, and return them; they follow in :func:`frames`."""
+    size = 0
+    for one in packed:
+        size += one.data.nbytes
+    if size <= FRAME:
         return []
     tail = [one.data for one in packed if one.data.nbytes]
     for one in packed:
@@ -191,34 +215,46 @@ def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
 
 
 def frames(tail: Sequence[memoryview]) -> Iterator[bytes]:
-    """Yield the bytes of a message's long tensors, each frame when it is wanted."""
+    """Yield the bytes of a message's long tensors; each frame is made when it is asked for."""
     for data in tail:
         for begin in range(0, data.nbytes, FRAME):
             yield bytes(data[begin : begin + FRAME])
 
 
+def following(packed: Sequence[Packed]) -> int:
+    """Return the number of bytes that follow a message."""
+    size = 0
+    for one in packed:
+        size += one.following
+    return size
+
+
 class Tail:
-    """The bytes of a message's long tensors, while they come.
+    """Receives the frames of a message's long tensors.
 
     Attributes:
-        missing: how many are not here yet.
-        data: of each tensor of the message: what came inside it, or, as a tensor, what comes behind it.
+        missing: number of bytes that have not arrived yet.
+        data: for each tensor of the message, its bytes from inside the message, or a tensor of those that follow it.
 
     Raises:
-        WireError: there are to be more than a message may have.
+        WireError: more bytes are announced than a message may have.
     """
 
     def __init__(self, packed: Sequence[Packed]) -> None:
         self.missing = following(packed)
-        if self.missing > MOST_BYTES:
-            raise WireError(f"expected tensors of at most {MOST_BYTES} bytes, got {self.missing}")
-        # Untouched memory costs nothing: it is there only as far as frames have come.
+        if self.missing > MAX_BYTES:
+            raise WireError(f"expected tensors of at most {MAX_BYTES} bytes, got {self.missing}")
+        # Memory costs nothing until it is touched, so an announced tensor takes only as much as has arrived.
         self.data = [torch.empty(one.following, dtype=torch.uint8) if one.following else one.data for one in packed]
         self._open = [one.numpy() for one in self.data if isinstance(one, Tensor)]
         self._filled = 0
 
     def take(self, frame: bytes) -> None:
-        """Copy a frame to where it belongs. Raises WireError if it is empty, or does not end with its tensor."""
+        """Copy a frame to its place.
+
+        Raises:
+            WireError: it is empty, or extends beyond the end of its tensor.
+        """
         into = self._open[0] if self._open else np.empty(0, np.uint8)
         end = self._filled + len(frame)
         if not frame or end > len(into):
@@ -231,31 +267,137 @@ class Tail:
             del self._open[0]
 
 
-def following(packed: Sequence[Packed]) -> int:
-    """Return how many bytes follow a message."""
-    return sum([one.following for one in packed])
-
-
 def unpacked_size(packed: Sequence[Packed]) -> int:
-    """Return the bytes of the tensors of a message, before they are unpacked. Raises WireError."""
+    """Return the bytes that the tensors of a message will take.
+
+    Raises:
+        WireError: that is more than :data:`MAX_BYTES`, there are too many tensors, or one has an unknown dtype.
+    """
+    if len(packed) > MAX_TENSORS:
+        raise WireError(f"expected at most {MAX_TENSORS} tensors, got {len(packed)}")
     size = 0
     for one in packed:
         dtype = encodings.DTYPES.get(one.dtype)
         if dtype is None:
             raise WireError(f"there is no dtype {one.dtype[:32]!r}")
-        size += max(0, math.prod(one.shape[: encodings.MOST_DIMENSIONS]) * dtype.itemsize)
+        size += max(0, math.prod(one.shape[: encodings.MAX_DIMENSIONS]) * dtype.itemsize)
+    if size > MAX_BYTES:
+        raise WireError(f"expected tensors of at most {MAX_BYTES} bytes, got {size}")
     return size
 
 
 def unpack(packed: Sequence[Packed], tail: Tail | None = None) -> list[Tensor]:
-    """Return the tensors of a message, in memory of their own, given what has come behind it. Raises WireError."""
-    if len(packed) > MOST_TENSORS:
-        raise WireError(f"expected at most {MOST_TENSORS} tensors, got {len(packed)}")
-    size = unpacked_size(packed)
-    if size > MOST_BYTES:
-        raise WireError(f"expected tensors of at most {MOST_BYTES} bytes, got {size}")
-    came: Sequence[Any] = [one.data for one in packed] if tail is None else tail.data
-    return [
-        encodings.decode(data, encodings.DTYPES[one.dtype], one.shape, one.encoding)
-        for one, data in zip(packed, came, strict=True)
-    ]
+    """Return the tensors of a message in memory of their own; ``tail`` holds the bytes that followed it.
+
+    Raises:
+        WireError: the bytes are no such tensors, or see :func:`unpacked_size`.
+    """
+    unpacked_size(packed)
+    tensors = []
+    for place, one in enumerate(packed):
+        data = one.data if tail is None else tail.data[place]
+        tensors.append(encodings.decode(data, encodings.DTYPES[one.dtype], one.shape, one.encoding))
+    return tensors
+
+
+# --- trees ---
+
+_PLAIN = (bool, int, float, str)
+
+
+def to_tree(structure: Any, write: Callable[[Any, str], Any], where: str = "", depth: int = MAX_DEPTH) -> Any:
+    """Return a nested structure as a tree.
+
+    JSON has neither tuples nor keys other than strings, so containers are tagged: ``{"tuple": [...]}``, ``{"list":
+    [...]}``, ``{"dict": [[key, value], ...]}``. Numbers, strings, booleans and None represent themselves. Any other
+    leaf becomes ``{"leaf": write(leaf, place)}``, where ``place`` is its keys and indices joined by dots. Nothing is
+    ever imported or called by name.
+
+    Raises:
+        TypeError: from ``write``; a container or key that a tree cannot represent, such as a named tuple; or more
+            nested containers than :func:`from_tree` accepts.
+    """
+    if structure is None or type(structure) in _PLAIN:
+        return structure
+    if depth == 0:
+        raise TypeError(f"{where}: expected at most {MAX_DEPTH} nested containers, got more")
+    if isinstance(structure, dict):
+        for key in structure:
+            if key is not None and type(key) not in _PLAIN:
+                owner = where or "pymoe.remote"
+                raise TypeError(f"{owner}: expected strings or numbers as keys, got {type(key).__name__}")
+        return {"dict": [[key, to_tree(one, write, _inside(where, key), depth - 1)] for key, one in structure.items()]}
+    if type(structure) in (list, tuple):
+        members = [to_tree(one, write, _inside(where, place), depth - 1) for place, one in enumerate(structure)]
+        return {type(structure).__name__: members}
+    return {"leaf": write(structure, where)}
+
+
+def _inside(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def from_tree(tree: Any, read: Callable[[Any], Any], depth: int = MAX_DEPTH) -> Any:
+    """Undo :func:`to_tree`; ``read`` undoes ``write``.
+
+    Raises:
+        ValueError: from ``read``, or the tree is none that :func:`to_tree` returns.
+    """
+    if tree is None or type(tree) in _PLAIN:
+        return tree
+    if depth == 0 or not isinstance(tree, dict) or len(tree) != 1:
+        raise ValueError(f"pymoe.remote: expected a tagged container, got {type(tree).__name__}")
+    ((tag, value),) = tree.items()
+    if tag == "leaf":
+        return read(value)
+    if not isinstance(value, list):
+        raise ValueError(f"pymoe.remote: expected a list as the value of {tag!r}, got {type(value).__name__}")
+    if tag == "list":
+        return [from_tree(one, read, depth - 1) for one in value]
+    if tag == "tuple":
+        return tuple(from_tree(one, read, depth - 1) for one in value)
+    if tag == "dict" and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        keys = [key for key, _ in value]
+        if all(key is None or type(key) in _PLAIN for key in keys):
+            return {key: from_tree(one, read, depth - 1) for key, one in value}
+    raise ValueError(f"pymoe.remote: there is no container {tag!r}")
+
+
+def write_schema(name: str, schema: Any) -> Any:
+    """Return a schema of the expert ``name`` as a tree.
+
+    Raises:
+        TypeError: a constant or container that a tree cannot represent, or a dtype that cannot be sent.
+    """
+
+    def write(leaf: Any, where: str) -> Any:
+        if not isinstance(leaf, BatchTensorProto):
+            raise TypeError(
+                f"ExpertServer: the schema of {name!r} holds a {type(leaf).__name__}, which cannot be described to "
+                f"other machines: expected prototypes, numbers, strings and None in lists, tuples and dicts"
+            )
+        return [encodings.dtype_name(leaf.dtype), list(leaf.size)]
+
+    return to_tree(schema, write)
+
+
+def read_schema(tree: Any) -> Any:
+    """Undo :func:`write_schema`, except for devices and other properties that concern one machine only.
+
+    Raises:
+        ValueError: the tree is no schema.
+    """
+    return from_tree(tree, _read_proto)
+
+
+def _read_proto(leaf: Any) -> BatchTensorProto:
+    if not isinstance(leaf, list) or len(leaf) != 2 or not isinstance(leaf[0], str) or not isinstance(leaf[1], list):
+        raise ValueError(f"expected [dtype, shape], got {leaf!r}")
+    name, size = leaf
+    if name not in encodings.DTYPES or len(size) >= encodings.MAX_DIMENSIONS:
+        raise ValueError(
+            f"expected a dtype and at most {encodings.MAX_DIMENSIONS - 1} dimensions of a row, got {leaf!r}"
+        )
+    if not all(type(length) is int and 0 <= length <= encodings.MAX_DIMENSION for length in size):
+        raise ValueError(f"expected lengths of dimensions, got {size!r}")
+    return BatchTensorProto(*size, dtype=encodings.DTYPES[name])

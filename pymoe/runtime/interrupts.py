@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from pymoe.runtime.timers import call_later
+
 DELAY_S = 0.01  # delay of a deferred Ctrl-C after the end of a block: meanwhile its batch returns its results
 
 
@@ -44,6 +46,8 @@ def interrupt_soon() -> None:
 
     If it were raised at once, it would end the batch like an error of the batch itself.
     """
-    later = threading.Timer(DELAY_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    later.daemon = True
-    later.start()
+    thread = threading.get_ident()
+    try:
+        call_later(DELAY_S, signal.pthread_kill, thread, signal.SIGINT)
+    except RuntimeError:  # no thread can be started
+        signal.pthread_kill(thread, signal.SIGINT)

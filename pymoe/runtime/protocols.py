@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from pymoe.runtime.room import RoomLine
+
 
 class RequestPool(Protocol):
     """Takes requests of one pass of an expert. :class:`~pymoe.runtime.TaskPool` is one.
 
     Only for this package: clients and mixtures use methods of pools that are not public.
     """
+
+    _line: RoomLine
+    """The requests that wait for room."""
 
     @property
     def name(self) -> str:

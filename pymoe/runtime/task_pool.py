@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from torch import Tensor
 from pymoe import _runtime
 from pymoe._runtime import QueueFull
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
-from pymoe.runtime.future import Future, deadline_after, seconds_left
+from pymoe.runtime.future import Future
+from pymoe.runtime.room import RoomLine, submit_when_there_is_room
 
 __all__ = ["QueueFull", "TaskPool"]
 
@@ -147,6 +147,7 @@ class TaskPool(_runtime.TaskPool):
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
         self._server: weakref.ref[_runtime.Executor] | None = None
+        self._line = RoomLine(self._room())
 
     @property
     def served(self) -> bool:
@@ -189,31 +190,7 @@ class TaskPool(_runtime.TaskPool):
         return await (await self._queue(tensors, timeout, priority))
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Future:
-        """Submit once there is room; another thread waits for the room."""
-        future = self._try_submit(*tensors, timeout=timeout, priority=priority)
-        if future is not None:
-            return future
-        deadline = deadline_after(timeout)
-
-        def submit() -> Future:
-            return self.submit_task(*tensors, timeout=seconds_left(deadline), priority=priority)
-
-        waiting = asyncio.get_running_loop().run_in_executor(None, submit)
-        try:
-            await asyncio.wait([waiting], timeout=timeout)
-            if waiting.done():
-                return await waiting
-        except asyncio.CancelledError:
-            waiting.add_done_callback(cancel_request)
-            raise
-        waiting.add_done_callback(cancel_request)
-        raise TimeoutError(f"{self.name}: the queue had no room for the request in time")
+        return await submit_when_there_is_room(self, tensors, timeout, priority)
 
     def __repr__(self) -> str:
         return f"TaskPool({self.name!r}, min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size})"
-
-
-def cancel_request(waiting: asyncio.Future[Future]) -> None:
-    """Cancel the request of a submission that succeeded after its caller had stopped waiting."""
-    if not waiting.cancelled() and waiting.exception() is None:
-        waiting.result().cancel()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import socket
 import struct
 import sys
@@ -28,6 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from pymoe._checks import parse_seconds
 from pymoe.runtime.monitoring.formatting import COLUMNS, SIZES, Column, is_busy, lost, table
 from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOUT_S, private_folder
 from pymoe.runtime.monitoring.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed
@@ -179,17 +179,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of :func:`show`."""
     parser.add_argument("--once", action="store_true", help="print one plain table and end")
     help_ = "between two views (default: 1)"
-    parser.add_argument("--interval", type=_positive, default=1.0, metavar="SECONDS", help=help_)
-
-
-def _positive(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text}")
-    return seconds
+    parser.add_argument("--interval", type=parse_seconds, default=1.0, metavar="SECONDS", help=help_)
 
 
 def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) -> int:

@@ -217,6 +217,33 @@ TEST_CASE("a full queue pushes back until there is room") {
   CHECK(pool->statistics().completed.value() == 4);
 }
 
+TEST_CASE("a thread can wait for room without a request, until there is some or the pool is closed") {
+  Gate gate;
+  Options options;
+  options.capacity = 1;
+  auto pool = make_pool(gate.body(), options);
+  Executor<Sync> executor(1);
+  executor.attach(pool->strand());
+  CHECK(pool->wait_for_room(Sync::now()));
+  const Pointer begun = submit(*pool, request());
+  gate.begun.wait();
+  const Pointer queued = submit(*pool, request());
+  CHECK_FALSE(pool->wait_for_room(Sync::now() + 1ms));
+  for (const bool cancels : {true, false}) {
+    std::thread waiting([&] { CHECK(pool->wait_for_room(kForever)); });
+    if (cancels) {
+      CHECK(pool->cancel(queued));
+    } else {
+      gate.go.count_down();
+    }
+    waiting.join();
+    if (cancels) submit(*pool, request());
+  }
+  pool->wait(begun, kForever);
+  pool->close();
+  CHECK_THROWS_AS(pool->wait_for_room(kForever), StoppedError);
+}
+
 TEST_CASE("a cancelled request never runs; one that has begun is not cancelled") {
   Gate gate;
   auto pool = make_pool(gate.body());

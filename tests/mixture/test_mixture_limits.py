@@ -7,12 +7,13 @@ for as long as the wait may last.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from mixtures import LONG, WIDTH, Scaled, Stuck, backend, dead, mixture, mlp, scaled
+from mixtures import LONG, WIDTH, Logits, Scaled, Stuck, backend, dead, mixture, mlp, scaled
 from torch import Tensor
 
 from pymoe.runtime import MixtureOfExpertBackends, Runtime, TooFewAnswersError
@@ -75,3 +76,31 @@ def test_a_mixture_that_nobody_serves_says_so() -> None:
     moe = MixtureOfExpertBackends([backend("a", mlp())], top_k=1, forward_timeout=0.05)
     with pytest.raises(TooFewAnswersError, match=r"a: GivenUp: no answer within .* s; no Runtime serves the pool"):
         moe(torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+def test_requests_for_a_full_pool_wait_on_one_thread_and_never_run_once_they_are_given_up() -> None:
+    """Each wait looked for room every 2 ms; a thread for each request would stay for as long as the expert hangs."""
+    stuck = Stuck()
+    backends = scaled(None, stuck, capacity=1, max_batch_size=1)
+    moe = mixture(backends, gate=Logits([0.0, 0.0]), forward_timeout=0.05, rest_after=None)
+    pool = backends[1].forward_pool
+    with Runtime(backends, num_workers=2):
+        held = [pool.submit_task(ONES[:1])]
+        assert stuck.begun.wait(LONG)
+        held.append(pool.submit_task(ONES[:1]))
+        for _ in range(5):
+            moe(ONES[:1])
+        assert sum(one.name == "pymoe-room" for one in threading.enumerate()) == 1
+        assert not pool._line._waiting  # they stayed there with their tensors for as long as the expert hung
+        stuck.open.set()
+        for request in held:
+            request.result()
+        deadline = time.monotonic() + LONG
+        while any(one.name == "pymoe-room" for one in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        submitted = pool._statistics()["submitted"]
+        assert torch.equal(moe(ONES[:1]), 1.5 * ONES[:1])
+        assert pool._statistics()["submitted"] == submitted + 1
+    assert submitted == len(held)
+    assert moe.stats()["e1"].forward.given_up == 5

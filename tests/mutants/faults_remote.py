@@ -2,10 +2,10 @@
 
 from planting import PythonFault as Fault
 
-CALLS = "pymoe/remote/calls.py"
+CHANNEL = "pymoe/remote/channel.py"
 CHECKPOINTS = "pymoe/remote/checkpoints.py"
-HOSTED = "pymoe/remote/hosted.py"
 JOURNAL = "pymoe/remote/journal.py"
+REQUESTS = "pymoe/remote/requests.py"
 SERVICE = "pymoe/remote/service.py"
 HISTORIES = "tests/remote/test_journal.py"
 ONCE = "tests/remote/test_exactly_once.py"
@@ -15,14 +15,14 @@ SECURITY = "tests/remote/test_security.py"
 FAULTS = [
     Fault(
         "every attempt has a key of its own",
-        CALLS,
-        "ack = self.expert.keys.ack",
-        "seq = self.expert.keys.new",
+        REQUESTS,
+        "            request.ack = self.stub.numbers.ack()\n",
+        "            request.seq = self.stub.numbers.new()\n",
         (ONCE, "-k", "connections_are_cut or key_of_the_one_before"),
     ),
     Fault(
         "a client acknowledges the request that it sends",
-        "pymoe/remote/keys.py",
+        REQUESTS,
         "return min(self._open, default=self._next)",
         "return min(self._open, default=self._next - 1) + 1",
         (HISTORIES, ONCE, "-k", "ack or histories or cut"),
@@ -43,8 +43,8 @@ FAULTS = [
     ),
     Fault(
         "keys are not saved",
-        HOSTED,
-        "checkpoint.keys = self.journal.keys(updates)",
+        CHECKPOINTS,
+        "checkpoint.keys = self._journal.keys(updates)",
         "checkpoint.keys = {}",
         (ONCE, "-k", "restarted_server"),
     ),
@@ -57,15 +57,15 @@ FAULTS = [
     ),
     Fault(
         "a request of several updates is saved with the last of them",
-        HOSTED,
+        SERVICE,
         "int(numbers.min())",
         "int(numbers.max())",
         ("tests/remote/test_bugs_remote.py", "-k", "several_updates"),
     ),
     Fault(
         "keys are listed before what the state holds has settled",
-        HOSTED,
-        "        await self.journal.settled()\n",
+        CHECKPOINTS,
+        "            await self._journal.settled()\n",
         "",
         (ONCE, "-k", "still_under_way"),
     ),
@@ -99,38 +99,59 @@ FAULTS = [
     ),
     Fault(
         "a call has the time of the connection, and not that of its requests",
-        "pymoe/remote/pools.py",
-        "(self._expert.channel.timeout if left is None else left)",
-        "self._expert.channel.timeout",
+        REQUESTS,
+        "(self._stub.channel.timeout if left is None else left)",
+        "self._stub.channel.timeout",
         ("tests/remote/test_serving.py", "-k", "patience"),
     ),
     Fault(
         "frames of a message that was refused are taken for requests",
         SERVICE,
-        "return not missing",
-        "return True",
+        "while not missing and not self.draining:",
+        "while not self.draining:",
         ("tests/remote/test_streams.py", "-k", "room"),
     ),
     Fault(
         "a stream is tried with every request though the server has its most",
-        "pymoe/remote/exchange.py",
-        "            self._refused = time.monotonic()\n",
-        "",
+        CHANNEL,
+        "self._refused = time.monotonic()\n",
+        "pass\n",
         ("tests/remote/test_streams.py", "-k", "remembered"),
     ),
     Fault(
         "a write of a checkpoint that nobody waits for is overtaken",
-        HOSTED,
-        "async with self._writing:  # first come, first served",
-        "if True:",
+        CHECKPOINTS,
+        "        async with self._writing:  # in the order in which the states were taken\n",
+        "        if True:\n",
         ("tests/remote/test_checkpoints.py", "-k", "overtaken"),
     ),
     Fault(
         "a stream that has ended is used again",
-        "pymoe/remote/exchange.py",
-        "metadata and stream.open and not stream.overdue",
-        "metadata",
+        CHANNEL,
+        "if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():",
+        "if stream.timer.reset(seconds) and stream.metadata is metadata:",
         ("tests/remote/test_streams.py", "-k", "used_again"),
+    ),
+    Fault(
+        "a stream is used whose idle time is over",
+        CHANNEL,
+        "if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():",
+        "if (stream.timer.reset(seconds), stream.metadata is metadata and stream.open())[1]:",
+        ("tests/remote/test_streams.py", "-k", "idle_time_is_over"),
+    ),
+    Fault(
+        "a request that was given up stays in the line for room",
+        "pymoe/runtime/room.py",
+        "return self._waiting.pop(place, None) is not None",
+        "return place in self._waiting",
+        ("tests/runtime/test_room.py", "-k", "those_that_left"),
+    ),
+    Fault(
+        "a function that blocks holds up the timers behind it",
+        "pymoe/runtime/timers.py",
+        "        if _due:\n            with suppress",
+        "        if not _due:\n            with suppress",
+        ("tests/runtime/test_timers.py", "-k", "set_before_it"),
     ),
     Fault(
         "the token is looked at after the message",
@@ -148,15 +169,15 @@ FAULTS = [
     ),
     Fault(
         "an update that broke off is tried again",
-        HOSTED,
+        SERVICE,
         "in_part = broken or name in",
         "in_part = name in",
         (FAILURES, "-k", "broke_off"),
     ),
     Fault(
         "a dead server is asked again and again",
-        "pymoe/remote/channel.py",
-        "            self._reachable = False\n            self.watch()",
+        CHANNEL,
+        "            self._set_reachable(False)\n            self.watch()",
         "            self.watch()",
         ("tests/remote/test_mixtures.py", FAILURES, "-k", "death_in_a_step or gone_and_back"),
     ),

@@ -14,7 +14,7 @@ from experts import WIDTH, mlp
 from limits import LONG
 
 from pymoe.remote import ExpertServer, connect
-from pymoe.remote.addresses import check_address, held_for_binding
+from pymoe.remote.security import check_address, held_for_binding
 
 X = torch.randn(2, WIDTH)
 

@@ -28,10 +28,10 @@ from pymoe.remote import (
     ProtocolError,
     ServerLost,
     WireError,
-    calls,
     cli,
     connect,
     errors,
+    requests,
     wire,
 )
 from pymoe.remote import server as server_module
@@ -59,7 +59,7 @@ def test_a_request_of_several_updates_is_in_every_checkpoint_that_holds_a_part_o
         (remote,) = there.backends()
         remote.backward_pool.submit_task(torch.tensor([[1], [2]]), -torch.ones(2, 1)).result()
         assert backend.updates == 2
-        journal = server._service.hosted["counting"].journal
+        journal = server._service.entries["counting"].journal
         assert [[keys for _, keys in journal.keys(updates).values()] for updates in (0, 1, 2)] == [[[]], [[0]], [[0]]]
 
 
@@ -68,9 +68,9 @@ def test_an_expert_that_is_served_again_knows_what_it_holds(way: str, monkeypatc
     """The keys went with the server while the parameters stayed: an attempt that came after that was applied again."""
     backend = counting()
     attempts = []
-    real = calls.Call.__init__
+    real = requests.RemoteCall.__init__
 
-    def second_attempt(self: calls.Call, *arguments: object) -> None:
+    def second_attempt(self: requests.RemoteCall, *arguments: object) -> None:
         real(self, *arguments)  # type: ignore[arg-type]
         self._request.attempt = 1
         attempts.append(self)
@@ -87,7 +87,7 @@ def test_an_expert_that_is_served_again_knows_what_it_holds(way: str, monkeypatc
             server.start()
         with server, connect(server.address, coalesce=False) as again:
             again.client = client
-            monkeypatch.setattr(calls.Call, "__init__", second_attempt)
+            monkeypatch.setattr(requests.RemoteCall, "__init__", second_attempt)
             count(again.backends()[0], 7).result()
             assert attempts
             assert counted(backend, 8)[7] == 1
@@ -308,7 +308,7 @@ def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
         (remote,) = there.backends()
         for _ in range(3):
             remote.backward_pool(X, X)
-        assert [keys for _, keys in server._service.hosted["own"].journal.keys(2).values()] == [[]]
+        assert [keys for _, keys in server._service.entries["own"].journal.keys(2).values()] == [[]]
     ExpertServer(again, checkpoints=tmp_path)
     assert torch.equal(experts[1].weight, experts[0].weight)
 
@@ -345,7 +345,7 @@ def test_a_backward_pass_of_ones_own_that_raises_may_have_made_its_update(isolat
         (remote,) = there.backends()
         with pytest.raises(ArithmeticError, match="too late"):
             remote.backward_pool(X, X)
-        (client,) = server._service.hosted["own"].journal._clients.values()
+        (client,) = server._service.entries["own"].journal._clients.values()
         assert list(client.applied.values()) == [IN_PART]
     assert torch.equal(expert.weight, before + 1)
 

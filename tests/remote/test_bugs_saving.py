@@ -20,8 +20,9 @@ from experts import ROW, WIDTH, mlp, of
 from limits import LONG
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, checkpoints, connect, event_loop
-from pymoe.remote.folder_lock import FolderLock
+from pymoe.remote import ExpertServer, checkpoints, connect
+from pymoe.remote import server as server_module
+from pymoe.remote.checkpoints import FolderLock
 from pymoe.runtime import ExpertBackend
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -218,13 +219,13 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
         assert asked.wait(LONG)
         module.may.clear()
         module.asked.clear()
-        run = event_loop.run
+        run = server_module.run
 
         def interrupted(coroutine: Any) -> Any:
             stopping = threading.Thread(target=lambda: run(coroutine_with_its_task(coroutine)), daemon=True)
             stopping.start()
             assert module.asked.wait(LONG)
-            event_loop.event_loop().call_soon_threadsafe(lambda: tasks[0].cancel())
+            server_module.event_loop().call_soon_threadsafe(lambda: tasks[0].cancel())
             stopping.join(LONG)
             raise KeyboardInterrupt
 
@@ -237,10 +238,10 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
             tasks.append(task)
             await asyncio.wait([task])
 
-        monkeypatch.setattr(event_loop, "run", interrupted)
+        monkeypatch.setattr(server_module, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             server.drain()
-        monkeypatch.setattr(event_loop, "run", run)
+        monkeypatch.setattr(server_module, "run", run)
         asking.join(LONG)
     (answer,) = told
     assert isinstance(answer, RuntimeError), answer
@@ -299,7 +300,7 @@ def test_a_grace_of_any_length_ends_the_server() -> None:
 def test_what_is_no_number_of_seconds_is_refused_before_anything_ends(tmp_path: Path, seconds: Any) -> None:
     with ExpertServer(mlp("a"), checkpoints=tmp_path) as server:
         for call in (lambda: server.drain(seconds), lambda: server.save(seconds)):
-            with pytest.raises(ValueError, match="must be a number of seconds, 0 or more, got"):
+            with pytest.raises((TypeError, ValueError), match="must be a number of seconds"):
                 call()
         train(server)
 
@@ -356,7 +357,7 @@ def test_a_state_that_json_cannot_tell_is_refused_alike_after_a_change_that_is_n
         train(server)
         assert server.save() == 1
         backend.opt.param_groups[0]["note"] = 10**5000
-        with pytest.raises(TypeError, match="told by JSON"):
+        with pytest.raises(TypeError, match="represented in JSON"):
             server.save()
         del backend.opt.param_groups[0]["note"]
 

@@ -185,7 +185,7 @@ def test_a_write_that_nobody_waits_for_any_more_is_not_overtaken(
         written.append(checkpoint.updates)
         return write_checkpoint(folder, checkpoint)
 
-    monkeypatch.setattr("pymoe.remote.hosted.write_checkpoint", write)
+    monkeypatch.setattr("pymoe.remote.checkpoints.write_checkpoint", write)
     with ExpertServer(mlp("e"), checkpoints=tmp_path, save_every=0) as server, connect(server.address) as there:
         (e,) = there.backends()
         e.backward_pool(torch.ones(1, WIDTH), torch.ones(1, WIDTH))

@@ -160,13 +160,13 @@ def test_top_shows_a_server_as_it_shows_a_runtime(capsys: pytest.CaptureFixture[
         for seconds in ("0", "inf", "soon"):  # an OverflowError, and a message that named a private function
             with pytest.raises(SystemExit):
                 main(["top", server.address, "--interval", seconds])
-            assert f"expected a positive number of seconds, got {seconds}" in capsys.readouterr().err
+            assert f"expected a positive number of seconds, got {seconds!r}" in capsys.readouterr().err
     assert main(["top", server.address, "--once"]) == 1
     assert server.address in capsys.readouterr().err
 
 
 def test_a_view_survives_the_server(capsys: pytest.CaptureFixture[str]) -> None:
-    from pymoe.remote.viewer import WatchedServer
+    from pymoe.remote.cli import WatchedServer
 
     with ExpertServer(mlp("a")) as server:
         watched = WatchedServer(server.address)

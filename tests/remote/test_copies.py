@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pymoe.remote import encodings, wire
-from pymoe.remote.calls import Call
+from pymoe.remote.requests import RemoteCall
 from pymoe.remote.wire import FRAME
 
 SHORT, LONG = torch.randn(1, 64), torch.randn(64, 1 << 14)
@@ -63,17 +63,15 @@ def test_a_long_tensor_is_copied_into_frames_and_to_its_place() -> None:
 
 def test_an_answer_is_handed_over_where_it_was_received() -> None:
     """Nothing is copied between the message, or its frames, and the caller."""
-    call = Call.__new__(Call)
-    call.method, call._rows, call._home = "Backward", len(LONG), LONG.device
+    call = RemoteCall.__new__(RemoteCall)
+    call.method, call._rows, call._device = "Backward", len(LONG), LONG.device
     proto = type("Proto", (), {"size": LONG.shape[1:], "dtype": LONG.dtype})
 
-    class Expert:
+    class Stub:
         schema = type("Schema", (), {"inputs": [proto]})
         name = "e"
 
-        def heard(self, *_: Any) -> None: ...
-
-    call.expert = Expert()  # type: ignore[assignment]
+    call.stub = Stub()  # type: ignore[assignment]
     packed = wire.pack([LONG], "raw")
     tail = wire.detach_long(packed)
     came = wire.Tail(packed)

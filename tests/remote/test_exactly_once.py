@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from cutting_proxy import CuttingProxy
@@ -18,7 +19,9 @@ from experts import KEYS, Counting, count, counted, counting, mlp
 from limits import LONG, rounds
 from server_processes import ServerProcesses
 
-from pymoe.remote import AppliedError, ExpertServer, RemoteBackend, RemoteExpertError, ServerLost, calls, connect
+from pymoe.remote import AppliedError, ExpertServer, RemoteBackend, RemoteExpertError, ServerLost, connect
+from pymoe.remote.channel import Ended
+from pymoe.remote.requests import RemoteCall
 from pymoe.runtime import BatchTensorProto, ExpertBackend
 
 X = torch.randn(4, 8)
@@ -85,7 +88,7 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
             (remote,) = trainer.backends()
             job = thread.submit(train, remote, range(keys), 8)
             for number in range(kills):
-                while not job.done() and remote._expert.keys._next < (number + 1) / (kills + 1) * keys / 4:
+                while not job.done() and remote._stub.numbers._next < (number + 1) / (kills + 1) * keys / 4:
                     time.sleep(0.01)
                 deadline = time.monotonic() + LONG  # a busy machine may have answered all before it saves any
                 while all(one.name.endswith("-0.safetensors") for one in saved.rglob("*.safetensors")):
@@ -125,7 +128,7 @@ def test_a_restarted_server_has_the_parameters_and_the_keys_of_its_checkpoint(tm
         with connect(server.address, coalesce=False) as there:
             there.client = client
             (remote,) = there.backends()
-            remote._expert.keys._next = 2  # another attempt of the last request, whose answer never came
+            remote._stub.numbers._next = 2  # another attempt of the last request, whose answer never came
             with pytest.raises(AppliedError, match="answer is gone"):
                 remote.backward_pool.submit_task(torch.tensor([[2]]), torch.tensor([[-1.0]])).result()
         assert counted(again, 4).tolist() == [1, 1, 1, 0]
@@ -156,7 +159,7 @@ def test_gradients_that_wait_for_others_belong_to_the_next_update(tmp_path: Path
     backend = counting(accumulate_steps=2)
     with ExpertServer(backend, checkpoints=tmp_path) as server, connect(server.address) as there:
         (remote,) = there.backends()
-        journal = server._service.hosted["counting"].journal
+        journal = server._service.entries["counting"].journal
         for key in range(3):
             remote.backward_pool(torch.tensor([[key]]), torch.tensor([[-1.0]]))
         assert backend.updates == 1
@@ -171,7 +174,7 @@ def test_a_checkpoint_holds_the_key_of_a_request_that_is_still_under_way(tmp_pat
     """The state is copied after an update and before its request has settled: the key waits for that, and is there."""
     backend = counting()
     with ExpertServer(backend, checkpoints=tmp_path, save_every=0) as server:
-        hosted = server._service.hosted["counting"]
+        entry = server._service.entries["counting"]
         real, copied = backend.state_dict, threading.Event()
 
         def state_dict(*args: object, **kwargs: object) -> object:
@@ -180,7 +183,7 @@ def test_a_checkpoint_holds_the_key_of_a_request_that_is_still_under_way(tmp_pat
             return state
 
         backend.state_dict = state_dict  # type: ignore[method-assign]
-        applied = hosted._applied
+        applied = entry._applied
 
         async def later(*arguments: Any) -> object:
             found = await applied(*arguments)
@@ -189,7 +192,7 @@ def test_a_checkpoint_holds_the_key_of_a_request_that_is_still_under_way(tmp_pat
             await asyncio.sleep(0.05)
             return found
 
-        hosted._applied = later  # type: ignore[method-assign]
+        entry._applied = later  # type: ignore[method-assign]
         with connect(server.address, coalesce=False) as there:
             request = count(there.backends()[0], 7)
             while not backend.updates:
@@ -197,7 +200,7 @@ def test_a_checkpoint_holds_the_key_of_a_request_that_is_still_under_way(tmp_pat
             server.save()
             request.result()
     again = counting()
-    journal = ExpertServer(again, checkpoints=tmp_path)._service.hosted["counting"].journal
+    journal = ExpertServer(again, checkpoints=tmp_path)._service.entries["counting"].journal
     assert (again.updates, [keys for _, keys in journal.keys(1).values()]) == (1, [[0]])
 
 
@@ -258,15 +261,17 @@ def test_an_attempt_has_the_key_of_the_one_before(monkeypatch: pytest.MonkeyPatc
     backend = counting()
     with ExpertServer(backend) as server, connect(server.address, timeout=LONG) as there:
         (remote,) = there.backends()
-        real = calls.Call.ask
+        real, thrown_away = RemoteCall.answer, []
 
-        def ask(self: calls.Call) -> Any:
-            thrown_away, again = real(self), real(self)
-            assert torch.equal(again[0], thrown_away[0])
-            return again
+        def answer(self: RemoteCall, *arguments: Any) -> Any:
+            if thrown_away:
+                return real(self, *arguments)
+            thrown_away.append(real(self, *arguments))
+            raise Ended(grpc.StatusCode.UNAVAILABLE, "the answer is thrown away")
 
-        monkeypatch.setattr(calls.Call, "ask", ask)
-        remote.backward_pool(torch.tensor([[7]]), torch.tensor([[-1.0]]))
+        monkeypatch.setattr(RemoteCall, "answer", answer)
+        (again,) = remote.backward_pool(torch.tensor([[7]]), torch.tensor([[-1.0]]))
+        assert torch.equal(again, thrown_away[0][0])
         assert counted(backend, 8)[7] == 1
         assert server.counts["repeated"] == 1
 
@@ -306,7 +311,7 @@ def test_only_a_request_of_which_something_was_applied_is_applied_in_part(
     expert, backend = chosen()
     with ExpertServer(backend) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
         (remote,) = there.backends()
-        journal = server._service.hosted["e"].journal
+        journal = server._service.entries["e"].journal
         first = count(remote, 0)
         assert expert.begun.wait(LONG)
         tensors = torch.tensor(rows)[:, None], -torch.ones(len(rows), 1)
@@ -322,8 +327,8 @@ def test_only_a_request_of_which_something_was_applied_is_applied_in_part(
         if 9 in rows:
             with pytest.raises(RemoteExpertError, match="once"):
                 request.result(LONG)
-        monkeypatch.setattr(remote._expert.keys, "new", lambda: 1)  # another attempt under its key
-        monkeypatch.setattr(remote._expert.keys, "ack", lambda: 0)
+        monkeypatch.setattr(remote._stub.numbers, "new", lambda: 1)  # another attempt under its key
+        monkeypatch.setattr(remote._stub.numbers, "ack", lambda: 0)
         again = remote.backward_pool.submit_task(*tensors)
         if rows[2] == 9:
             with pytest.raises(AppliedError, match="in part"):

@@ -25,10 +25,10 @@ from pymoe.remote import (
     ServerLost,
     channel,
     connect,
-    event_loop,
-    stalls,
+    service,
     wire,
 )
+from pymoe.remote import server as server_module
 from pymoe.runtime import ExpertClient, NonFiniteGradientError, QueueFull
 
 X = torch.randn(4, WIDTH)
@@ -106,12 +106,12 @@ def test_a_server_notices_that_it_stood_still_as_long_as_it_serves() -> None:
     with ExpertServer(mlp("a")) as server:
 
         async def stand_still() -> float:
-            time.sleep(2 * stalls.STALL_S)  # the event loop with it
+            time.sleep(2 * service.STALL_S)  # the event loop with it
             return await server._service.stalls.settle()
 
-        assert event_loop.run(stand_still()) > 0
+        assert server_module.run(stand_still()) > 0
         server.drain()
-        assert event_loop.run(stand_still()) == 0, "nobody looks at the clock any more"
+        assert server_module.run(stand_still()) == 0, "nobody looks at the clock any more"
 
 
 @WAYS
@@ -126,7 +126,7 @@ def test_the_time_in_which_a_server_settles_is_the_requests_own(
     with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce, retries=False) as there:
         (a,) = there.backends()
         assert a.forward_pool(X)[0].shape == X.shape
-        monkeypatch.setattr("pymoe.remote.stalls.Stalls.settle", settle)
+        monkeypatch.setattr("pymoe.remote.service.StallDetector.settle", settle)
         with pytest.raises(TimeoutError):
             a.forward_pool(X)
         assert server.runtime.stats()["a_forward"].expired == 1
@@ -257,7 +257,7 @@ def test_an_update_that_broke_off_is_not_tried_again() -> None:
         (remote,) = there.backends()
         with pytest.raises(RuntimeError, match="half way"):
             remote.backward_pool.submit_task(X, X).result()
-        ((_, keys),) = server._service.hosted["a"].journal.keys(0).values()
+        ((_, keys),) = server._service.entries["a"].journal.keys(0).values()
         assert keys == [0]
 
 
@@ -267,9 +267,9 @@ def test_applied_and_the_answer_lost() -> None:
     with ExpertServer(backend) as server, connect(server.address, coalesce=False) as there:
         (remote,) = there.backends()
         remote.backward_pool.submit_task(X, X).result()
-        journal = server._service.hosted["a"].journal
+        journal = server._service.entries["a"].journal
         journal.restore(journal.keys(backend.updates))
-        remote._expert.keys._next = 0  # what a retry would send
+        remote._stub.numbers._next = 0  # what a retry would send
         with pytest.raises(AppliedError, match="answer is gone"):
             remote.backward_pool.submit_task(X, X).result()
         assert backend.updates == 1
@@ -327,7 +327,7 @@ def test_a_client_that_asks_whether_the_server_lives_is_not_hung_up_on(monkeypat
     often = [(name, 50 if name == "grpc.keepalive_time_ms" else value) for name, value in channel.OPTIONS]
     monkeypatch.setattr(channel, "OPTIONS", often)
     left: list[Any] = []
-    monkeypatch.setattr(channel.Channel, "_left", lambda self, stay: left.append(stay))
+    monkeypatch.setattr(channel.Channel, "_watch_ended", lambda self, call: left.append(call))
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         for _ in range(10):

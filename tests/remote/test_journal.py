@@ -13,8 +13,8 @@ from limits import LONG, rounds
 
 from pymoe.remote import journal as journal_module
 from pymoe.remote.errors import AppliedError
-from pymoe.remote.journal import IN_PART, Applied, Journal, Keys
-from pymoe.remote.keys import Keys as Numbers
+from pymoe.remote.journal import IN_PART, Applied, AppliedKeys, Journal
+from pymoe.remote.requests import RequestNumbers
 from pymoe.runtime import QueueFull
 
 ANSWER = [torch.ones(2)]
@@ -225,10 +225,10 @@ async def test_a_client_that_was_forgotten_before_its_first_answer_is_told_so() 
 
 @in_loop
 async def test_what_is_remembered_has_an_end() -> None:
-    most, journal_module.MOST_OPEN, clients, journal_module.MOST_CLIENTS = (
-        journal_module.MOST_OPEN,
+    most, journal_module.MAX_OPEN, clients, journal_module.MAX_CLIENTS = (
+        journal_module.MAX_OPEN,
         2,
-        journal_module.MOST_CLIENTS,
+        journal_module.MAX_CLIENTS,
         2,
     )
     try:
@@ -244,11 +244,11 @@ async def test_what_is_remembered_has_an_end() -> None:
         with pytest.raises(QueueFull, match="2 clients"):
             await journal.once("e", 0, 0, request.run)
     finally:
-        journal_module.MOST_OPEN, journal_module.MOST_CLIENTS = most, clients
+        journal_module.MAX_OPEN, journal_module.MAX_CLIENTS = most, clients
 
 
 def test_ack_is_the_lowest_number_that_is_open() -> None:
-    numbers = Numbers()
+    numbers = RequestNumbers()
     assert numbers.ack() == 0
     assert [numbers.new() for _ in range(4)] == [0, 1, 2, 3]
     numbers.close(0)
@@ -266,7 +266,7 @@ def test_ack_is_the_lowest_number_that_is_open() -> None:
 class Saved(NamedTuple):
     state: dict[int, int]
     updates: int
-    keys: Keys
+    keys: AppliedKeys
 
 
 class World:
@@ -281,7 +281,7 @@ class World:
         self.state: dict[int, int] = {}
         self.saved = Saved({}, 0, {})
         self.journal = Journal("0")
-        self.numbers = Numbers()
+        self.numbers = RequestNumbers()
         self.attempts: dict[int, int] = {}  # of keys that are open
         self.tasks: list[tuple[int, asyncio.Task[Any]]] = []
         self.running: list[tuple[int, Request]] = []

@@ -22,7 +22,7 @@ from experts import ROW, WIDTH, mlp, of, unsavable
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, checkpoints, connect, hosted
+from pymoe.remote import ExpertServer, checkpoints, connect
 from pymoe.remote.checkpoints import Checkpoint, folder_of, read_checkpoint, read_newest, write_checkpoint
 from pymoe.runtime import ExpertBackend
 
@@ -183,7 +183,7 @@ def outcome(folder: Path, place: str, make: Make) -> str:
         assert refusal.removeprefix("ExpertServer.save: not saved: ").startswith("'e' cannot be saved in ")
         with contextlib.suppress(RuntimeError, NotImplementedError):
             backend.state_dict()  # where that raises, its own error is all there is
-            assert where in refusal or "told by JSON" in refusal
+            assert where in refusal or "represented in JSON" in refusal
         assert not list(folder.glob("*/*")), "nothing is left of it"
         return "refused"
     server.drain()
@@ -233,7 +233,7 @@ def test_these_are_refused_when_the_server_is_made(tmp_path: Path, kind: str) ->
 
 def test_a_sibling_that_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were what an optimizer keeps loaded by torch alone, or were other numbers written than those of the state."""
-    monkeypatch.setattr(hosted, "load_exactly", lambda backend, state: backend.load_state_dict(state))
+    monkeypatch.setattr(checkpoints, "load_exactly", lambda backend, state: backend.load_state_dict(state))
     with pytest.raises(AssertionError):
         outcome(tmp_path / "cast", PLACES[3], DTYPES["torch.int64"])
     real = checkpoints._dense
@@ -249,7 +249,7 @@ def test_a_state_that_arises_later_is_refused_when_it_arises(tmp_path: Path) -> 
     with connect(server.address, coalesce=False, retries=False) as there:
         e, well = there.backends()
         e.backward_pool(X, X)
-        while server._service.hosted["e"]._unsavable is None:
+        while server._service.entries["e"].checkpoints.cannot_save is None:
             time.sleep(0.005)
         with pytest.raises(
             TypeError, match=r"'e' cannot be saved in .* _extra_state.opt.state.0.history holds a deque"

@@ -23,8 +23,9 @@ from test_wire import GOOD, mutated
 
 import pymoe.remote
 from pymoe.remote import TLS, Connection, ExpertServer, ServerLost, connect, wire
-from pymoe.remote.admission import SIZE_KEY, Room, said_size
-from pymoe.remote.security import is_local, shows_token
+from pymoe.remote.security import has_token, is_local
+from pymoe.remote.service import ByteBudget, announced_size
+from pymoe.remote.wire import SIZE_KEY
 from pymoe.runtime import QueueFull
 
 X = torch.randn(4, WIDTH)
@@ -61,7 +62,7 @@ def memory(process: int | str = "self") -> int:
 def test_nothing_that_unpickles_is_imported_anywhere() -> None:
     forbidden = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     files = sorted(Path(pymoe.remote.__file__).parent.rglob("*.py"))
-    assert len(files) > 15
+    assert len(files) > 12
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -101,7 +102,7 @@ def test_a_token_that_changes_meanwhile_ends_requests(guarded: ExpertServer, cer
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr("pymoe.remote.security.hmac.compare_digest", lambda a, b: compared.append((a, b)))
-    shows_token((("authorization", "Bearer x"),), TOKEN)
+    has_token((("authorization", "Bearer x"),), TOKEN)
     assert compared == [(b"Bearer x", f"Bearer {TOKEN}".encode())]
 
 
@@ -223,7 +224,7 @@ def test_a_compressed_message_is_not_decompressed(server: ExpertServer) -> None:
 def test_a_message_beyond_the_limit_is_refused(server: ExpertServer) -> None:
     with grpc.insecure_channel(server.address, pymoe_options()) as channel:
         with pytest.raises(grpc.RpcError) as refused:
-            channel.unary_unary(f"/{wire.SERVICE}/Forward")(bytes(wire.MOST_BYTES + 1), timeout=LONG)
+            channel.unary_unary(f"/{wire.SERVICE}/Forward")(bytes(wire.MAX_BYTES + 1), timeout=LONG)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with connect(server.address) as there:
         with pytest.raises(ValueError, match="at most 256 tensors of 268435456 bytes"):
@@ -240,28 +241,27 @@ def test_a_message_longer_than_it_was_said_to_be_is_refused(server: ExpertServer
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_requests_beyond_the_room_for_them_are_refused_before_they_are_read() -> None:
-    room = Room(100)
-    with room.take(60):
-        with pytest.raises(QueueFull, match="60 bytes are under way, of at most 100"), room.take(41):
-            pass
-        with room.take(40):
-            assert room.used == 100
-    assert room.used == 0
+def test_requests_beyond_the_budget_are_refused_before_they_are_read() -> None:
+    budget = ByteBudget(100)
+    assert budget.take(60) == 60
+    with pytest.raises(QueueFull, match="60 bytes are under way, of at most 100"):
+        budget.take(41)
+    assert budget.take(40) == 40
+    assert budget.used == 100
 
 
 @pytest.mark.parametrize(
     ("said", "size"),
-    [("10", 10), ("0", 0), ("-1", wire.MOST_BYTES), ("x", wire.MOST_BYTES), ("9" * 50, wire.MOST_BYTES), ("²", None)],
+    [("10", 10), ("0", 0), ("-1", wire.MAX_BYTES), ("x", wire.MAX_BYTES), ("9" * 50, wire.MAX_BYTES), ("²", None)],
 )
 def test_who_does_not_say_how_much_gets_room_for_the_longest(said: str, size: int | None) -> None:
-    assert said_size((("pymoe-bytes", said),)) == (wire.MOST_BYTES if size is None else size)
-    assert said_size(()) == wire.MOST_BYTES
+    assert announced_size((("pymoe-bytes", said),)) == (wire.MAX_BYTES if size is None else size)
+    assert announced_size(()) == wire.MAX_BYTES
 
 
 def test_a_full_server_sheds_and_others_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExpertServer(mlp("a")) as server:
-        server._service.room.most = 10
+        server._service.budget.limit = 10
         with connect(server.address, retries=False) as there:
             (a,) = there.backends()
             with pytest.raises(QueueFull, match="of at most 10"):
@@ -271,14 +271,14 @@ def test_a_full_server_sheds_and_others_wait_for_their_turn(monkeypatch: pytest.
             waiting = a.forward_pool.submit_task(X)
             while there.counts["retries"] < 2:
                 pass
-            server._service.room.most = MIB
+            server._service.budget.limit = MIB
             waiting.result()
         assert server.counts["shed"] >= 3
         assert server.bytes_in_flight == 0
 
 
 def test_calls_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pymoe.remote.server.MOST_CALLS", 4)
+    monkeypatch.setattr("pymoe.remote.server.MAX_CALLS", 4)
     held = Held()
     options = {"coalesce": False, "retries": False, "timeout": LONG}
     with ExpertServer(of(held), grace=0) as server, connect(server.address, **options) as there:
@@ -291,7 +291,7 @@ def test_calls_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_more_connections_than_may_stay_are_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pymoe.remote.service.MOST_STAYING", 1)
+    monkeypatch.setattr("pymoe.remote.service.MAX_WATCHES", 1)
     with ExpertServer(mlp("a")) as server, connect(server.address) as first, connect(server.address) as second:
         for _ in range(2):
             works(first)

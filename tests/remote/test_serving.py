@@ -280,8 +280,8 @@ def test_many_callers_share_calls_and_a_lone_one_waits_for_nobody(server: Expert
 def test_a_call_has_the_patience_of_its_own_requests(server: ExpertServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of one that is done."""
     seen: list[float] = []
-    real = pymoe.remote.pools.ask
-    monkeypatch.setattr("pymoe.remote.pools.ask", lambda *all_: (seen.append(all_[-1]), real(*all_))[1])
+    real = pymoe.remote.requests.RemoteCall
+    monkeypatch.setattr("pymoe.remote.requests.RemoteCall", lambda *all_: (seen.append(all_[-1]), real(*all_))[1])
     with connect(server.address, timeout=LONG) as there:
         pool = there.backends("b")[0].forward_pool
         pool.submit_task(X, timeout=1000 * LONG).result()

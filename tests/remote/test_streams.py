@@ -15,10 +15,11 @@ from limits import LONG
 from test_security import MIB, TOKEN, X, memory, pymoe_options
 from torch import Tensor, nn
 
-from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, pools, service, wire
-from pymoe.remote.exchange import Deadlines
+from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, requests, service, wire
+from pymoe.remote.channel import Streams
 from pymoe.remote.wire import FRAME, Tail
 from pymoe.runtime import BatchTensorProto, ExpertBackend, QueueFull
+from pymoe.runtime.timers import TimerHandle
 
 LONG_ROWS = 3 * FRAME // (4 * WIDTH) + 5
 
@@ -55,10 +56,10 @@ def test_an_error_of_a_request_leaves_its_stream_open() -> None:
         (a,) = there.backends()
         a.forward_pool(X)
         (stream,) = there.streams._idle
-        server._service.room.most = 1
+        server._service.budget.limit = 1
         with pytest.raises(QueueFull):
             a.forward_pool(X)
-        server._service.room.most = MIB
+        server._service.budget.limit = MIB
         a.forward_pool(X)
         assert there.streams._idle == [stream]
 
@@ -120,7 +121,7 @@ def test_a_stream_that_ended_while_it_was_idle_is_not_used_again() -> None:
 
 
 def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 1)
+    monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 1)
     x = torch.randn(LONG_ROWS, WIDTH)
     with (
         ExpertServer(mlp("a", max_batch_size=1 << 17)) as server,
@@ -136,17 +137,17 @@ def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest
 
 def test_a_refusal_of_streams_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request tried a stream first, which the server counted as one that it had shed."""
-    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 0)
+    monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 0)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         for _ in range(20):
             a.forward_pool(X)
         assert server.counts["shed"] == 1
         assert server.counts["forward"] == 20
-        monkeypatch.setattr("pymoe.remote.exchange.REFUSED_S", 0.0)
+        monkeypatch.setattr("pymoe.remote.channel.REFUSED_S", 0.0)
         a.forward_pool(X)
         assert server.counts["shed"] == 2, "it is forgotten after a while"
-        monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 1)
+        monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 1)
         for _ in range(2):
             a.forward_pool(X)
         assert server.counts["shed"] == 2
@@ -161,11 +162,11 @@ def test_a_refusal_of_streams_is_remembered(monkeypatch: pytest.MonkeyPatch) -> 
 def test_errors_of_a_call_in_place_of_a_stream_are_those_of_a_stream(
     monkeypatch: pytest.MonkeyPatch, answer: Any, raised: type[Exception]
 ) -> None:
-    monkeypatch.setattr("pymoe.remote.service.MOST_STREAMS", 0)
+    monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 0)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         future = type("Answered", (), {"result": lambda self: answer()})()
-        monkeypatch.setattr("pymoe.remote.calls.Call._begin", lambda *all_: future)
+        monkeypatch.setattr("pymoe.remote.requests.RemoteCall._begin", lambda *all_: future)
         with pytest.raises(raised, match="a_forward@127"):
             a.forward_pool(X)
 
@@ -176,7 +177,7 @@ def throw(error: Exception) -> Any:
 
 def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that had once had many requests under way kept its streams, of which a server has 1,024, for ever."""
-    monkeypatch.setattr("pymoe.remote.exchange.IDLE_S", 0.1)
+    monkeypatch.setattr("pymoe.remote.channel.IDLE_S", 0.1)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
         for _ in range(3):
@@ -184,6 +185,97 @@ def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None
         until(lambda: server._service._streams == 0)
         assert a.forward_pool(X)[0].shape == X.shape
         assert server.counts["failed"] == 0
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Let the time of a stream be over, and its function not begin yet; returns how it begins."""
+    streams, taken, go_on, called = [], threading.Event(), threading.Event(), threading.Event()
+    real = TimerHandle._call
+
+    def call(self: TimerHandle) -> None:
+        if any(self is stream.timer for stream in streams):
+            taken.set()
+            assert go_on.wait(LONG)
+        real(self)
+        if taken.is_set():
+            called.set()
+
+    def over(stream: Any) -> Any:
+        streams.append(stream)
+        stream.timer.reset(0.0)
+        assert taken.wait(LONG)
+        return lambda: (go_on.set(), called.wait(LONG))
+
+    monkeypatch.setattr(TimerHandle, "_call", call)
+    yield over
+    go_on.set()
+
+
+def test_a_stream_whose_idle_time_is_over_is_given_to_no_request(late: Any) -> None:
+    """The request lost its stream when the function ran at last: with 30 s it timed out at once."""
+    held = Held(opened=True)
+    with ExpertServer(of(held)) as server, connect(server.address, retries=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        remote.forward_pool(X)
+        (stream,) = there.streams._idle
+        begin = late(stream)
+        held.open.clear()
+        held.begun.clear()
+        request = remote.forward_pool.submit_task(X)
+        waiting = threading.Thread(target=request.exception)  # runs the request
+        waiting.start()
+        assert held.begun.wait(LONG)
+        begin()
+        held.open.set()
+        assert torch.equal(request.result()[0], X)
+        waiting.join(LONG)
+
+
+def test_a_stream_whose_request_was_answered_as_its_time_was_over_is_not_used_again(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, taken = Held(), []
+    real = Streams._take
+    monkeypatch.setattr(Streams, "_take", lambda *all_: taken.append(real(*all_)) or taken[-1])
+    with ExpertServer(of(held)) as server, connect(server.address, retries=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        request = remote.forward_pool.submit_task(X)
+        waiting = threading.Thread(target=request.exception)
+        waiting.start()
+        assert held.begun.wait(LONG)
+        begin = late(taken[0])
+        held.open.set()
+        assert torch.equal(request.result()[0], X)
+        waiting.join(LONG)
+        assert not there.streams._idle
+        begin()
+        assert torch.equal(remote.forward_pool(X)[0], X)
+
+
+def test_a_request_whose_deadline_nobody_can_watch_is_refused_and_the_next_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread can be started. A deadline of the connection that passes unnoticed would be a request that hangs."""
+    real, left = TimerHandle.reset, [1]
+
+    def reset(self: TimerHandle, seconds: float) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        return real(self, seconds)
+
+    with ExpertServer(mlp("a")) as server, connect(server.address, retries=False, timeout=LONG) as there:
+        (a,) = there.backends()
+        with monkeypatch.context() as patch:
+            patch.setattr(TimerHandle, "reset", reset)
+            assert a.forward_pool(X)[0].shape == X.shape  # only the time of idleness cannot be watched
+            assert not there.streams._idle
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                a.forward_pool(X)
+        until(lambda: server._service._streams == 0)
+        assert a.forward_pool(X)[0].shape == X.shape
+        assert len(there.streams._idle) == 1
 
 
 def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
@@ -200,10 +292,10 @@ def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
 
 def test_a_stream_reads_no_more_than_a_frame_before_there_is_room() -> None:
     with ExpertServer(mlp("a")) as server, grpc.insecure_channel(server.address, pymoe_options()) as channel:
-        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(wire.MOST_READ + 1)]))
+        stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(wire.MAX_READ + 1)]))
         assert stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         said = wire.Request("a", [wire.Packed("f32", [1 << 20, WIDTH], "raw", memoryview(b""), 4 * WIDTH << 20)])
-        server._service.room.most = MIB
+        server._service.budget.limit = MIB
         stream = channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([wire.encode(said), bytes(100)]))
         reply = wire.decode(next(stream), wire.Reply)
         assert reply.kind == "QueueFull"
@@ -285,17 +377,17 @@ def test_short_messages_are_one() -> None:
 
 
 def test_more_is_not_announced_than_a_message_may_have() -> None:
-    packed = [wire.Packed("f32", [1], "raw", memoryview(b""), wire.MOST_BYTES)] * 2
+    packed = [wire.Packed("f32", [1], "raw", memoryview(b""), wire.MAX_BYTES)] * 2
     with pytest.raises(WireError, match="at most 268435456 bytes"):
         Tail(packed)
-    packed[0].following = wire.MOST_BYTES + 1
+    packed[0].following = wire.MAX_BYTES + 1
     with pytest.raises(WireError):
         wire.decode(wire.encode(wire.Request("e", packed)), wire.Request)
 
 
 def test_what_was_announced_takes_no_memory_until_it_comes() -> None:
     before = memory()
-    tails = [Tail([wire.Packed("f32", [1], "raw", memoryview(b""), wire.MOST_BYTES)]) for _ in range(8)]
+    tails = [Tail([wire.Packed("f32", [1], "raw", memoryview(b""), wire.MAX_BYTES)]) for _ in range(8)]
     assert len(tails) == 8
     assert memory() - before < 64 * MIB
 
@@ -330,13 +422,13 @@ def test_a_long_reply_that_nobody_reads_takes_room_and_is_held_no_longer_than_it
 def given(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that each call was given."""
     seconds: list[float] = []
-    real = pools.ask
+    real = requests.RemoteCall
 
-    def ask(*all_: Any) -> Any:
+    def made(*all_: Any) -> Any:
         seconds.append(all_[-1] - time.monotonic())
         return real(*all_)
 
-    monkeypatch.setattr(pools, "ask", ask)
+    monkeypatch.setattr(requests, "RemoteCall", made)
     return seconds
 
 
@@ -406,27 +498,3 @@ def test_who_waits_for_ever_has_all_the_time(given: list[float]) -> None:
         pool = there.backends()[0].forward_pool
         pool(X, timeout=float("inf"))
         assert given.pop() == float("inf")
-
-
-def test_streams_are_cancelled_by_their_own_deadlines_alone() -> None:
-    class Watched:
-        def __init__(self) -> None:
-            self.overdue, self.cancelled = False, threading.Event()
-
-        def cancel(self) -> None:
-            self.cancelled.set()
-
-    deadlines, now = Deadlines(), time.monotonic()
-    late, soon, ended = (Watched() for _ in range(3))
-    deadlines.begin(late, now + 2 * LONG)  # type: ignore[arg-type]
-    deadlines.begin(ended, now + 0.05)  # type: ignore[arg-type]
-    deadlines.end(ended)  # type: ignore[arg-type]
-    deadlines.begin(soon, now + 0.1)  # type: ignore[arg-type]
-    assert soon.cancelled.wait(LONG)
-    assert soon.overdue
-    assert not late.cancelled.is_set()
-    assert not ended.cancelled.is_set()
-    deadlines.close()
-    assert deadlines._thread is not None
-    deadlines._thread.join(LONG)
-    assert not deadlines._thread.is_alive()

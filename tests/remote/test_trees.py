@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pymoe.remote.schemas import read_schema, write_schema
-from pymoe.remote.trees import from_tree, to_tree
+from pymoe.remote.wire import from_tree, read_schema, to_tree, write_schema
 from pymoe.runtime import BatchTensorProto
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

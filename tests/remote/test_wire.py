@@ -97,7 +97,7 @@ def test_shapes_that_lie_are_refused_before_memory_is_taken(packed: Packed) -> N
 
 
 def test_a_message_does_not_unfold_to_more_than_a_message_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(wire, "MAX_BYTES", 1 << 16)
     packed = wire.pack([torch.zeros(1, 1 << 13)] * 2, "int8")
     assert len(decoded(wire.encode(Request("e", packed)))) == 2
     data = wire.encode(Request("e", packed * 2))  # 8 KiB of each 32 KiB
@@ -106,7 +106,7 @@ def test_a_message_does_not_unfold_to_more_than_a_message_may_have(monkeypatch: 
 
 
 def test_a_message_that_is_too_long_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_BYTES", 1000)
+    monkeypatch.setattr(wire, "MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="at most 256 tensors of 1000 bytes in all, got 1 of 4000"):
         wire.pack([torch.zeros(1000)], "raw")
     with pytest.raises(ValueError, match="at most 1000 bytes"):
@@ -141,7 +141,7 @@ def test_mutated_messages_are_refused_or_well_formed() -> None:
         try:
             for one in decoded(data):
                 assert one.nbytes <= 8 * len(data) + 64
-            assert wire.Tail(wire.decode(data, Request).tensors).missing <= wire.MOST_BYTES
+            assert wire.Tail(wire.decode(data, Request).tensors).missing <= wire.MAX_BYTES
         except WireError:
             refused += 1
     assert refused > 1000

@@ -53,6 +53,20 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_is_not_lost_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*all_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(interrupts, "call_later", fails)
+
+    def run() -> None:
+        interrupts.interrupt_soon()
+        time.sleep(LONG)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
 def test_other_threads_and_quiet_blocks_have_nothing_to_do_with_it() -> None:
     before = signal.getsignal(signal.SIGINT)
     handlers: list[Any] = []

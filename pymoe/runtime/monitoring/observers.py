@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from pymoe._checks import check_seconds
 from pymoe.runtime.monitoring.formatting import is_busy, line
 from pymoe.runtime.monitoring.socket_server import Monitor, monitor_from_environment
 from pymoe.runtime.monitoring.statistics import Pool, ServedPools, StatsReader
@@ -32,8 +33,8 @@ class Observers:
         stats_interval: float | None = None,
         monitor: bool | str | Path | None = None,
     ) -> None:
-        if stats_interval is not None and not stats_interval > 0:
-            raise ValueError(f"stats_interval must be a positive number of seconds, got {stats_interval}")
+        if stats_interval is not None:
+            check_seconds("stats_interval", stats_interval, positive=True)
         wanted = monitor_from_environment() if monitor is None else monitor
         self._logged = None if stats_interval is None else (pools, stats_interval)
         self._must_listen = monitor is not None

@@ -1,0 +1,46 @@
+"""Checks of options that are numbers of seconds, in Python and on command lines."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+from typing import Any
+
+
+def check_seconds(
+    what: str, seconds: Any, *, positive: bool = False, finite: bool = False, least: float = 0.0
+) -> float:
+    """Return ``seconds``.
+
+    Args:
+        what: name of the option in messages.
+        seconds: the value to check.
+        positive: refuse 0.
+        finite: refuse infinity.
+        least: smallest value; minus infinity for a time limit that may have passed.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is NaN, or outside of the range.
+    """
+    kinds = ["positive"] * positive + ["finite"] * finite
+    a_number = f"a{''.join(f', {kind}' for kind in kinds)[1:]} number of seconds"
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{what} must be {a_number}, got {seconds!r}")
+    too_small = seconds <= 0 if positive else seconds < least
+    if math.isnan(seconds) or too_small or (finite and math.isinf(seconds)):
+        at_least = "" if positive or least == -math.inf else f", at least {least:g}"
+        raise ValueError(f"{what} must be {a_number}{at_least}, got {seconds!r}")
+    return seconds
+
+
+def parse_seconds(text: str) -> float:
+    """Return the positive number of seconds that a command line states, for argparse."""
+    try:
+        seconds = check_seconds("", float(text), positive=True)
+    except ValueError:
+        seconds = math.inf
+    if seconds > threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return seconds
