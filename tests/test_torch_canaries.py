@@ -15,7 +15,7 @@ import pymoe
 from pymoe import _torch_canaries as canaries
 from pymoe import _torch_private as private
 from pymoe.autograd import isolated_graph, plain_state, random_streams, thread_state
-from pymoe.nn import plain_calls
+from pymoe.nn import plain_calls, recorded
 from pymoe.ops import function_calls as calls_of_operators
 from pymoe.ops import transforms
 from pymoe.pipe import loss_graph
@@ -207,6 +207,7 @@ USES = {
     "graphs of stages": (gradients.canaries, gradients.LeafSums),
     "transforms around maps": (isolated_graph.canaries, isolated_graph.functorch_is_active),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),
+    "thread_states of nodes": (recorded.canaries, recorded.saved_tensors_are_hooked),
     "thread_states of maps": (
         thread_state.canaries,
         lambda: thread_state.in_state(thread_state.current(), int),

@@ -23,11 +23,11 @@ from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.sharding import ExpertSharding, local_tensor
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
-from pymoe.nn.networks import as_rows
 from pymoe.nn.options import operators
 from pymoe.nn.parameters import check_parameter
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
+from pymoe.nn.rows import as_rows
 from pymoe.ops.transforms import in_torch_func
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.types import Gate, RouterLosses

@@ -96,14 +96,19 @@ class AuxiliaryLosses(nn.Module):
             load: (E,), in place of the gate's own: that of all ranks, for example.
             share: factor of what is injected, beside :attr:`scale`.
         """
+        return self.carried_by(gate.weights, logits_TE, gate.load if load is None else load, share)
+
+    def carried_by(
+        self, carrier: Tensor, logits_TE: Tensor, load: Tensor, share: float | Tensor = 1.0
+    ) -> tuple[Tensor, RouterLosses]:
+        """Return what :meth:`forward` returns, with any tensor that is computed from the logits as the carrier."""
         injects = self.injects()
         losses = operators(self.backend).router_losses(
-            logits_TE if injects else _detached(logits_TE), gate.load if load is None else load, score=self.score
+            logits_TE if injects else _detached(logits_TE), load, score=self.score
         )
-        weights_TK = gate.weights
         if injects:
-            weights_TK = inject_loss(weights_TK, self._weighted(losses, self.scale * share))
-        return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
+            carrier = inject_loss(carrier, self._weighted(losses, self.scale * share))
+        return carrier, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
     def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
         """Return the sum of the losses times their coefficients; every step of it is a launch, or two, on a GPU."""

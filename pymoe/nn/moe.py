@@ -14,23 +14,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe._torch_private import FakeTensor
 from pymoe.nn.apply_experts import apply_experts_fused
+from pymoe.nn.apply_experts_checks import check_choice
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.direct import forward_directly
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import Networks, apply_networks, as_rows, grouped_networks
-from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
+from pymoe.nn.networks import Networks, apply_networks, grouped_networks
+from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, raw_operators, warn_once
 from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
+from pymoe.nn.recorded import is_one_call
 from pymoe.nn.router import Router
-from pymoe.ops.function_calls import is_recorded
+from pymoe.nn.rows import as_rows
 from pymoe.ops.transforms import in_torch_func, is_exporting
 from pymoe.reference import checks
 from pymoe.reference.autocast import autocast_enabled, cast_operands
-from pymoe.reference.expert_activation import is_gated
 from pymoe.reference.types import ActivationKind, RouterLosses, Routing, Score
 
 MOST_HELD_LOGITS = 1 << 22
@@ -361,15 +362,19 @@ class MoE(nn.Module):
             )
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
         networks: Networks = experts
+        whose = operators(self.backend)
         if self._stands_in_for(experts, Experts):
             check_networks("experts", experts, (self.num_experts,), x_TH)
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
-            if not is_recorded(x_TH, weights_TK, *parameters):
+            if routing is None and is_one_call(x_TH, weights_TK, *parameters):
+                if not is_called_plainly(self.router, Router):
+                    check_choice(x_TH, experts_TK, weights_TK)
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-        whose = operators(self.backend)
+            if is_called_plainly(self.router, Router) and is_called_plainly(self.losses, AuxiliaryLosses):
+                whose = raw_operators(self.backend)  # the layer has made all that they are handed
         return apply_networks(
             x_TH,
             experts_TK,
@@ -395,24 +400,22 @@ class MoE(nn.Module):
         return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
 
     def _stands_in_for_quantized(self, experts: Any) -> bool:
-        """Return the same for quantised experts, whose weights are modules in turn.
-
-        Packed weights are filled up, so the native call alone would take some of sizes that do not fit.
-        """
-        if not self._stands_in_for(experts, QuantizedExperts):
-            return False
-        w_in, w_out = experts.w_in, experts.w_out
-        if not all(self._stands_in_for(weight, QuantizedLinear) for weight in (w_in, w_out)):
-            return False
-        inner = (2 if is_gated(experts.activation) else 1) * w_out.input_features
-        sizes = (w_in.packed.shape[0], w_in.input_features, w_in.output_features)
-        return sizes == (self.num_experts, self.hidden_size, inner)
+        """Return the same for quantised experts, whose weights are modules in turn."""
+        return (
+            self._stands_in_for(experts, QuantizedExperts)
+            and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
+            and experts.fits(self.num_experts, self.hidden_size)
+        )
 
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
         # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported
         # program holds the layer's parameters, and nothing that it could leave statistics in.
-        if in_torch_func() or is_exporting():
-            return
+        if not (in_torch_func() or is_exporting()):
+            self._keep_stats_of(load, logits_TE, capacity, losses)
+
+    def _keep_stats_of(
+        self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None
+    ) -> None:
         logits: Tensor | None = None
         how: tuple[Any, ...] = ()
         if losses is None:

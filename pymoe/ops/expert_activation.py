@@ -19,13 +19,13 @@ from pymoe.reference.expert_activation import expert_activation as reference
 from pymoe.reference.types import ActivationKind, ClampedSwiglu
 
 _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
-_EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
+EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
 
-_Options = tuple[int, float, float, float, bool]
+KernelOptions = tuple[int, float, float, float, bool]
 """Arguments of the kernel: the kind's number; for a ``ClampedSwiglu`` limit, alpha, up_offset and interleaved."""
 
 
-def kernel_options(kind: ActivationKind) -> _Options:
+def kernel_options(kind: ActivationKind) -> KernelOptions:
     """Return the last arguments of the raw operators for a checked kind."""
     if isinstance(kind, ClampedSwiglu):
         return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
@@ -59,7 +59,7 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
     return (_TORCH[kind](gate) * up).to(h.dtype)
 
 
-class _ExpertActivation(torch.autograd.Function):
+class ExpertActivation(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
         # No *options: without gradients torch.compile passes a context to every function with variable arguments.
@@ -77,16 +77,21 @@ class _ExpertActivation(torch.autograd.Function):
             kind = _kind_of(*ctx.options)
             grad_h = gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
         else:
-            grad_h = _EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
+            grad_h = EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
         return grad_h, *(None,) * len(ctx.options)
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     check(h, kind)
-    return call(_ExpertActivation, h.contiguous(), *kernel_options(kind))
+    return raw(h, kind)
 
 
 expert_activation.__doc__ = reference.__doc__
+
+
+def raw(h: Tensor, kind: ActivationKind) -> Tensor:
+    """Return :func:`expert_activation` of arguments that are known to fit."""
+    return call(ExpertActivation, h.contiguous(), *kernel_options(kind))  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::expert_activation")

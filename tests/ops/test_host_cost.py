@@ -33,19 +33,19 @@ def calls():
 CHECKED = ["check", "_fits", "is_matrix"]
 LOOKED_FOR_BAD_INDICES = "_to_check"
 FUNCTIONS = {
-    "build_routing": ["build_routing", "check", "_fits", "experts_in_range", LOOKED_FOR_BAD_INDICES],
+    "build_routing": ["build_routing", "check", "_fits", "experts_in_range", LOOKED_FOR_BAD_INDICES, "raw"],
     "combine": [
         *("combine", *CHECKED, "is_routing", "is_matrix", "slots_in_range", LOOKED_FOR_BAD_INDICES),
-        *("accumulate_dtype", "call", "_any_requires_grad", "forward"),
+        *("raw", "accumulate_dtype", "call", "_any_requires_grad", "forward"),
     ],
     "dispatch": [
         *("dispatch", *CHECKED, "is_routing", "slots_in_range", LOOKED_FOR_BAD_INDICES, "spread_rows"),
         *("call", "_any_requires_grad", "forward"),
     ],
     "expert_activation": [
-        *("expert_activation", *CHECKED, "kernel_options", "call", "_any_requires_grad", "forward"),
+        *("expert_activation", *CHECKED, "raw", "kernel_options", "call", "_any_requires_grad", "forward"),
     ],
-    "gate_topk": ["gate_topk", *CHECKED, "call", "_any_requires_grad", "forward"],
+    "gate_topk": ["gate_topk", *CHECKED, "raw", "call", "_any_requires_grad", "forward"],
     "grouped_linear": [
         *("grouped_linear", "cast_operands", "autocast_enabled", *CHECKED, "is_index"),
         *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "_any_requires_grad", "forward"),

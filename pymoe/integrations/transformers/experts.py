@@ -53,7 +53,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     }
     if isinstance(w_in, QuantizedLinear):
         return run_quantized_experts(*operands, **options)
-    checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
+    if w_in.dtype not in checks.FLOATING:
+        checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
     return run_experts(*operands, **options, transposed=flags.transposed)
 
 
@@ -91,7 +92,8 @@ def run_experts(
     """
     if transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    b_in, b_out = (None if bias is None else bias.to(w_in.dtype) for bias in (b_in, b_out))
+    b_in = None if b_in is None else b_in.to(w_in.dtype)
+    b_out = None if b_out is None else b_out.to(w_in.dtype)
     operand = as_operand(x, w_in)
     activation = followed_by_cast(activation, operand.dtype)
     if post_norm is None:
