@@ -207,7 +207,7 @@ USES = {
     "graphs of stages": (gradients.canaries, gradients.LeafSums),
     "transforms around maps": (isolated_graph.canaries, isolated_graph.functorch_is_active),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),
-    "thread_states of nodes": (recorded.canaries, recorded.saved_tensors_are_hooked),
+    "thread_states of nodes": (recorded.canaries, lambda: recorded.is_one_node(torch.zeros(1))),
     "thread_states of maps": (
         thread_state.canaries,
         lambda: thread_state.in_state(thread_state.current(), int),

@@ -23,7 +23,7 @@ from pymoe.ep.sharding import (
     position_layout,
 )
 from pymoe.nn.experts import Experts
-from pymoe.nn.options import raw_operators
+from pymoe.nn.options import operators
 from pymoe.reference.types import Routing
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")
@@ -166,7 +166,7 @@ class ShardedExperts(Experts):
         # Products take rows in the order of experts, and those of an expert in the order of ranks: then every sum over
         # rows is that of one process with the tokens of all ranks. On the CPU they find them where they are; on CUDA,
         # where torch's grouped product may be the faster one and takes sorted rows alone, rows move.
-        ops = raw_operators(self.backend)
+        ops = operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
         sorted_rows = number == 1 or plan.sharding.ranks == 1
@@ -194,7 +194,7 @@ class ShardedExperts(Experts):
         rows, indices, weights, max_computed = received
         if w_in.shape[0] == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, weights)
-        ops = raw_operators(self.backend)
+        ops = operators(self.backend)
         slot, token, offsets = ops.build_routing(indices, w_in.shape[0], foreign_experts=True)
         routing = Routing(slot, token[:max_computed], offsets)
         inner = ops.grouped_linear(ops.dispatch(rows, routing), w_in, offsets, b_in)

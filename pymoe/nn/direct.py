@@ -20,16 +20,17 @@ from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.parameters import networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
-from pymoe.nn.record import count_later
-from pymoe.nn.recorded import apply_chosen_experts_recorded, saved_tensors_are_hooked
+from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
 from pymoe.nn.router import Router
-from pymoe.nn.router_product import is_one_node
+from pymoe.nn.router_product import is_one_node as routes
 from pymoe.nn.rows import as_rows
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_transformed
 from pymoe.reference.autocast import autocast_enabled
 from pymoe.reference.checks import FLOATING
+from pymoe.reference.expert_activation import KINDS, check_kind
+from pymoe.reference.gate_topk import check as check_gate
 from pymoe.reference.scores import accumulate_dtype
 
 _PLAIN = (nn.Parameter, Tensor)
@@ -58,50 +59,57 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         and is_called_plainly(experts, QuantizedExperts if quantized else Experts)
         and is_called_plainly(losses, AuxiliaryLosses)
         and layer.backend == router.backend == experts.backend == "native"
-        and _fit(layer, x, weight, bias)
+        and _fit(layer, router, x, weight, bias)
     ):
         return None
     networks = _quantized_networks(layer, experts, x) if quantized else _networks(layer, experts, x)
     if networks is None:
         return None
     recorded = is_differentiated(x, weight, *networks)
-    if recorded and (quantized or (x.dtype == torch.bfloat16 and is_one_node(x, weight)) or saved_tensors_are_hooked()):
+    injects = recorded and losses.injects()
+    if recorded and (quantized or not is_one_node(x) or (injects and not losses.injects_by_kernels())):
         return None
+    if recorded and x.dtype == torch.bfloat16 and routes(x, weight):  # a node of the router's own
+        return None
+    if type(experts.activation) is not str or experts.activation not in KINDS:
+        check_kind("MoE", "experts.activation", experts.activation)
 
     x_TH = as_rows(x, layer.hidden_size)
     logits_TE = router.logits(x_TH)
+    groups = router.num_groups, router.topk_groups
+    check_gate(logits_TE, router.top_k, router.score, router.renormalize, bias, *groups, router.scale)
+    options = router.gate_options()
     capacity = layer._capacity(x_TH.shape[0], router.top_k)
     activation = kernel_options(experts.activation)
     router.counted.follow(logits_TE.device)
-    of_losses = None
     y_TH: Tensor
     if recorded:
         loads: list[Tensor] = []
-        chosen_by = logits_TE
-        if bias is not None and router.training and logits_TE.requires_grad:
-            chosen_by = count_later(logits_TE, loads, router.counted["load"])
-        gate = (chosen_by, bias, router.gate_options())
+        total = router.counted["load"] if bias is not None and router.training else None
+        carrier = logits_TE
+        if (injects or total is not None) and logits_TE.requires_grad:
+            carrier = count_and_inject(logits_TE, loads, total, losses.injected(logits_TE) if injects else None)
+        gate = (logits_TE, carrier, bias, options)
         y_TH, load = apply_chosen_experts_recorded(x_TH, *gate, networks, activation, capacity)
         loads.append(load)
-        if losses.injects():
-            y_TH, of_losses = losses.carried_by(y_TH, logits_TE, load)
     else:
         kind, *numbers = activation
         call = APPLY_CHOSEN_QUANTIZED_EXPERTS if quantized else APPLY_CHOSEN_EXPERTS
-        y_TH, load = call(x_TH, logits_TE, bias, *router.gate_options(), *networks, kind, capacity, *numbers)
+        y_TH, load = call(x_TH, logits_TE, bias, *options, *networks, kind, capacity, *numbers)
     if layer.shared is not None:
         y_TH = layer._with_shared(y_TH, x_TH)
-    layer._keep_stats_of(load, logits_TE, capacity, of_losses)
+    layer._keep_stats_of(load, logits_TE, capacity, None)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
-def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
+def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
     """Return whether the native calls take these as they are; what does not fit is named on the usual way."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
         type(weight) in _PLAIN
         and x.dim() > 0
-        and x.shape[-1] == layer.hidden_size
+        and x.shape[-1] == layer.hidden_size == router.hidden_size
+        and experts == router.num_experts
         and weight.shape == (experts, layer.hidden_size)
         and dtype in FLOATING
         and weight.dtype == dtype
@@ -139,7 +147,7 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
         and type(packed_out) in _PLAIN
         and packed_in.is_contiguous()
         and packed_out.is_contiguous()
-        and experts.fits(layer.num_experts, layer.hidden_size)
+        and experts.fits(layer.num_experts, layer.hidden_size, x.device)
     ):
         return None
     if b_in is not None:

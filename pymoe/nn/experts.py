@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.nn import options
-from pymoe.nn.options import Backend, check_dtype, check_size, operators, raw_operators
+from pymoe.nn.options import Backend, check_dtype, check_size, operators
 from pymoe.nn.parameters import check_networks
 from pymoe.nn.rows import linear
 from pymoe.reference.expert_activation import is_gated
@@ -187,5 +187,5 @@ class SharedExperts(_FeedForward):
         """
         check_networks("shared", self, self.stack, x_TH)
         inner = linear(x_TH, self.w_in, self.b_in, row_invariant=self.row_invariant)
-        inner = raw_operators(self.backend).expert_activation(inner, self.activation)
+        inner = operators(self.backend).expert_activation(inner, self.activation)
         return linear(inner, self.w_out, self.b_out, row_invariant=self.row_invariant)

@@ -13,7 +13,6 @@ from typing import Literal
 from torch import nn
 
 from pymoe import ops, reference
-from pymoe.ops import raw
 from pymoe.reference import checks
 from pymoe.reference.expert_activation import check_kind
 
@@ -29,11 +28,6 @@ _warned: set[str] = set()
 def operators(backend: Backend) -> ModuleType:
     """Return :mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
     return ops if backend == "native" else reference
-
-
-def raw_operators(backend: Backend) -> ModuleType:
-    """Return :mod:`pymoe.ops.raw` for ``"native"``, for arguments that a layer made; else :mod:`pymoe.reference`."""
-    return raw if backend == "native" else reference
 
 
 def check_backend(layer: str, value: object) -> None:

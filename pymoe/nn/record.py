@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._torch_private import FakeTensor, temporarily_clear_interpreter_stack
-from pymoe.ops.function_calls import apply, call
+from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import in_torch_func
 
 
@@ -194,28 +194,4 @@ def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
         (T, K), the values of ``weights``.
     """
     passed: Tensor = call(_CountOnBackward, weights, load, total)
-    return passed
-
-
-class _CountLater(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, load: list[Tensor], total: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.load, ctx.total = load, total
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.total.add_(*ctx.load)
-        return grad, None, None
-
-
-def count_later(logits: Tensor, load: list[Tensor], total: Tensor) -> Tensor:
-    """Return the values of ``logits``, and count as :func:`count_on_backward` does, where the load is not known yet.
-
-    Args:
-        logits: (T, E), from which a gate is about to choose.
-        load: empty; the caller appends the load (E,) once there is one.
-        total: (E,) int64, changed in place.
-    """
-    passed: Tensor = apply(_CountLater, logits, load, total)
     return passed

@@ -16,7 +16,7 @@ from pymoe.nn.options import (
     check_flag,
     check_number,
     check_size,
-    raw_operators,
+    operators,
     warn_once,
 )
 from pymoe.nn.parameters import check_place
@@ -184,7 +184,7 @@ class Router(nn.Module):
         """
         self._check(x_TH)
         logits_TE = self.logits(x_TH)
-        gate: Gate = raw_operators(self.backend).gate_topk(
+        gate: Gate = operators(self.backend).gate_topk(
             logits_TE,
             self.top_k,
             score=self.score,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pymoe.ops import raw
+from pymoe import ops
 
 
 def as_rows(x: Tensor, hidden_size: int) -> Tensor:
@@ -40,4 +40,4 @@ def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_inva
         return F.linear(x_TH, weight, bias)
     offsets = weight.new_zeros(2, dtype=torch.int32)
     offsets[1:] = x_TH.shape[0]
-    return raw.grouped_linear(x_TH, weight[None], offsets, None if bias is None else bias[None])
+    return ops.grouped_linear(x_TH, weight[None], offsets, None if bias is None else bias[None])

@@ -72,13 +72,15 @@ class ExpertActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (h,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            kind = _kind_of(*ctx.options)
-            grad_h = gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
-        else:
-            grad_h = EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
-        return grad_h, *(None,) * len(ctx.options)
+        return activation_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * len(ctx.options)
+
+
+def activation_backward(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
+    """Return the gradient of ``h``, given that of the result; differentiable while gradients are recorded."""
+    if torch.is_grad_enabled():
+        kind = _kind_of(*options)
+        return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
+    return EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *options)  # type: ignore[no-any-return]
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:

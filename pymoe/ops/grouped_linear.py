@@ -49,7 +49,7 @@ class GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
         return (
             call(GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
-            weight_grad(grad, x, offsets, order, ctx.whole, weight, partial(call, WeightGrad))
+            weight_grad(grad, x, offsets, order, ctx.whole, weight.stride(), partial(call, WeightGrad))
             if needs_weight
             else None,
             None,
@@ -91,20 +91,17 @@ def weight_grad(
     offsets: Tensor,
     order: Tensor | None,
     whole: bool,
-    weight: Tensor,
+    strides: tuple[int, ...],
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Return the gradient of ``weight`` with the same memory layout as ``weight``; autograd would copy any other.
+    """Return the gradient of a weight that has these strides, in the same layout; autograd would copy any other.
 
     A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same,
     because only the factors of each product change places. ``product`` is ``WeightGrad``, or its kernel alone.
     """
-    if weight.stride(1) < weight.stride(2):
+    if strides[1] < strides[2]:
         return product(x, grad, offsets, order, whole).transpose(1, 2)
     return product(grad, x, offsets, order, whole)
-
-
-_recorded_product = partial(call, WeightGrad)
 
 
 class BiasGrad(torch.autograd.Function):

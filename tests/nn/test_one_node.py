@@ -1,16 +1,18 @@
 """With gradients a layer, and apply_experts, is one node of autograd, with the bits of the operators one by one."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from called import Operators, functions_of
+from limits import LONG
 from moe_layers import OPTIONS, assert_same, gradients, make_input, make_layer, one_by_one, run
 from specs.comparison import assert_same_bits
 from specs.expert_activation import ACTIVATIONS
 from torch.utils.checkpoint import checkpoint
 
-from pymoe.nn import apply_experts, set_aux_loss_scale
+from pymoe.nn import apply_experts, recorded, set_aux_loss_scale
 from pymoe.reference.checks import FLOATING
 from pymoe.reference.expert_activation import is_gated
 
@@ -140,7 +142,7 @@ def test_it_is_one_node_and_one_native_call():
             "SpreadRows",
         ]
     balanced = make_layer(bias_update_rate=0.01, aux_loss_coef=0.1)
-    assert nodes_of(balanced(x)) == ["_ChosenExperts", "_CountLater", "_InjectLoss", "_RouterLosses"]
+    assert nodes_of(balanced(x)) == ["_ChosenExperts", "_CountAndInject"]
 
 
 def test_it_runs_few_functions_of_python():
@@ -292,6 +294,35 @@ def test_copies_of_a_layer_and_threads_do_not_meet():
     found = run(copy.deepcopy(layer), x)
     assert_same_bits(found[0], expected[0])
     assert_same(found[1], expected[1])
+
+
+def test_a_kept_graph_runs_backward_in_two_threads(monkeypatch):
+    """Which operators a pass runs was on the node: a plain pass in one thread had that of another, whose gradients are
+    to be differentiated again, go on without a graph.
+    """
+    layer, x = make_layer(), make_input(5)
+    y = layer(x).sum()
+    expected = torch.autograd.grad(torch.autograd.grad(y, x, create_graph=True)[0].square().sum(), x)
+    inside, go = threading.Event(), threading.Event()
+    start, found = recorded._Node.start, []
+
+    def suspended(ctx):
+        started = start(ctx)
+        if torch.is_grad_enabled():
+            inside.set()
+            assert go.wait(LONG)
+        return started
+
+    monkeypatch.setattr(recorded._Node, "start", staticmethod(suspended))
+    y = layer(x).sum()
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(y, x, create_graph=True)))
+    thread.start()
+    assert inside.wait(LONG)
+    torch.autograd.grad(y, x, retain_graph=True)
+    go.set()
+    thread.join(LONG)
+    monkeypatch.undo()
+    assert_same_bits(torch.autograd.grad(found[0].square().sum(), x)[0], expected[0])
 
 
 def arguments(tokens, choices, dtype, kind, transposed, bias):

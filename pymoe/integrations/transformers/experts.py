@@ -53,7 +53,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     }
     if isinstance(w_in, QuantizedLinear):
         return run_quantized_experts(*operands, **options)
-    if w_in.dtype not in checks.FLOATING:
+    if not (isinstance(w_in, Tensor) and w_in.dtype in checks.FLOATING):
         checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
     return run_experts(*operands, **options, transposed=flags.transposed)
 
