@@ -53,9 +53,10 @@ def apply_experts(
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
     :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
     ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. One native call does all of it and, with
-    gradients, one node of autograd; outputs and gradients have the same bits. With few tokens, as in generating text,
-    the cost of calls from Python counts. Inside transforms of :mod:`torch.func`, in compiled code with gradients and
-    with a function as the activation it is one operator after the other.
+    gradients on the CPU, one node of autograd; outputs and gradients have the same bits. With few tokens, as in
+    generating text, the cost of calls from Python counts. With gradients on a GPU, inside transforms of
+    :mod:`torch.func`, under hooks of saved tensors (checkpoints), in compiled code with gradients and with a function
+    as the activation it is one operator after the other.
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own.
 
     Args:
