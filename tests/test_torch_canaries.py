@@ -17,7 +17,7 @@ from pymoe import _torch_private as private
 from pymoe import _transforms
 from pymoe.autograd import isolated_graph, plain_state, random_streams, thread_state
 from pymoe.ep import failures
-from pymoe.nn import plain_calls
+from pymoe.nn import plain_calls, recorded
 from pymoe.ops import function_calls as calls_of_operators
 from pymoe.pipe import loss_graph
 from pymoe.pipe.capture import interception
@@ -209,6 +209,7 @@ USES = {
     "graphs of stages": (gradients.canaries, gradients.LeafSums),
     "transforms around maps": (_transforms.canaries, _transforms.in_torch_func),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),
+    "thread_states of nodes": (recorded.canaries, lambda: recorded.is_one_node(torch.zeros(1))),
     "thread_states of maps": (
         thread_state.canaries,
         lambda: thread_state.in_state(thread_state.current(), int),

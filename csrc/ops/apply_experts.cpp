@@ -7,8 +7,12 @@
 //
 // pymoe::apply_chosen_experts: gate_topk and apply_experts of its choice, also without gradients; returns (y, load).
 //
-// pymoe::apply_quantized_experts: apply_experts with quantised weights and quantized_linear. `layout` holds bits and
-// output features of w_in, bits and output features of w_out.
+// pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: the first two with quantised weights and
+// quantized_linear. `layout` holds bits and output features of w_in, bits and output features of w_out.
+//
+// pymoe::apply_experts_recorded and pymoe::apply_chosen_experts_recorded: the first two for use with gradients. They
+// also return what the steps of a backward pass read (pymoe/nn/recorded.py), so every step has memory of its own: (y,
+// rows, inner, active, outer, slot, token, offsets), and (load, weights, experts) of the gate.
 //
 // Tensors are contiguous, except for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
@@ -75,6 +79,16 @@ Tensor apply_experts(const Tensor& x, const Tensor& experts, const Tensor& weigh
   return apply(x, route(x, experts, w_in.size(0), capacity, foreign), weights, networks);
 }
 
+gate_topk_op::Chosen choose_for(const Tensor& x, const Tensor& logits, const std::optional<Tensor>& bias, int64_t k,
+                                const std::string& score, bool renormalize, int64_t num_groups, int64_t topk_groups,
+                                double scale, const Tensor& w_in) {
+  constexpr const char* kName = "apply_chosen_experts";
+  require_same_device(kName, "logits", logits, x);
+  require(logits.dim() == 2 && logits.size(1) == w_in.size(0), kName, "logits must have shape (T, ", w_in.size(0),
+          "), got ", logits);
+  return gate_topk_op::choose(logits, bias, k, score, renormalize, num_groups, topk_groups, scale, true);
+}
+
 std::tuple<Tensor, Tensor> apply_chosen_experts(const Tensor& x, const Tensor& logits,
                                                 const std::optional<Tensor>& bias, int64_t k, std::string score,
                                                 bool renormalize, int64_t num_groups, int64_t topk_groups, double scale,
@@ -82,15 +96,77 @@ std::tuple<Tensor, Tensor> apply_chosen_experts(const Tensor& x, const Tensor& l
                                                 const Tensor& w_out, const std::optional<Tensor>& b_out, int64_t kind,
                                                 std::optional<int64_t> capacity, double limit, double alpha,
                                                 double up_offset, bool interleaved) {
-  constexpr const char* kName = "apply_chosen_experts";
   require_weights(w_in, w_out);
-  require_same_device(kName, "logits", logits, x);
-  require(logits.dim() == 2 && logits.size(1) == w_in.size(0), kName, "logits must have shape (T, ", w_in.size(0),
-          "), got ", logits);
-  const auto chosen = gate_topk_op::choose(logits, bias, k, score, renormalize, num_groups, topk_groups, scale, true);
+  const auto chosen = choose_for(x, logits, bias, k, score, renormalize, num_groups, topk_groups, scale, w_in);
   const Networks networks{w_in, w_out, b_in, b_out, !capacity, kind, limit, alpha, up_offset, interleaved};
   const Routing routing = build_routing_op::build_routing_of(chosen, capacity);
   return {apply(x, routing, chosen.weights, networks), chosen.load};
+}
+
+// What one step makes and the backward pass of the next one reads.
+struct Steps {
+  Tensor y, rows, inner, active, outer;
+};
+
+Steps apply_recorded(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& n) {
+  const auto& [slot, token, offsets] = routing;
+  const Tensor rows = dispatch_op::dispatch(x, slot, offsets);
+  const Tensor inner = grouped_linear_op::grouped_linear(rows, n.w_in, offsets, n.b_in, std::nullopt, nullptr, n.whole);
+  const Tensor active =
+      expert_activation_op::expert_activation(inner, n.kind, n.limit, n.alpha, n.up_offset, n.interleaved);
+  const Tensor outer =
+      grouped_linear_op::grouped_linear(active, n.w_out, offsets, n.b_out, std::nullopt, nullptr, n.whole);
+  return {combine_op::combine(outer, slot, weights), rows, inner, active, outer};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> apply_experts_recorded(
+    const Tensor& x, const Tensor& experts, const Tensor& weights, const Tensor& w_in,
+    const std::optional<Tensor>& b_in, const Tensor& w_out, const std::optional<Tensor>& b_out, int64_t kind,
+    std::optional<int64_t> capacity, bool foreign, double limit, double alpha, double up_offset, bool interleaved) {
+  require_weights(w_in, w_out);
+  const bool whole = !capacity.has_value() && !foreign;
+  const Networks networks{w_in, w_out, b_in, b_out, whole, kind, limit, alpha, up_offset, interleaved};
+  const Routing routing = route(x, experts, w_in.size(0), capacity, foreign);
+  const Steps s = apply_recorded(x, routing, weights, networks);
+  const auto& [slot, token, offsets] = routing;
+  return {s.y, s.rows, s.inner, s.active, s.outer, slot, token, offsets};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+apply_chosen_experts_recorded(const Tensor& x, const Tensor& logits, const std::optional<Tensor>& bias, int64_t k,
+                              std::string score, bool renormalize, int64_t num_groups, int64_t topk_groups,
+                              double scale, const Tensor& w_in, const std::optional<Tensor>& b_in, const Tensor& w_out,
+                              const std::optional<Tensor>& b_out, int64_t kind, std::optional<int64_t> capacity,
+                              double limit, double alpha, double up_offset, bool interleaved) {
+  require_weights(w_in, w_out);
+  const auto chosen = choose_for(x, logits, bias, k, score, renormalize, num_groups, topk_groups, scale, w_in);
+  const Networks networks{w_in, w_out, b_in, b_out, !capacity, kind, limit, alpha, up_offset, interleaved};
+  const Routing routing = build_routing_op::build_routing_of(chosen, capacity);
+  const Steps s = apply_recorded(x, routing, chosen.weights, networks);
+  const auto& [slot, token, offsets] = routing;
+  return {s.y, s.rows, s.inner, s.active, s.outer, slot, token, offsets, chosen.load, chosen.weights, chosen.experts};
+}
+
+// Networks that are quantised.
+struct QuantizedNetworks {
+  const Tensor &w_in, &w_out;
+  const std::optional<Tensor>&b_in, &b_out;
+  const std::vector<int64_t>& layout;
+  int64_t kind;
+  double limit, alpha, up_offset;
+  bool interleaved;
+
+  Tensor operator()(const Tensor& rows, const Tensor& offsets) const {
+    const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, offsets, b_in, layout[0], layout[1]);
+    const Tensor active =
+        expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
+    return quantized_linear_op::quantized_linear(active, w_out, offsets, b_out, layout[2], layout[3], &inner);
+  }
+};
+
+void require_quantized(const Tensor& w_in, const std::vector<int64_t>& layout) {
+  require(layout.size() == 4, kName, "layout must have 4 entries, got ", layout.size());
+  require(w_in.dim() == 3, kName, "w_in.packed must have shape (E, tiles, bytes), got ", w_in);
 }
 
 Tensor apply_quantized_experts(const Tensor& x, const Tensor& experts, const Tensor& weights, const Tensor& w_in,
@@ -98,15 +174,21 @@ Tensor apply_quantized_experts(const Tensor& x, const Tensor& experts, const Ten
                                const std::optional<Tensor>& b_out, const std::vector<int64_t>& layout, int64_t kind,
                                std::optional<int64_t> capacity, bool foreign, double limit, double alpha,
                                double up_offset, bool interleaved) {
-  require(layout.size() == 4, kName, "layout must have 4 entries, got ", layout.size());
-  require(w_in.dim() == 3, kName, "w_in.packed must have shape (E, tiles, bytes), got ", w_in);
-  const Routing routing = route(x, experts, w_in.size(0), capacity, foreign);
-  return apply(x, routing, weights, [&](const Tensor& rows, const Tensor& offsets) {
-    const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, offsets, b_in, layout[0], layout[1]);
-    const Tensor active =
-        expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
-    return quantized_linear_op::quantized_linear(active, w_out, offsets, b_out, layout[2], layout[3], &inner);
-  });
+  require_quantized(w_in, layout);
+  const QuantizedNetworks networks{w_in, w_out, b_in, b_out, layout, kind, limit, alpha, up_offset, interleaved};
+  return apply(x, route(x, experts, w_in.size(0), capacity, foreign), weights, networks);
+}
+
+std::tuple<Tensor, Tensor> apply_chosen_quantized_experts(
+    const Tensor& x, const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, std::string score,
+    bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, const Tensor& w_in,
+    const std::optional<Tensor>& b_in, const Tensor& w_out, const std::optional<Tensor>& b_out,
+    const std::vector<int64_t>& layout, int64_t kind, std::optional<int64_t> capacity, double limit, double alpha,
+    double up_offset, bool interleaved) {
+  require_quantized(w_in, layout);
+  const auto chosen = choose_for(x, logits, bias, k, score, renormalize, num_groups, topk_groups, scale, w_in);
+  const QuantizedNetworks networks{w_in, w_out, b_in, b_out, layout, kind, limit, alpha, up_offset, interleaved};
+  return {apply(x, build_routing_op::build_routing_of(chosen, capacity), chosen.weights, networks), chosen.load};
 }
 
 PYMOE_OPERATOR("apply_experts", apply_experts,
@@ -118,10 +200,26 @@ PYMOE_OPERATOR("apply_chosen_experts", apply_chosen_experts,
                "topk_groups, float scale, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int kind, SymInt? "
                "capacity, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False) -> (Tensor, "
                "Tensor)")
+PYMOE_OPERATOR("apply_experts_recorded", apply_experts_recorded,
+               "(Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int "
+               "kind, SymInt? capacity, bool foreign, float limit=0., float alpha=1., float up_offset=0., bool "
+               "interleaved=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+PYMOE_OPERATOR("apply_chosen_experts_recorded", apply_chosen_experts_recorded,
+               "(Tensor x, Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, int "
+               "topk_groups, float scale, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int kind, SymInt? "
+               "capacity, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False) -> (Tensor, "
+               "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 PYMOE_OPERATOR_OF_THE_CPU("apply_quantized_experts", apply_quantized_experts,
                           "(Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? "
                           "b_out, int[] layout, int kind, SymInt? capacity, bool foreign, float limit=0., float "
                           "alpha=1., float up_offset=0., bool interleaved=False) -> Tensor")
+
+PYMOE_OPERATOR_OF_THE_CPU(
+    "apply_chosen_quantized_experts", apply_chosen_quantized_experts,
+    "(Tensor x, Tensor logits, Tensor? bias, int k, str score, bool renormalize, int num_groups, "
+    "int topk_groups, float scale, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int[] "
+    "layout, int kind, SymInt? capacity, float limit=0., float alpha=1., float up_offset=0., bool "
+    "interleaved=False) -> (Tensor, Tensor)")
 
 }  // namespace
 }  // namespace pymoe::ops::apply_experts_op

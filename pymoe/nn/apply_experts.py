@@ -1,4 +1,4 @@
-"""apply_experts: chosen expert networks over tokens, in one native call where nothing is differentiated."""
+"""apply_experts: chosen expert networks over tokens, in one native call and at most one node of autograd."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pymoe import ops
 from pymoe._common import checks
-from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import ActivationKind, QuantizedWeight
+from pymoe._common.dtypes import FLOATING, cast_operands
+from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight
 from pymoe.nn.apply_experts_checks import (
     NAME,
     check_biases,
@@ -22,8 +23,10 @@ from pymoe.nn.apply_experts_checks import (
 )
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.networks import apply_networks, grouped_networks
+from pymoe.nn.recorded import apply_experts_recorded, is_one_call
+from pymoe.ops import raw
 from pymoe.ops.expert_activation import kernel_options
-from pymoe.ops.function_calls import is_recorded
+from pymoe.ops.function_calls import is_differentiated
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
 APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default
@@ -48,8 +51,11 @@ def apply_experts(
     ``y[t] = sum over k of weights[t, k] * network_e(x[t])`` for e = ``experts[t, k]``, where ``network_e(row)`` is
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
     :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
-    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. Where nothing is differentiated one native
-    call does all of it and returns the same bits: generating text token by token, the cost of calls from Python counts.
+    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. One native call does all of it and, with
+    gradients on the CPU, one node of autograd; outputs and gradients have the same bits. With few tokens, as in
+    generating text, the cost of calls from Python counts. With gradients on a GPU, inside transforms of
+    :mod:`torch.func`, under hooks of saved tensors (checkpoints), in compiled code with gradients and with a function
+    as the activation it is one operator after the other.
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own.
 
     Args:
@@ -97,13 +103,23 @@ def apply_experts(
             foreign_experts,
         )
     x, w_in, b_in, w_out, b_out = cast_operands(x, w_in, b_in, w_out, b_out)  # type: ignore[assignment]
-    _check(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
-    if not callable(activation) and not is_recorded(x, weights, w_in, w_out, b_in, b_out):
+    if not _fits(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts):
+        _check(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
+    if not callable(activation) and is_one_call(x, weights, w_in, w_out, b_in, b_out):
         return apply_experts_fused(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
     whole = capacity is None and not foreign_experts
     networks = grouped_networks(w_in, w_out, b_in, b_out, activation, whole=whole)
     number = w_in.shape[0]
-    return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
+    return apply_networks(
+        x,
+        experts,
+        weights,
+        number,
+        networks,
+        capacity=capacity,
+        foreign_experts=foreign_experts,
+        operators=ops if callable(activation) else raw,
+    )
 
 
 def apply_experts_fused(
@@ -118,11 +134,15 @@ def apply_experts_fused(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Return what :func:`apply_experts` returns, for arguments that fit and are not recorded, outside of autocast."""
+    """Return what :func:`apply_experts` returns, for arguments that fit and :func:`is_one_call`, after autocast."""
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
-    number, *numbers = kernel_options(activation)
+    options, x = kernel_options(activation), x.contiguous()
+    if is_differentiated(x, weights, w_in, w_out, b_in, b_out):
+        parameters = (w_in, b_in, w_out, b_out)
+        return apply_experts_recorded(x, experts, weights, parameters, options, capacity, foreign_experts)
+    number, *numbers = options
     return APPLY_EXPERTS(  # type: ignore[no-any-return]
-        x.contiguous(),
+        x,
         experts,
         weights,
         w_in,
@@ -147,6 +167,54 @@ def _(
 def _(x: Tensor, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     w_out = others[9]
     return x.new_empty((x.shape[0], w_out.shape[1])), logits.new_empty((logits.shape[1],), dtype=torch.int32)
+
+
+def _fits(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: object,
+    capacity: object,
+    foreign_experts: object,
+) -> bool:
+    """Return true only if :func:`_check` accepts the arguments, in one expression; see :mod:`pymoe.reference.checks`.
+
+    It answers for activations with a name and without a capacity.
+    """
+    for value in (x, experts, weights, w_in, w_out):
+        if not isinstance(value, Tensor):
+            return False
+    dtype, device = x.dtype, x.device
+    if not (x.dim() == experts.dim() == 2 and w_in.dim() == w_out.dim() == 3 and type(activation) is str):
+        return False
+    number, inner, hidden = w_in.shape
+    factor = 2 if activation in GATED else 1
+    return (
+        dtype in FLOATING
+        and experts.dtype in (torch.int32, torch.int64)
+        and experts.shape[0] == x.shape[0]
+        and weights.shape == experts.shape
+        and weights.dtype in FLOATING
+        and (weights.dtype != torch.float64 or dtype == torch.float64)
+        and w_in.dtype == w_out.dtype == dtype
+        and experts.device == weights.device == w_in.device == w_out.device == device
+        and hidden == x.shape[1]
+        and number == w_out.shape[0] > 0
+        and activation in KINDS
+        and inner == factor * w_out.shape[2]
+        and (b_in is None or _is_bias(b_in, (number, inner), dtype, device))
+        and (b_out is None or _is_bias(b_out, (number, w_out.shape[1]), dtype, device))
+        and capacity is None
+        and type(foreign_experts) is bool
+    )
+
+
+def _is_bias(bias: object, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    return isinstance(bias, Tensor) and bias.shape == shape and bias.dtype == dtype and bias.device == device
 
 
 def _check(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from pymoe.nn.apply_experts_checks import choice_for_kernels
 from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
+
+_APPLY_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_quantized_experts.default
+APPLY_CHOSEN_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_chosen_quantized_experts.default
+"""The gate and the experts that it chooses: logits and the options of ``GATE_TOPK`` in place of a choice."""
 
 
 def apply_quantized_experts(
@@ -39,7 +45,7 @@ def apply_quantized_experts(
         return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in[0].shape[0], capacity, foreign_experts)
     number, *numbers = kernel_options(activation)
-    return torch.ops.pymoe.apply_quantized_experts(  # type: ignore[no-any-return]
+    return _APPLY_QUANTIZED_EXPERTS(  # type: ignore[no-any-return]
         x.contiguous(),
         experts,
         weights,
@@ -68,3 +74,9 @@ def _(
     *_: object,
 ) -> Tensor:
     return x.new_empty((x.shape[0], layout[3]))
+
+
+@torch.library.register_fake("pymoe::apply_chosen_quantized_experts")
+def _(x: Tensor, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    layout = others[11]
+    return x.new_empty((x.shape[0], layout[3])), logits.new_empty((logits.shape[1],), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A forward of MoE by its native calls alone, where nothing is differentiated and nothing stands between its parts.
+"""A forward of MoE by its native calls alone, where nothing stands between its parts; with gradients, as one node.
 
 For a few tokens the parts of a layer cost more in calls of modules, look-ups of their attributes and checks than in
 kernels. What holds for the whole call is therefore asked once, here; whatever is out of the ordinary takes the usual
@@ -13,17 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from pymoe._common.contracts import check_gate_topk, check_kind
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled
+from pymoe._common.types import KINDS
 from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS
+from pymoe.nn.apply_quantized_experts import APPLY_CHOSEN_QUANTIZED_EXPERTS
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import as_rows
 from pymoe.nn.parameters import networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
+from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
 from pymoe.nn.router import Router
+from pymoe.nn.router_product import is_one_node as routes
+from pymoe.nn.rows import as_rows
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
-from pymoe.ops.function_calls import is_recorded
+from pymoe.ops.function_calls import is_differentiated, is_transformed
 
 _PLAIN = (nn.Parameter, Tensor)
 """The types of tensors that are what they seem: a subclass may have operators of its own."""
@@ -36,53 +42,73 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         layer: a :class:`pymoe.nn.MoE`, not of a class derived from it. (That module imports this one.)
         x: whatever ``forward`` was given.
     """
-    if is_compiling() or type(x) not in _PLAIN:
+    if is_compiling() or type(x) not in _PLAIN or is_transformed():
         return None
     parts = layer._modules
     try:  # past Module.__getattr__, which costs half a microsecond a name
         router, experts, losses = parts["router"], parts["experts"], parts["losses"]
         weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
-        own = experts._parameters
-        w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
     except KeyError:  # something else has taken its place
         return None
-    if (
-        is_recorded(x, weight, bias, w_in, w_out, b_in, b_out)
-        or not (
-            is_called_plainly(router, Router)
-            and "logits" not in router.__dict__
-            and is_called_plainly(experts, Experts)
-            and is_called_plainly(losses, AuxiliaryLosses)
-            and layer.backend == router.backend == experts.backend == "native"
-        )
-        or not _fit(layer, x, weight, bias, w_in, w_out)
+    quantized = type(experts) is QuantizedExperts
+    if not (
+        is_called_plainly(router, Router)
+        and "logits" not in router.__dict__
+        and is_called_plainly(experts, QuantizedExperts if quantized else Experts)
+        and is_called_plainly(losses, AuxiliaryLosses)
+        and layer.backend == router.backend == experts.backend == "native"
+        and _fit(layer, router, x, weight, bias)
     ):
         return None
+    networks = _quantized_networks(layer, experts, x) if quantized else _networks(layer, experts, x)
+    if networks is None:
+        return None
+    recorded = is_differentiated(x, weight, *networks)
+    injects = recorded and losses.injects()
+    if recorded and (quantized or not is_one_node(x) or (injects and not losses.injects_by_kernels())):
+        return None
+    if recorded and x.dtype == torch.bfloat16 and routes(x, weight):  # a node of the router's own
+        return None
+    if type(experts.activation) is not str or experts.activation not in KINDS:
+        check_kind("MoE", "experts.activation", experts.activation)
 
     x_TH = as_rows(x, layer.hidden_size)
     logits_TE = router.logits(x_TH)
+    groups = router.num_groups, router.topk_groups
+    check_gate_topk(logits_TE, router.top_k, router.score, router.renormalize, bias, *groups, router.scale)
+    options = router.gate_options()
     capacity = layer._capacity(x_TH.shape[0], router.top_k)
-    kind, *numbers = kernel_options(experts.activation)
-    networks = (w_in, b_in, w_out, b_out, kind, capacity, *numbers)
+    activation = kernel_options(experts.activation)
+    router.counted.follow(logits_TE.device)
     y_TH: Tensor
-    y_TH, load = APPLY_CHOSEN_EXPERTS(x_TH, logits_TE, bias, *router.gate_options(), *networks)
+    if recorded:
+        loads: list[Tensor] = []
+        total = router.counted["load"] if bias is not None and router.training else None
+        carrier = logits_TE
+        if (injects or total is not None) and logits_TE.requires_grad:
+            carrier = count_and_inject(logits_TE, loads, total, losses.injected(logits_TE) if injects else None)
+        gate = (logits_TE, carrier, bias, options)
+        y_TH, load = apply_chosen_experts_recorded(x_TH, *gate, networks, activation, capacity)
+        loads.append(load)
+    else:
+        kind, *numbers = activation
+        call = APPLY_CHOSEN_QUANTIZED_EXPERTS if quantized else APPLY_CHOSEN_EXPERTS
+        y_TH, load = call(x_TH, logits_TE, bias, *options, *networks, kind, capacity, *numbers)
     if layer.shared is not None:
         y_TH = layer._with_shared(y_TH, x_TH)
-    router.counted.follow(load.device)
-    layer._keep_stats(load, logits_TE, capacity, None)
+    layer._keep_stats_of(load, logits_TE, capacity, None)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
-def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_out: Any) -> bool:
+def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
     """Return whether the native calls take these as they are; what does not fit is named on the usual way."""
-    if not (type(weight) in _PLAIN and type(w_in) in _PLAIN and type(w_out) in _PLAIN):
-        return False
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
-        x.dim() > 0
-        and x.shape[-1] == layer.hidden_size
+        type(weight) in _PLAIN
+        and x.dim() > 0
+        and x.shape[-1] == layer.hidden_size == router.hidden_size
+        and experts == router.num_experts
         and weight.shape == (experts, layer.hidden_size)
-        and networks_fit(layer.experts, (experts,), x)
         and dtype in FLOATING
         and weight.dtype == dtype
         and weight.device == device
@@ -94,3 +120,37 @@ def _fit(layer: Any, x: Tensor, weight: Any, bias: Tensor | None, w_in: Any, w_o
 
 def _is_bias(bias: Tensor, experts: int, dtype: torch.dtype, device: torch.device) -> bool:
     return bias.shape == (experts,) and bias.dtype == dtype and bias.device == device and bias.is_contiguous()
+
+
+def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
+    """Return the parameters of the experts as the native calls take them, or None where they do not fit."""
+    if not networks_fit(experts, (layer.num_experts,), x):
+        return None
+    own = experts._parameters
+    w_in, w_out = own["w_in"], own["w_out"]
+    return (w_in, own["b_in"], w_out, own["b_out"]) if type(w_in) in _PLAIN and type(w_out) in _PLAIN else None
+
+
+def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
+    """Return the same of quantised experts, followed by the layout of their weights."""
+    w_in, w_out, b_in, b_out = experts.w_in, experts.w_out, experts.b_in, experts.b_out
+    if not (is_called_plainly(w_in, QuantizedLinear) and is_called_plainly(w_out, QuantizedLinear)):
+        return None
+    packed_in, packed_out = w_in.packed, w_out.packed
+    if not (
+        w_in.backend == w_out.backend == "native"
+        and x.is_cpu
+        and x.dtype != torch.float64
+        and type(packed_in) in _PLAIN
+        and type(packed_out) in _PLAIN
+        and packed_in.is_contiguous()
+        and packed_out.is_contiguous()
+        and experts.fits(layer.num_experts, layer.hidden_size, x.device)
+    ):
+        return None
+    if b_in is not None:
+        b_in = b_in.to(x.dtype).contiguous()
+    if b_out is not None:
+        b_out = b_out.to(x.dtype).contiguous()
+    layout = [w_in.bits, w_in.output_features, w_out.bits, w_out.output_features]
+    return packed_in, b_in, packed_out, b_out, layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from pymoe._common import checks
 from pymoe._common.types import Gate, RouterLosses, Score
 from pymoe.nn.options import Backend, check_backend, check_model, check_number, operators
 from pymoe.ops.function_calls import call
+from pymoe.ops.router_losses import router_losses_backward
+
+_SCORES = ("softmax", "sigmoid")
 
 
 class _InjectLoss(torch.autograd.Function):
@@ -51,6 +54,20 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
     return passed
 
 
+class Injected(NamedTuple):
+    """Losses that a forward injects, for whoever adds their gradient to that of the logits."""
+
+    score: Score
+    balancing: Tensor
+    """Scalar, the dtype of the logits: the factor of the balancing loss."""
+    z: Tensor
+    """The same of the z loss."""
+
+    def gradient(self, logits_TE: Tensor, load: Tensor) -> Tensor:
+        """Return the gradient of the logits (T, E): the bits that autograd computes through :func:`inject_loss`."""
+        return router_losses_backward(self.balancing, self.z, logits_TE, load, self.score)
+
+
 class AuxiliaryLosses(nn.Module):
     """The balancing loss and the z loss of one router; in training they are injected into its gate's weights.
 
@@ -72,7 +89,7 @@ class AuxiliaryLosses(nn.Module):
         super().__init__()
         check_number("AuxiliaryLosses", "aux_loss_coef", aux_loss_coef, minimum=0)
         check_number("AuxiliaryLosses", "z_loss_coef", z_loss_coef, minimum=0)
-        checks.choice("AuxiliaryLosses", "score", score, ("softmax", "sigmoid"))
+        checks.choice("AuxiliaryLosses", "score", score, _SCORES)
         check_backend("AuxiliaryLosses", backend)
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
@@ -105,9 +122,29 @@ class AuxiliaryLosses(nn.Module):
             weights_TK = inject_loss(weights_TK, self._weighted(losses, self.scale * share))
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
+    def injected(self, logits_TE: Tensor) -> Injected | None:
+        """Return what :meth:`forward` injects, before the choice is known; None if that is nothing.
+
+        Args:
+            logits_TE: (T, E).
+        """
+        if not self.injects():
+            return None
+        scale, zero = self.scale, logits_TE.new_zeros(())
+        one = scale.to(logits_TE.dtype) if isinstance(scale, Tensor) else logits_TE.new_full((), scale)
+        factors = [coefficient * one if coefficient > 0 else zero for coefficient in self._coefficients()]
+        return Injected(self.score, *factors)
+
+    def injects_by_kernels(self) -> bool:
+        """Return whether :meth:`injected` has the gradient of what :meth:`forward` injects."""
+        return self.backend == "native" and self.score in _SCORES
+
+    def _coefficients(self) -> tuple[float, float]:
+        return self.aux_loss_coef, self.z_loss_coef
+
     def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
         """Return the sum of the losses times their coefficients; every step of it is a launch, or two, on a GPU."""
-        pairs = ((self.aux_loss_coef, losses.load_balancing), (self.z_loss_coef, losses.z))
+        pairs = zip(self._coefficients(), losses, strict=True)
         terms = [coefficient * loss for coefficient, loss in pairs if coefficient > 0]
         total = sum(terms[1:], terms[0])
         return total if isinstance(factor, float) and factor == 1 else factor * total

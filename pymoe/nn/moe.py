@@ -13,24 +13,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe._common import checks
+from pymoe._common.contracts import check_kind
 from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
-from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score, is_gated
+from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score
 from pymoe._torch_private import FakeTensor
 from pymoe._transforms import in_torch_func, is_exporting
 from pymoe.nn.apply_experts import apply_experts_fused
+from pymoe.nn.apply_experts_checks import check_choice
 from pymoe.nn.apply_quantized_experts import apply_quantized_experts
 from pymoe.nn.direct import forward_directly
 from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import Networks, apply_networks, as_rows, grouped_networks
+from pymoe.nn.networks import Networks, apply_networks, grouped_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
+from pymoe.nn.recorded import is_one_call
 from pymoe.nn.router import Router
-from pymoe.ops.function_calls import is_recorded
+from pymoe.nn.rows import as_rows
+from pymoe.ops import raw
 
 MOST_HELD_LOGITS = 1 << 22
 """Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in
@@ -279,9 +283,9 @@ class MoE(nn.Module):
     def stats(self) -> Stats:
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
-        They are detached copies, which do not change when the layer runs again. Losses without a coefficient are
-        computed when they are asked for: until then, or its next forward, the layer holds the router's logits, if they
-        take at most 4 MiB; of more it computes the losses in the forward. Under activation checkpointing the
+        They are detached copies, which do not change when the layer runs again. Losses that the forward itself did not
+        need are computed when they are asked for: until then, or its next forward, the layer holds the router's logits,
+        if they take at most 4 MiB; of more it computes the losses in the forward. Under activation checkpointing the
         recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a program of
         :func:`torch.export` leave none.
         """
@@ -352,7 +356,8 @@ class MoE(nn.Module):
         self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None, routing: Routing | None
     ) -> Tensor:
         experts: Any = self.experts
-        if self._stands_in_for_quantized(experts):
+        if self._stands_in_for_quantized(experts, x_TH.device):
+            self._check_choice(x_TH, experts_TK, weights_TK)
             arguments: tuple[Any, ...] = (
                 *(experts.w_in.weight, experts.w_out.weight),
                 *(_in_dtype_of(x_TH, experts.b_in), _in_dtype_of(x_TH, experts.b_out)),
@@ -360,15 +365,17 @@ class MoE(nn.Module):
             )
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
         networks: Networks = experts
+        whose = operators(self.backend)
         if self._stands_in_for(experts, Experts):
+            self._check_choice(x_TH, experts_TK, weights_TK)
             check_networks("experts", experts, (self.num_experts,), x_TH)
             parameters = (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
-            if not is_recorded(x_TH, weights_TK, *parameters):
+            if routing is None and is_one_call(x_TH, weights_TK, *parameters):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-        whose = operators(self.backend)
+            whose = raw  # what they are handed has been checked, or is made here
         return apply_networks(
             x_TH,
             experts_TK,
@@ -379,6 +386,11 @@ class MoE(nn.Module):
             operators=whose,
             routing=routing,
         )
+
+    def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:
+        """Raise unless a choice, of any router and any losses, and the activation are what kernels take."""
+        check_choice(x_TH, experts_TK, weights_TK)
+        check_kind("MoE", "experts.activation", self.experts.activation)
 
     def _with_shared(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
         """Return the routed experts' output plus that of the shared ones."""
@@ -393,25 +405,23 @@ class MoE(nn.Module):
         """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""
         return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
 
-    def _stands_in_for_quantized(self, experts: Any) -> bool:
-        """Return the same for quantised experts, whose weights are modules in turn.
-
-        Packed weights are filled up, so the native call alone would take some of sizes that do not fit.
-        """
-        if not self._stands_in_for(experts, QuantizedExperts):
-            return False
-        w_in, w_out = experts.w_in, experts.w_out
-        if not all(self._stands_in_for(weight, QuantizedLinear) for weight in (w_in, w_out)):
-            return False
-        inner = (2 if is_gated(experts.activation) else 1) * w_out.input_features
-        sizes = (w_in.packed.shape[0], w_in.input_features, w_in.output_features)
-        return sizes == (self.num_experts, self.hidden_size, inner)
+    def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
+        """Return the same for quantised experts, whose weights are modules in turn, and rows on this device."""
+        return (
+            self._stands_in_for(experts, QuantizedExperts)
+            and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
+            and experts.fits(self.num_experts, self.hidden_size, device)
+        )
 
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
         # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported
         # program holds the layer's parameters, and nothing that it could leave statistics in.
-        if in_torch_func() or is_exporting():
-            return
+        if not (in_torch_func() or is_exporting()):
+            self._keep_stats_of(load, logits_TE, capacity, losses)
+
+    def _keep_stats_of(
+        self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None
+    ) -> None:
         logits: Tensor | None = None
         how: tuple[Any, ...] = ()
         if losses is None:

@@ -5,32 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from pymoe import ops
+from pymoe._common.contracts import check_grouped_linear
+from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import ActivationKind, Routing
-from pymoe.ops.grouped_linear import linear_of_routing
+from pymoe.ops import index_checks, raw
 
 Activation = ActivationKind | Callable[[Tensor], Tensor]
 """A kind of :func:`pymoe.ops.expert_activation`, or a function of rows (S, N) that returns rows (S, F)."""
 
 Networks = Callable[[Tensor, Tensor], Tensor]
 """Takes rows (S, H), sorted by expert, and their offsets (E + 1,); returns rows (S, O), each from its own row."""
-
-
-def as_rows(x: Tensor, hidden_size: int) -> Tensor:
-    """Return the tokens of (..., H) as (T, H), one after the other in memory.
-
-    Every way through a layer begins with this. Matrix products of torch round as the layout of their operands says,
-    also that of a single row, which counts as contiguous whatever its strides are.
-
-    Args:
-        x: (..., H).
-        hidden_size: H.
-    """
-    rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
-    return rows if rows.stride() == (hidden_size, 1) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def apply_networks(
@@ -55,13 +42,16 @@ def apply_networks(
         networks: all E networks.
         capacity: the most slots that an expert takes, or None.
         foreign_experts: whether values of E and above, which add nothing, are allowed.
-        operators: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+        operators: :mod:`pymoe.ops`, which checks what ``networks`` returns, :mod:`pymoe.reference`, or
+            :mod:`pymoe.ops.raw` where the arguments have been checked and ``networks`` are pymoe's own.
         routing: of ``experts`` with ``capacity``, where it has been built.
 
     Returns:
         (T, O), the dtype of what ``networks`` returns.
     """
     if routing is None:
+        if operators is raw:
+            index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
         routing = operators.build_routing(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
     rows = networks(operators.dispatch(x, routing), routing.offsets)
     y: Tensor = operators.combine(rows, routing, weights)
@@ -83,12 +73,16 @@ def grouped_networks(
     """
 
     def networks(rows: Tensor, offsets: Tensor) -> Tensor:
-        inner = activate(linear_of_routing(rows, w_in, offsets, b_in, whole=whole), activation)
-        return linear_of_routing(inner, w_out, offsets, b_out, whole=whole)
+        inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
+        weight, bias = w_out, b_out
+        if callable(activation):  # whose rows nobody has looked at
+            inner, weight, bias = cast_operands(inner, w_out, b_out)  # type: ignore[assignment]
+            check_grouped_linear(inner, weight, offsets, bias)
+        return raw.grouped_linear(inner, weight, offsets, bias, whole=whole)
 
     return networks
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
     """Apply an activation, one of pymoe's or a function, to (S, N) rows; return (S, F)."""
-    return activation(rows) if callable(activation) else ops.expert_activation(rows, activation)
+    return activation(rows) if callable(activation) else raw.expert_activation(rows, activation)

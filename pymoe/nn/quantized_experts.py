@@ -252,6 +252,22 @@ class QuantizedExperts(nn.Module):
         rows: Tensor = self.w_out(inner, offsets, self.b_out)
         return rows
 
+    def fits(self, num_experts: int, hidden_size: int, device: torch.device) -> bool:
+        """Return whether the weights are those of so many networks from and to rows of this size on this device.
+
+        Packed weights are filled up, so a native call alone would take some of sizes that do not fit.
+        """
+        w_in, w_out = self.w_in, self.w_out
+        inner = (2 if is_gated(self.activation) else 1) * w_out.input_features
+        return (
+            w_in.packed.shape[0] == w_out.packed.shape[0] == num_experts
+            and w_in.input_features == w_out.output_features == hidden_size
+            and w_in.output_features == inner
+            and w_in.packed.device == w_out.packed.device == device
+            and (self.b_in is None or self.b_in.device == device)
+            and (self.b_out is None or self.b_out.device == device)
+        )
+
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "

@@ -25,9 +25,8 @@ from pymoe.nn.options import (
 )
 from pymoe.nn.parameters import check_place
 from pymoe.nn.record import Record, count_on_backward
-from pymoe.nn.route import is_one_node, route
-from pymoe.nn.router_product import takes, wide_product, without_autocast
-from pymoe.nn.row_invariant import linear
+from pymoe.nn.router_product import is_one_node, route, takes, wide_product, without_autocast
+from pymoe.nn.rows import linear
 from pymoe.ops.gate_topk import Options
 
 _WIDE = (torch.float32, torch.float64)
@@ -201,7 +200,7 @@ class Router(nn.Module):
         """Return what :meth:`forward` returns, the tokens for the experts to take, and their routing.
 
         The tokens are ``x_TH``, and no routing has been built, or both pass through the same node of autograd as the
-        logits: :mod:`pymoe.nn.route`.
+        logits: :mod:`pymoe.nn.router_product`.
 
         Args:
             x_TH: (T, H).

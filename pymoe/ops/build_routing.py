@@ -24,12 +24,19 @@ def build_routing(
 ) -> Routing:
     check_build_routing(experts, num_experts, capacity, foreign_experts)
     index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
+    return raw(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
+
+
+build_routing.__doc__ = reference.__doc__
+
+
+def raw(experts: Tensor, num_experts: int, *, capacity: int | None = None, foreign_experts: bool = False) -> Routing:
+    """Return :func:`build_routing` of arguments that are known to fit."""
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
     return Routing(*_BUILD_ROUTING(experts.contiguous(), num_experts, capacity, foreign_experts))
 
 
-build_routing.__doc__ = reference.__doc__
 torch.library.register_vmap("pymoe::build_routing", partial(one_by_one, _BUILD_ROUTING))
 
 

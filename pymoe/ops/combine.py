@@ -21,10 +21,10 @@ from pymoe.ops.row_moves import sum_choices
 from pymoe.reference.combine import combine as reference
 
 _COMBINE = torch.ops.pymoe.combine.default
-_COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
+COMBINE_BACKWARD = torch.ops.pymoe.combine_backward.default
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     @staticmethod
     def forward(y: Tensor, weights: Tensor, slot: Tensor, offsets: Tensor) -> Tensor:
         return _COMBINE(y, slot, weights)
@@ -37,16 +37,16 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, weights, slot, offsets = ctx.saved_tensors
         need_dy, need_dweights = ctx.needs_input_grad[:2]
-        dy, dweights = call(_CombineBackward, grad.contiguous(), y, weights, slot, offsets, need_dy, need_dweights)
+        dy, dweights = call(CombineBackward, grad.contiguous(), y, weights, slot, offsets, need_dy, need_dweights)
         return dy if need_dy else None, dweights if need_dweights else None, None, None
 
 
-class _CombineBackward(torch.autograd.Function):
+class CombineBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         grad: Tensor, y: Tensor, weights: Tensor, slot: Tensor, offsets: Tensor, need_dy: bool, need_dweights: bool
     ) -> tuple[Tensor, Tensor]:
-        return _COMBINE_BACKWARD(grad, y, weights, slot, offsets, need_dy, need_dweights)
+        return COMBINE_BACKWARD(grad, y, weights, slot, offsets, need_dy, need_dweights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -61,30 +61,35 @@ class _CombineBackward(torch.autograd.Function):
         if need_grad:
             terms = []
             if a is not None:
-                terms.append(call(_Combine, a.contiguous(), weights, slot, offsets))
+                terms.append(call(Combine, a.contiguous(), weights, slot, offsets))
             if b is not None:
-                terms.append(call(_Combine, y, b.contiguous(), slot, offsets))
+                terms.append(call(Combine, y, b.contiguous(), slot, offsets))
             dgrad = sum(terms[1:], terms[0]) if terms else None
         if need_weights and a is not None:
-            dweights = call(_CombineBackward, grad, a.contiguous(), weights, slot, offsets, False, True)[1]
+            dweights = call(CombineBackward, grad, a.contiguous(), weights, slot, offsets, False, True)[1]
         if need_y and b is not None:
-            dy = call(_CombineBackward, grad, y, b.contiguous(), slot, offsets, True, False)[0]
+            dy = call(CombineBackward, grad, y, b.contiguous(), slot, offsets, True, False)[0]
         return dgrad, dy, dweights, None, None, None, None
 
 
 def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     check_combine(y, routing, weights)
     index_checks.slots_in_range("combine", routing)
+    return raw(y, routing, weights)
+
+
+combine.__doc__ = reference.__doc__
+
+
+def raw(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Return :func:`combine` of arguments that are known to fit."""
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing
     wide = accumulate_dtype(y.dtype)
     if weights.dtype != wide:  # usually equal, and asking is cheaper than a cast that changes nothing
         weights = weights.to(wide)
-    return call(_Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())
-
-
-combine.__doc__ = reference.__doc__
+    return call(Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::combine")

@@ -20,13 +20,13 @@ from pymoe.reference.expert_activation import clamped, gate_and_up
 from pymoe.reference.expert_activation import expert_activation as reference
 
 _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
-_EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
+EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
 
-_Options = tuple[int, float, float, float, bool]
+KernelOptions = tuple[int, float, float, float, bool]
 """Arguments of the kernel: the kind's number; for a ``ClampedSwiglu`` limit, alpha, up_offset and interleaved."""
 
 
-def kernel_options(kind: ActivationKind) -> _Options:
+def kernel_options(kind: ActivationKind) -> KernelOptions:
     """Return the last arguments of the raw operators for a checked kind."""
     if isinstance(kind, ClampedSwiglu):
         return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
@@ -60,7 +60,7 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
     return (_TORCH[kind](gate) * up).to(h.dtype)
 
 
-class _ExpertActivation(torch.autograd.Function):
+class ExpertActivation(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
         # No *options: without gradients torch.compile passes a context to every function with variable arguments.
@@ -73,21 +73,28 @@ class _ExpertActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (h,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            kind = _kind_of(*ctx.options)
-            grad_h = gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
-        else:
-            grad_h = _EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *ctx.options)
-        return grad_h, *(None,) * len(ctx.options)
+        return activation_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * len(ctx.options)
+
+
+def activation_backward(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
+    """Return the gradient of ``h``, given that of the result; differentiable while gradients are recorded."""
+    if torch.is_grad_enabled():
+        kind = _kind_of(*options)
+        return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
+    return EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *options)  # type: ignore[no-any-return]
 
 
 def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
     check_expert_activation(h, kind)
-    return call(_ExpertActivation, h.contiguous(), *kernel_options(kind))
+    return raw(h, kind)
 
 
 expert_activation.__doc__ = reference.__doc__
+
+
+def raw(h: Tensor, kind: ActivationKind) -> Tensor:
+    """Return :func:`expert_activation` of arguments that are known to fit."""
+    return call(ExpertActivation, h.contiguous(), *kernel_options(kind))  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::expert_activation")

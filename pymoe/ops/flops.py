@@ -53,13 +53,23 @@ def _apply_quantized_experts(
     return 2 * experts[0] * experts[1] * (x[1] * hidden_out + (hidden_out // 2 if gated else hidden_out) * output)
 
 
+def _apply_chosen_quantized_experts(
+    x: Shape, logits: Shape, bias: Any, k: int, score: str, renormalize: bool, num_groups: int, topk_groups: int,
+    scale: float, w_in: Shape, b_in: Any, w_out: Shape, b_out: Any, layout: list[int], kind: int, *_: Any,
+) -> int:  # fmt: skip
+    return _apply_quantized_experts(x, (x[0], k), (), w_in, b_in, w_out, b_out, layout, kind)
+
+
 def _none(*_: Any) -> int:
     return 0
 
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "apply_chosen_experts": _apply_chosen_experts,
+    "apply_chosen_experts_recorded": _apply_chosen_experts,
+    "apply_chosen_quantized_experts": _apply_chosen_quantized_experts,
     "apply_experts": _apply_experts,
+    "apply_experts_recorded": _apply_experts,
     "apply_quantized_experts": _apply_quantized_experts,
     "grouped_linear": _grouped_linear,
     "grouped_linear_weight_grad": _weight_grad,

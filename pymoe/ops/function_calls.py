@@ -79,10 +79,19 @@ def is_recorded(*values: Any) -> bool:
     if is_compiling():
         if is_exporting():
             return True
-    else:
-        canaries.transforms()
-        if are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            return True
+    elif is_transformed():
+        return True
+    return is_grad_enabled() and _any_requires_grad(values)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of :mod:`torch.func`, or forward-mode AD, may be at work. Not while compiling."""
+    canaries.transforms()
+    return are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_differentiated(*values: Any) -> bool:
+    """Return whether one of the tensors requires grad in grad mode: outside of transforms, all that is recorded."""
     return is_grad_enabled() and _any_requires_grad(values)
 
 
@@ -111,11 +120,16 @@ def call(function: _Function, *args: Any) -> Any:
         function = _transformable(function)
     elif not (is_grad_enabled() and _any_requires_grad(args)):
         return function.forward(*args)
-    apply = _apply_of.get(function)
-    if apply is None:
-        apply = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply(function, *args)
+
+
+def apply(function: _Function, *args: Any) -> Any:
+    """Return ``function.apply(*args)``, outside of transforms and without binding the signature of ``forward``."""
+    inner = _apply_of.get(function)
+    if inner is None:
+        inner = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     # Tensors that left a transform are still wrapped.
-    return apply(*[unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in args])
+    return inner(*[unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in args])
 
 
 def _any_requires_grad(values: tuple[Any, ...]) -> bool:

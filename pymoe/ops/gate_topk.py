@@ -22,7 +22,7 @@ from pymoe.reference.scores import SUM_FLOOR
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
 GATE_ROUTING = torch.ops.pymoe.gate_routing.default
 """The gate together with :func:`pymoe.ops.build_routing`, which on a GPU reuses the gate's counts to sort."""
-_GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
+GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
 Options = tuple[int, Score, bool, int, int, float]
 """Options of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
@@ -37,7 +37,7 @@ def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:
     return score, renormalize, bias is None and num_groups == 0, scale
 
 
-class _GateTopk(torch.autograd.Function):
+class GateTopk(torch.autograd.Function):
     @staticmethod
     def forward(
         logits: Tensor,
@@ -68,7 +68,7 @@ class _GateTopk(torch.autograd.Function):
         return gate_backward(grad.contiguous(), logits, experts, ctx.options), *(None,) * 7
 
 
-class _GateTopkBackward(torch.autograd.Function):
+class GateTopkBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         grad: Tensor,
@@ -79,7 +79,7 @@ class _GateTopkBackward(torch.autograd.Function):
         chosen_on_logits: bool,
         scale: float,
     ) -> Tensor:
-        return _GATE_TOPK_BACKWARD(grad, logits, experts, score, renormalize, chosen_on_logits, scale)
+        return GATE_TOPK_BACKWARD(grad, logits, experts, score, renormalize, chosen_on_logits, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -110,8 +110,8 @@ def gate_backward(
         narrow: round the gradient of float32 logits to bfloat16; the result is then not differentiable.
     """
     if narrow:
-        return _GATE_TOPK_BACKWARD(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
-    return call(_GateTopkBackward, grad, logits, experts, *options)  # type: ignore[no-any-return]
+        return GATE_TOPK_BACKWARD(grad, logits, experts, *options, True)  # type: ignore[no-any-return]
+    return call(GateTopkBackward, grad, logits, experts, *options)  # type: ignore[no-any-return]
 
 
 def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
@@ -136,13 +136,37 @@ def gate_topk(
     scale: float = 1.0,
 ) -> Gate:
     check_gate_topk(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
-    if bias is not None:
-        bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
-    groups = (num_groups or 0, topk_groups or 0)
-    return Gate(*call(_GateTopk, logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
+    return raw(
+        logits,
+        k,
+        score=score,
+        renormalize=renormalize,
+        bias=bias,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scale=scale,
+    )
 
 
 gate_topk.__doc__ = reference.__doc__
+
+
+def raw(
+    logits: Tensor,
+    k: int,
+    *,
+    score: Score,
+    renormalize: bool,
+    bias: Tensor | None,
+    num_groups: int | None,
+    topk_groups: int | None,
+    scale: float,
+) -> Gate:
+    """Return :func:`gate_topk` of arguments that are known to fit."""
+    if bias is not None:
+        bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
+    groups = (num_groups or 0, topk_groups or 0)
+    return Gate(*call(GateTopk, logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
 
 
 @torch.library.register_fake("pymoe::gate_topk")

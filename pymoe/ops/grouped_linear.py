@@ -8,6 +8,8 @@ below, so a backward of any order runs on the native kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +21,12 @@ from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
 from pymoe.reference.grouped_linear import grouped_linear as reference
 
-_GROUPED_LINEAR = torch.ops.pymoe.grouped_linear.default
-_GROUPED_LINEAR_WEIGHT_GRAD = torch.ops.pymoe.grouped_linear_weight_grad.default
-_GROUPED_LINEAR_BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
+GROUPED_LINEAR = torch.ops.pymoe.grouped_linear.default
+WEIGHT_GRAD = torch.ops.pymoe.grouped_linear_weight_grad.default
+BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted by expert or listed in an order."""
 
     # A pipeline may ask for dx first and for the others later: pymoe.pipe.split_backward.
@@ -34,7 +36,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None, whole: bool
     ) -> Tensor:
-        return _GROUPED_LINEAR(x, weight, offsets, bias, order, whole)
+        return GROUPED_LINEAR(x, weight, offsets, bias, order, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -46,21 +48,23 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, offsets, order = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, _, _ = ctx.needs_input_grad
         return (
-            call(_GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
-            _weight_grad(grad, x, offsets, order, ctx.whole, weight) if needs_weight else None,
+            call(GroupedLinear, grad, weight.transpose(1, 2), offsets, None, order, ctx.whole) if needs_x else None,
+            weight_grad(grad, x, offsets, order, ctx.whole, weight.stride(), partial(call, WeightGrad))
+            if needs_weight
+            else None,
             None,
-            call(_BiasGrad, grad, offsets, order) if needs_bias else None,
+            call(BiasGrad, grad, offsets, order) if needs_bias else None,
             None,
             None,
         )
 
 
-class _WeightGrad(torch.autograd.Function):
+class WeightGrad(torch.autograd.Function):
     """dweight[e] = sum of the outer products grad[r] x[r] over the rows r of expert e."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool) -> Tensor:
-        return _GROUPED_LINEAR_WEIGHT_GRAD(grad, x, offsets, order, whole)
+        return WEIGHT_GRAD(grad, x, offsets, order, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -73,31 +77,39 @@ class _WeightGrad(torch.autograd.Function):
         needs_grad, needs_x, *_ = ctx.needs_input_grad
         rest = (offsets, None, order, ctx.whole)
         return (
-            call(_GroupedLinear, x, cotangent, *rest) if needs_grad else None,
-            call(_GroupedLinear, grad, cotangent.transpose(1, 2), *rest) if needs_x else None,
+            call(GroupedLinear, x, cotangent, *rest) if needs_grad else None,
+            call(GroupedLinear, grad, cotangent.transpose(1, 2), *rest) if needs_x else None,
             None,
             None,
             None,
         )
 
 
-def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool, weight: Tensor) -> Tensor:
-    """Return the gradient of ``weight`` with the same memory layout as ``weight``; autograd would copy any other.
+def weight_grad(
+    grad: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    order: Tensor | None,
+    whole: bool,
+    strides: tuple[int, ...],
+    product: Callable[..., Tensor],
+) -> Tensor:
+    """Return the gradient of a weight that has these strides, in the same layout; autograd would copy any other.
 
     A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same,
-    because only the factors of each product change places.
+    because only the factors of each product change places. ``product`` is ``WeightGrad``, or its kernel alone.
     """
-    if weight.stride(1) < weight.stride(2):
-        return call(_WeightGrad, x, grad, offsets, order, whole).transpose(1, 2)  # type: ignore[no-any-return]
-    return call(_WeightGrad, grad, x, offsets, order, whole)  # type: ignore[no-any-return]
+    if strides[1] < strides[2]:
+        return product(x, grad, offsets, order, whole).transpose(1, 2)
+    return product(grad, x, offsets, order, whole)
 
 
-class _BiasGrad(torch.autograd.Function):
+class BiasGrad(torch.autograd.Function):
     """dbias[e] = sum of grad[r] over the rows r of expert e."""
 
     @staticmethod
     def forward(grad: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
-        return _GROUPED_LINEAR_BIAS_GRAD(grad, offsets, order)
+        return BIAS_GRAD(grad, offsets, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -112,7 +124,7 @@ class _BiasGrad(torch.autograd.Function):
         # bias.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
-        return call(_GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
+        return call(GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
 
 
 def grouped_linear(
@@ -124,32 +136,37 @@ def grouped_linear(
     if order is not None:
         index_checks.order_in_range("grouped_linear", order, offsets)
         order = order.contiguous()
-    return call(_GroupedLinear, x, weight, offsets.contiguous(), bias, order, False)
+    return call(GroupedLinear, x, weight, offsets.contiguous(), bias, order, False)
 
 
 grouped_linear.__doc__ = reference.__doc__
 
 
-def linear_of_routing(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *, whole: bool) -> Tensor:
-    """Return ``grouped_linear(x, weight, offsets, bias)`` for the offsets of a routing, as a layer calls it.
-
-    On the GPU, offsets of unknown origin are made safe before torch's product reads them, and the rows that they leave
-    out are cleared afterwards. These two launches per product are not needed for offsets that come straight from
-    :func:`pymoe.ops.build_routing`.
+def raw(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    order: Tensor | None = None,
+    whole: bool = False,
+) -> Tensor:
+    """Return :func:`grouped_linear` of arguments that are known to fit, once ``torch.autocast`` has cast them.
 
     Args:
         x: (S, H).
         weight: (E, N, H).
-        offsets: (E + 1,), of a routing that ``build_routing`` made of S choices.
+        offsets: (E + 1,), contiguous.
         bias: (E, N), or None.
-        whole: whether every choice has a row: no capacity, and no experts elsewhere. With ``False`` this is
-            ``grouped_linear``. The promise cannot be checked on the GPU; rows that it leaves out may hold anything.
+        order: (S,), contiguous, or None.
+        whole: whether ``offsets`` come straight from :func:`pymoe.ops.build_routing` and every choice has a row: there
+            is no capacity, and there are no experts elsewhere. On the GPU, offsets of unknown origin are made safe
+            before torch's product reads them, and the rows that they leave out are cleared afterwards; the promise
+            saves these two launches for each product. It cannot be checked there: rows that it leaves out may hold
+            anything.
     """
-    if not whole:
-        return grouped_linear(x, weight, offsets, bias)
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
-    check_grouped_linear(x, weight, offsets, bias)
-    return call(_GroupedLinear, x, weight, offsets, bias, None, True)  # type: ignore[no-any-return]
+    return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::grouped_linear")

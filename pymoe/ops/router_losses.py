@@ -86,6 +86,11 @@ def _weighted_sum(
     return total
 
 
+def router_losses_backward(grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor, score: Score) -> Tensor:
+    """Return the gradient of the logits of checked :func:`router_losses`, given those of both losses."""
+    return call(_RouterLossesBackward, grad_balance, grad_z, logits, load, score, True)  # type: ignore[no-any-return]
+
+
 def router_losses(logits: Tensor, load: Tensor, *, score: Score = "softmax") -> RouterLosses:
     check_router_losses("router_losses", logits, load, score)
     return RouterLosses(*call(_RouterLosses, logits.contiguous(), load.contiguous(), score, True))

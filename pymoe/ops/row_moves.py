@@ -14,7 +14,7 @@ from pymoe._common.types import Routing
 from pymoe.ops.function_calls import call
 
 _DISPATCH = torch.ops.pymoe.dispatch.default
-_COMBINE = torch.ops.pymoe.combine.default
+COMBINE = torch.ops.pymoe.combine.default
 
 
 class _MovesRows(torch.autograd.Function):
@@ -24,7 +24,7 @@ class _MovesRows(torch.autograd.Function):
         ctx.save_for_backward(slot, token, offsets)
 
 
-class _SpreadRows(_MovesRows):
+class SpreadRows(_MovesRows):
     @staticmethod
     def forward(x: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
         return _DISPATCH(x, slot, offsets, token.shape[0])
@@ -34,10 +34,10 @@ class _SpreadRows(_MovesRows):
         return sum_choices(grad, Routing(*ctx.saved_tensors)), None, None, None
 
 
-class _SumChoices(_MovesRows):
+class SumChoices(_MovesRows):
     @staticmethod
     def forward(rows: Tensor, slot: Tensor, token: Tensor, offsets: Tensor) -> Tensor:
-        return _COMBINE(rows, slot, None)
+        return COMBINE(rows, slot, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -47,10 +47,10 @@ class _SumChoices(_MovesRows):
 def spread_rows(x: Tensor, routing: Routing) -> Tensor:
     """Return (S, H) from (T, H): :func:`dispatch` of checked arguments."""
     slot, token, offsets = routing
-    return call(_SpreadRows, x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+    return call(SpreadRows, x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
 
 
 def sum_choices(rows: Tensor, routing: Routing) -> Tensor:
     """Return (T, H) from (S, H): :func:`combine` of checked arguments, without weights."""
     slot, token, offsets = routing
-    return call(_SumChoices, rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
+    return call(SumChoices, rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())

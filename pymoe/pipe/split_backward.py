@@ -17,9 +17,9 @@ connected to it belong to part one, so that none of their nodes runs twice. Thes
   whose saved tensors are packed by hooks is left whole: a checkpoint would run its forward twice.
 - An ``autograd.Function`` with a class attribute ``backward_in_parts = True``. Its ``backward`` is then called up to
   twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute those
-  alone, from the same saved tensors. The first call may leave values on ``ctx`` for the second. Missing gradients of
-  outputs are zeros in the second call, even if the function has turned off their materialization. Functions without the
-  attribute are called once.
+  alone, from the same saved tensors. What both calls need, the first may leave on ``ctx``. Gradients of outputs that
+  have none are zeros in the second call, even if the function has turned off their materialization; or None if it says
+  ``takes_missing_gradients = True`` as well. Functions without ``backward_in_parts`` are called once.
 
 In a graph with nodes of ``torch.compile`` no node can defer: such nodes run in graphs of which nothing is kept.
 """
@@ -361,11 +361,12 @@ class DeferredGradients:
             return computed if isinstance(computed, tuple) else (computed,)
         late = {places[edge] for edge in self._edges[node]}
         node.needs_input_grad = tuple([place in late for place in range(len(node.needs_input_grad))])
-        zeros = [
-            torch.zeros(about.shape, dtype=about.dtype, device=about.device) if grad is None else grad
-            for grad, about in zip(grads, node._input_metadata, strict=True)
-        ]
-        computed = node.apply(*zeros)
+        if not getattr(getattr(node, "_forward_cls", None), "takes_missing_gradients", False):
+            grads = tuple(
+                torch.zeros(about.shape, dtype=about.dtype, device=about.device) if grad is None else grad
+                for grad, about in zip(grads, node._input_metadata, strict=True)
+            )
+        computed = node.apply(*grads)
         given = computed if isinstance(computed, (tuple, list)) else (computed,)
         return tuple([given[place] if place >= 0 else None for place in places])
 

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pretended
 from kernel_launches import GROUPED, Launches
 
-from pymoe.nn import MoE, networks
+from pymoe.nn import MoE
+from pymoe.ops import raw
 
 FORWARD = [
     "torch: mm, dtype",  # logits in float32 of operands in bfloat16
@@ -105,8 +106,8 @@ def test_options_cost_what_they_compute(options, forward, backward):
 
 def test_one_launch_more_is_noticed(monkeypatch):
     """Offsets that are not taken as they are cost two launches a product: the count finds what a fault brings back."""
-    whole = networks.linear_of_routing
-    monkeypatch.setattr(networks, "linear_of_routing", lambda *args, **_: whole(*args, whole=False))
+    product = raw.grouped_linear
+    monkeypatch.setattr(raw, "grouped_linear", lambda *args, **_: product(*args, whole=False))
     forward, backward, _ = step(*make())
     assert (len(forward), len(backward)) == (10 + 4, 14 + 8)
 

@@ -1,7 +1,10 @@
 """Layers and calls that the tests of this folder share."""
 
 import copy
+import sys
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from pymoe.nn import MoE
@@ -85,6 +88,16 @@ def gradients(layer, x):
     layer.zero_grad()
     x.grad = None
     return found
+
+
+@contextmanager
+def one_by_one():
+    """Inside, layers and apply_experts run one operator after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["pymoe.nn.moe"], "forward_directly", lambda *_: None)
+        for module in ("pymoe.nn.moe", "pymoe.nn.apply_experts"):
+            patch.setattr(sys.modules[module], "is_one_call", lambda *_: False)
+        yield
 
 
 def run(layer, x, call=None, factor=1.0):

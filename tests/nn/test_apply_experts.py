@@ -212,3 +212,36 @@ def test_errors_name_the_argument_and_the_rule(wrong, error, message):
     with pytest.raises(error) as raised:
         apply_experts(**named)
     assert message in str(raised.value)
+
+
+def decisions(args, keywords):
+    """Whether the quick test accepts the arguments of a call, and whether the named checks do."""
+    module = sys.modules["pymoe.nn.apply_experts"]
+    options = {"b_in": None, "b_out": None, "activation": "swiglu", "capacity": None, "foreign_experts": False}
+    named = dict(zip(("x", "experts", "weights", "w_in", "w_out"), args, strict=True)) | options | keywords
+    try:
+        module._check(**named)
+    except (TypeError, ValueError):
+        return module._fits(**named), False
+    return module._fits(**named), True
+
+
+@pytest.mark.only_on("cpu")
+@pytest.mark.parametrize("kind", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_the_quick_test_accepts_usual_calls(kind, dtype):
+    for options in ({}, {"tokens": 0}, {"transposed": True, "bias": False}):
+        quick, named = decisions(*arguments(dtype=dtype, kind=kind, **options))
+        assert named
+        assert quick == isinstance(kind, str)
+
+
+@pytest.mark.only_on("cpu")
+@pytest.mark.parametrize(("wrong", "error", "message"), ERRORS, ids=[message for *_, message in ERRORS])
+def test_the_quick_test_accepts_nothing_that_the_named_checks_refuse(wrong, error, message):
+    args, keywords = arguments()
+    first = dict(zip(("x", "experts", "weights", "w_in", "w_out"), args, strict=True))
+    args = [wrong.get(name, value) for name, value in first.items()]
+    others = {name: value for name, value in wrong.items() if name not in first}
+    fits = error is IndexError  # nobody has looked at the indices yet
+    assert decisions(args, keywords | others) == (fits, fits)

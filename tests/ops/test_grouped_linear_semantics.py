@@ -182,7 +182,7 @@ def test_the_gradient_of_a_transposed_weight_is_made_where_the_parameter_gets_it
         made.append(operator(*args))
         return made[-1]
 
-    monkeypatch.setattr(sys.modules["pymoe.ops.grouped_linear"], "_GROUPED_LINEAR_WEIGHT_GRAD", noting)
+    monkeypatch.setattr(sys.modules["pymoe.ops.grouped_linear"], "WEIGHT_GRAD", noting)
     parameter, x, offsets, direction = transposed_case()
     parameter = parameter.detach().to(dtype).requires_grad_()
     x, direction = x.to(dtype), direction.to(dtype)

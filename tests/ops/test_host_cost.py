@@ -44,10 +44,11 @@ FUNCTIONS = {
         "_build_routing_fits",
         "experts_in_range",
         LOOKED_FOR_BAD_INDICES,
+        "raw",
     ],
     "combine": [
         *("combine", *checked("combine"), "is_routing", "is_matrix", "slots_in_range", LOOKED_FOR_BAD_INDICES),
-        *("accumulate_dtype", "call", "_any_requires_grad", "forward"),
+        *("raw", "accumulate_dtype", "call", "_any_requires_grad", "forward"),
     ],
     "dispatch": [
         *("dispatch", *checked("dispatch"), "is_routing", "slots_in_range", LOOKED_FOR_BAD_INDICES, "spread_rows"),
@@ -57,13 +58,14 @@ FUNCTIONS = {
         *(
             "expert_activation",
             *checked("expert_activation"),
+            "raw",
             "kernel_options",
             "call",
             "_any_requires_grad",
             "forward",
         ),
     ],
-    "gate_topk": ["gate_topk", *checked("gate_topk"), "call", "_any_requires_grad", "forward"],
+    "gate_topk": ["gate_topk", *checked("gate_topk"), "raw", "call", "_any_requires_grad", "forward"],
     "grouped_linear": [
         *("grouped_linear", "cast_operands", "autocast_enabled", *checked("grouped_linear"), "is_index"),
         *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "_any_requires_grad", "forward"),

@@ -18,7 +18,9 @@ from pymoe._common.dtypes import FLOATING
 from pymoe.bench.calls import BenchCase, Operator, Sample, generator, mapped, tensors_in
 from pymoe.bench.operators import OPERATORS
 
-WITHOUT_CUDA = frozenset({"apply_quantized_experts", "quantize_weight", "quantized_linear"})
+WITHOUT_CUDA = frozenset(
+    {"apply_chosen_quantized_experts", "apply_quantized_experts", "quantize_weight", "quantized_linear"}
+)
 """The operators that have no CUDA kernel, and refuse CUDA tensors in every build."""
 
 

@@ -29,9 +29,13 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
         logits = uniform(6, 4, dtype=torch.float32, generator=generator)
         gate = (None, 2, "softmax", True, 0, 0, 1.0)
         yield RawCall(name, "apply_chosen_experts", (x, logits, *gate, *network, None, *numbers))
+        yield RawCall(name, "apply_experts_recorded", (x, experts, weights, *network, None, False, *numbers))
+        yield RawCall(name, "apply_chosen_experts_recorded", (x, logits, *gate, *network, None, *numbers))
     one = (x[:1], experts[:1], weights[:1], w_in, None, w_out, None, number)
     yield RawCall("capacity", "apply_experts", (*one, 1, False, *numbers))
     yield RawCall("capacity", "apply_chosen_experts", (x, logits, *gate, *network, 1, *numbers))
+    yield RawCall("capacity", "apply_experts_recorded", (*one, 1, False, *numbers))
+    yield RawCall("capacity", "apply_chosen_experts_recorded", (x, logits, *gate, *network, 1, *numbers))
     yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True, *numbers))
     for bits in (8, 4):
         w_in, w_out = (
@@ -43,4 +47,6 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
         yield RawCall(
             f"int{bits}", "apply_quantized_experts", (*quantized, layout, 0, None, False, 0.0, 1.0, 0.0, False)
         )
+        chosen = (quantized[0], logits, *gate, *quantized[3:])
+        yield RawCall(f"int{bits}", "apply_chosen_quantized_experts", (*chosen, layout, 0, None, 0.0, 1.0, 0.0, False))
         yield RawCall(f"int{bits}_capacity", "apply_quantized_experts", (*quantized, layout, 0, 2, False))

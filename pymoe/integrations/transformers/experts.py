@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from pymoe._common import checks
-from pymoe._common.dtypes import autocast_enabled, cast_operands
+from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
 from pymoe.integrations.transformers.quantized import run_quantized_experts
@@ -52,7 +52,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     }
     if isinstance(w_in, QuantizedLinear):
         return run_quantized_experts(*operands, **options)
-    checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
+    if not (isinstance(w_in, Tensor) and w_in.dtype in FLOATING):
+        checks.floating(f"experts_implementation='pymoe' ({type(experts).__name__})", name, w_in)
     return run_experts(*operands, **options, transposed=flags.transposed)
 
 
@@ -90,7 +91,8 @@ def run_experts(
     """
     if transposed:
         w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-    b_in, b_out = (None if bias is None else bias.to(w_in.dtype) for bias in (b_in, b_out))
+    b_in = None if b_in is None else b_in.to(w_in.dtype)
+    b_out = None if b_out is None else b_out.to(w_in.dtype)
     operand = as_operand(x, w_in)
     activation = followed_by_cast(activation, operand.dtype)
     if post_norm is None:

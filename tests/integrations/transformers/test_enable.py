@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import tiny_models
@@ -9,7 +10,7 @@ import torch
 
 from pymoe import ops
 from pymoe.integrations.transformers import disable, enable
-from pymoe.nn import networks
+from pymoe.ops import raw
 
 OUTSIDE = {
     "dbrx": "transformer.blocks.{}.ffn.experts",
@@ -22,9 +23,10 @@ OUTSIDE = {
 
 @pytest.fixture
 def products(monkeypatch):
-    """Counts the calls of grouped_linear, and of a layer's own way to it."""
+    """Counts the calls of grouped_linear, and of what makes both products in one call."""
     seen = []
-    for module, name in ((ops, "grouped_linear"), (networks, "linear_of_routing")):
+    fused = sys.modules["pymoe.nn.apply_experts"]
+    for module, name in ((ops, "grouped_linear"), (raw, "grouped_linear"), (fused, "apply_experts_fused")):
         product = getattr(module, name)
         counted = lambda *args, product=product, **options: seen.append(1) or product(*args, **options)  # noqa: E731
         monkeypatch.setattr(module, name, counted)

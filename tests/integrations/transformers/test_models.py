@@ -1,5 +1,7 @@
 """Whole models: logits, gradients and generated tokens are those of eager, and the state dict stays as it is."""
 
+import sys
+
 import pytest
 import tiny_models
 import torch
@@ -7,6 +9,7 @@ from experts_classes import experts_classes
 
 import pymoe.integrations.transformers  # noqa: F401
 from pymoe import ops
+from pymoe.ops import raw
 
 EVERY_MODEL = sorted({one.model for one in experts_classes()})
 USUAL = (
@@ -33,8 +36,11 @@ def models(names):
 def calls(monkeypatch):
     """The layers that asked pymoe for a routing."""
     seen = []
-    build = ops.build_routing
-    monkeypatch.setattr(ops, "build_routing", lambda *these, **options: seen.append(1) or build(*these, **options))
+    fused = sys.modules["pymoe.nn.apply_experts"]
+    for module, name in ((ops, "build_routing"), (raw, "build_routing"), (fused, "apply_experts_fused")):
+        call = getattr(module, name)
+        counted = lambda *these, call=call, **options: seen.append(1) or call(*these, **options)  # noqa: E731
+        monkeypatch.setattr(module, name, counted)
     return seen
 
 

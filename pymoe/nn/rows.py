@@ -1,4 +1,4 @@
-"""A linear layer whose rows do not depend on the rows around them, bit for bit."""
+"""The rows of a layer: how they lie in memory, and a product in which they do not depend on the rows around them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pymoe import ops
+
+
+def as_rows(x: Tensor, hidden_size: int) -> Tensor:
+    """Return the tokens of (..., H) as (T, H), one after the other in memory.
+
+    Every way through a layer begins with this. Matrix products of torch round as the layout of their operands says,
+    also that of a single row, which counts as contiguous whatever its strides are.
+
+    Args:
+        x: (..., H).
+        hidden_size: H.
+    """
+    rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
+    return rows if rows.stride() == (hidden_size, 1) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_invariant: bool) -> Tensor:

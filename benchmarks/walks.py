@@ -1,0 +1,138 @@
+"""How much Python of pymoe one call of a layer runs: functions entered, and the files that they are in.
+
+    python -m benchmarks.walks [--budget S]
+
+A walk is one call with 16 tokens, 8 experts and 2 choices a token, after a first one. ``sys.setprofile`` counts, on the
+calling thread: frames (functions entered), functions, files, and turns (changes from one file to another). The host's
+time for one token is processor time of one thread, as a ratio to the same call without gradients: candidates take
+turns, and each has its fastest run. Prints two Markdown tables. The walk of a transformers model is left out where
+transformers is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import pymoe
+from pymoe.nn import MoE, quantize_experts
+
+PACKAGE = str(Path(pymoe.__file__).parent)
+TOKENS, HIDDEN, FFN, EXPERTS, CHOICES = 16, 32, 64, 8, 2
+ROW, FEWEST_ROUNDS = 100, 15
+
+Calls = dict[str, Callable[[], object]]
+"""By the way that a layer is called: the first is what the times of the others are compared with."""
+
+
+class Walk(NamedTuple):
+    """Python of the package that one call ran."""
+
+    frames: int
+    functions: int
+    files: int
+    turns: int
+
+
+def walk(call: Callable[[], object]) -> Walk:
+    """Return what the third call of ``call`` runs."""
+    for _ in range(2):
+        call()
+    entered: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            entered.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    files = [file for file, _ in entered]
+    return Walk(len(entered), len(set(entered)), len(set(files)), sum(a != b for a, b in pairwise(files)))
+
+
+def calls_of(layer: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Calls:
+    """Return the ways to call a layer of parameters; with gradients, that of ``x`` is asked for as well."""
+    leaf = x.clone().requires_grad_()
+    return {
+        "no gradients": torch.no_grad()(lambda: layer(x, *others)),
+        "forward": lambda: layer(leaf, *others),
+        "forward + backward": lambda: layer(leaf, *others).sum().backward(),
+    }
+
+
+def layers(tokens: int) -> dict[str, Calls]:
+    """Return the calls of every layer, with so many tokens."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, HIDDEN)
+    plain, quantized = (MoE(HIDDEN, FFN, EXPERTS, CHOICES) for _ in range(2))
+    quantize_experts(quantized.eval(), 8)
+    found = {"MoE": calls_of(plain, x), "MoE, int8 experts": {"no gradients": calls_of(quantized, x)["no gradients"]}}
+    experts = experts_of_transformers()
+    if experts is not None:
+        chosen = torch.rand(tokens, EXPERTS).argsort(dim=1)[:, :CHOICES]
+        found["experts of transformers"] = calls_of(experts, x, chosen, torch.rand(tokens, CHOICES))
+    return found
+
+
+def experts_of_transformers() -> Callable[..., Tensor] | None:
+    """Return the experts of a small Mixtral on pymoe's operators; None without transformers."""
+    try:
+        from transformers import MixtralConfig, MixtralForCausalLM
+    except ImportError:
+        return None
+    import pymoe.integrations.transformers  # noqa: F401  # registers the implementation
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": EXPERTS, "vocab_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    model.set_experts_implementation("pymoe")
+    return next(module for module in model.modules() if type(module).__name__ == "MixtralExperts")
+
+
+def times(calls: Calls, budget: float) -> dict[str, float]:
+    """Return the fastest time of each call, in microseconds of one thread; they take turns for ``budget`` seconds."""
+    best = dict.fromkeys(calls, float("inf"))
+    rounds, start = 0, time.perf_counter()
+    while rounds < FEWEST_ROUNDS or time.perf_counter() - start < budget:
+        rounds += 1
+        for way, call in calls.items():
+            begin = time.thread_time()
+            for _ in range(ROW):
+                call()
+            best[way] = min(best[way], (time.thread_time() - begin) / ROW * 1e6)
+    return best
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(prog="benchmarks.walks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds of timing for each layer")
+    budget = parser.parse_args().budget
+    torch.set_num_threads(1)
+    print("| walk | " + " | ".join(Walk._fields) + " |\n|---|--:|--:|--:|--:|")
+    for layer, calls in layers(TOKENS).items():
+        for way, call in calls.items():
+            print(f"| {layer}, {way} | " + " | ".join(map(str, walk(call))) + " |")
+    print("\n| one token | µs | ratio |\n|---|--:|--:|")
+    for layer, calls in layers(1).items():
+        found = times(calls, budget)
+        unit = next(iter(found.values()))
+        for way, microseconds in found.items():
+            print(f"| {layer}, {way} | {microseconds:.1f} | {microseconds / unit:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""The experts of a mixture, with or without the gate that chooses them, as one node of autograd.
+
+One operator after the other is one node after the other, and for a few tokens the way to each of them takes longer than
+its kernel. This node makes one native call, which runs the same kernels, and its backward pass runs those of the
+operators' backward passes: gradients have the same bits. They may be differentiated again. For that,
+what one operator makes and the next one reads is an output of the node, too, whose gradient a second backward pass
+brings.
+
+The node is for eager code outside of transforms, on the CPU: see :func:`is_one_call`. On a GPU one operator follows the
+other, each with its own node; there the router's product, its gate and the routing are one
+(:mod:`pymoe.nn.router_product`), and nothing else is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from pymoe import _torch_canaries as canaries
+from pymoe import _torch_private as private
+from pymoe._common.dtypes import accumulate_dtype
+from pymoe.nn.losses import Injected
+from pymoe.ops.combine import COMBINE_BACKWARD, CombineBackward
+from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, KernelOptions, activation_backward
+from pymoe.ops.function_calls import apply, call, is_differentiated, is_recorded, is_transformed
+from pymoe.ops.gate_topk import GATE_TOPK_BACKWARD, GateTopkBackward, Options, backward_options
+from pymoe.ops.grouped_linear import (
+    BIAS_GRAD,
+    GROUPED_LINEAR,
+    WEIGHT_GRAD,
+    BiasGrad,
+    GroupedLinear,
+    WeightGrad,
+    weight_grad,
+)
+from pymoe.ops.row_moves import COMBINE, SumChoices
+
+APPLY_EXPERTS_RECORDED = torch.ops.pymoe.apply_experts_recorded.default
+APPLY_CHOSEN_EXPERTS_RECORDED = torch.ops.pymoe.apply_chosen_experts_recorded.default
+
+Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+"""w_in, b_in, w_out, b_out."""
+
+
+def is_one_call(x: Tensor, *others: Any) -> bool:
+    """Return whether experts of rows ``x`` may be one native call, and one node if one of the arguments needs that.
+
+    They may not where autograd has to see the operators in between: inside a transform, in a graph that is being
+    compiled with gradients, and where :func:`is_one_node` says so.
+    """
+    if is_compiling():
+        return not is_recorded(x, *others)
+    return not is_transformed() and (not is_differentiated(x, *others) or is_one_node(x))
+
+
+def is_one_node(x: Tensor) -> bool:
+    """Return whether what is differentiated, outside of transforms, may be one node: on the CPU, without hooks.
+
+    Hooks of saved tensors take what nodes save, as ``torch.utils.checkpoint`` does. A checkpoint compares what a
+    recomputation saves with what the forward saved. So the nodes must be the same in both where something stood between
+    the parts of a layer in one of them alone, such as a hook that was removed in between.
+    """
+    canaries.thread_states()
+    return x.is_cpu and private.top_saved_tensors_default_hooks(True) is None
+
+
+def apply_experts_recorded(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    parameters: Parameters,
+    activation: KernelOptions,
+    capacity: int | None,
+    foreign_experts: bool,
+) -> Tensor:
+    """Return (T, O): the arguments are those of the native ``apply_experts``."""
+    y: Tensor = apply(_Experts, x, weights, *parameters, experts, activation, capacity, foreign_experts)[0]
+    return y
+
+
+def apply_chosen_experts_recorded(
+    x: Tensor,
+    logits: Tensor,
+    carrier: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    parameters: Parameters,
+    activation: KernelOptions,
+    capacity: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (T, O) and the load (E,): the arguments are those of the native ``apply_chosen_experts``.
+
+    ``carrier`` has the values of ``logits`` and gets what comes back through the weights of the choice: it is
+    ``logits``, or from :func:`count_and_inject`.
+    """
+    # Not as an input of its own: compiled autograd cannot add the gradient that is missing there to the others.
+    read = (private.unwrap_if_dead(logits),)
+    y, load, *_ = apply(_ChosenExperts, x, carrier, *parameters, read, bias, options, activation, capacity)
+    return y, load
+
+
+class _Operators(NamedTuple):
+    """The operators that a backward pass runs."""
+
+    combine_backward: Callable[..., tuple[Tensor, Tensor]]
+    product: Callable[..., Tensor]
+    weight_product: Callable[..., Tensor]
+    bias_grad: Callable[..., Tensor]
+    activation_backward: Callable[..., Tensor]
+    sum_choices: Callable[..., Tensor]
+    gate_backward: Callable[..., Tensor]
+
+
+_FUNCTIONS = _Operators(
+    partial(call, CombineBackward),
+    partial(call, GroupedLinear),
+    partial(call, WeightGrad),
+    partial(call, BiasGrad),
+    activation_backward,
+    partial(call, SumChoices),
+    partial(call, GateTopkBackward),
+)
+"""The Functions of the operators, for a backward pass that is recorded, compiled or transformed in turn."""
+
+_KERNELS = _Operators(
+    COMBINE_BACKWARD,
+    GROUPED_LINEAR,
+    WEIGHT_GRAD,
+    BIAS_GRAD,
+    EXPERT_ACTIVATION_BACKWARD,
+    lambda rows, slot, *_: COMBINE(rows, slot, None),
+    GATE_TOPK_BACKWARD,
+)
+"""What the same Functions run in the end."""
+
+
+class _Needs(NamedTuple):
+    """Whose gradients are asked for: the first arguments of both nodes. ``weights`` are given, or come from logits."""
+
+    x: bool
+    weights: bool
+    w_in: bool
+    b_in: bool
+    w_out: bool
+    b_out: bool
+
+
+class _Node(torch.autograd.Function):
+    """What both nodes share. Their first arguments are those of :class:`_Needs`.
+
+    A kept graph may run backward in several threads at once, so a pass leaves nothing on ``ctx``; except the first part
+    of a pass in two parts, of which a graph has one (:mod:`pymoe.pipe.split_backward`).
+    """
+
+    # A pipeline may ask for the gradients of the parameters later.
+    backward_in_parts = True
+    takes_missing_gradients = True
+
+    @staticmethod
+    def keep(
+        ctx: Any,
+        steps: tuple[Tensor, ...],
+        weights: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        *others: Tensor,
+        activation: KernelOptions,
+        whole: bool,
+    ) -> None:
+        """Save what the gradients that may be asked for read, in the order of :meth:`go_back`, and then ``others``."""
+        rows, inner, active, outer, slot, token, offsets = steps
+        ctx.asked = ctx.needs_input_grad
+        needs = _Needs(*ctx.asked[:6])
+        need_inner = needs.x or needs.w_in or needs.b_in
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            rows if needs.w_in else None,
+            inner if need_inner else None,
+            active if needs.w_out else None,
+            outer,
+            weights,
+            slot,
+            token if needs.x else None,
+            offsets,
+            w_in if needs.x else None,
+            w_out if need_inner else None,
+            *others,
+        )
+        ctx.activation, ctx.whole = activation, whole
+        ctx.strides = w_in.stride(), w_out.stride()
+        ctx.left = None
+
+    @staticmethod
+    def start(ctx: Any) -> tuple[_Operators, list[Any]]:
+        """Return the operators of a pass and what :meth:`keep` saved, which the graph lets go of unless it is kept."""
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        plain = not (torch.is_grad_enabled() or is_compiling() or is_transformed())
+        return _KERNELS if plain else _FUNCTIONS, saved
+
+    @staticmethod
+    def go_back(
+        ctx: Any,
+        run: _Operators,
+        saved: list[Any],
+        dy: Tensor | None,
+        drows: Tensor | None,
+        dinner: Tensor | None,
+        dactive: Tensor | None,
+        douter: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, of the weights, and of w_in, b_in, w_out and b_out.
+
+        Each tensor is let go of where its operator's own node would be, so the memory is that of the nodes.
+
+        Args:
+            ctx: of the node.
+            run: the operators.
+            saved: rows, inner, active, outer, weights, slot, token, offsets, w_in and w_out. The list is emptied.
+            dy: the gradients of the outputs y, rows, inner, active and outer. Only a second backward pass has others
+                than the first.
+            drows: see ``dy``.
+            dinner: see ``dy``.
+            dactive: see ``dy``.
+            douter: see ``dy``.
+        """
+        rows, inner, active, outer, weights, slot, token, offsets, w_in, w_out = saved
+        saved.clear()
+        whole, needs = ctx.whole, _Needs(*ctx.needs_input_grad[:6])
+        need_inner = needs.x or needs.w_in or needs.b_in
+        need_outer = need_inner or needs.w_out or needs.b_out
+        in_parts = needs != ctx.asked[:6]
+        dx = dweights = dw_in = db_in = dw_out = db_out = None
+        if in_parts and not needs.x and ctx.left is not None:  # the second part goes on from where the first was
+            (dinner, douter), ctx.left = ctx.left, None
+            dy, need_inner = None, False
+        if dy is not None and (need_outer or needs.weights):
+            made, dweights = run.combine_backward(
+                dy.contiguous(), outer, weights, slot, offsets, need_outer, needs.weights
+            )
+            douter = _added(douter, made if need_outer else None)
+            dweights = dweights if needs.weights else None
+            del made
+        del outer
+        if douter is not None:
+            if need_inner:
+                dactive = _added(dactive, run.product(douter, w_out.transpose(1, 2), offsets, None, None, whole))
+            if needs.w_out:
+                dw_out = weight_grad(douter, active, offsets, None, whole, ctx.strides[1], run.weight_product)
+            if needs.b_out:
+                db_out = run.bias_grad(douter, offsets, None)
+        left = douter if in_parts and needs.x else None
+        del active, douter
+        if dactive is not None and need_inner:
+            dinner = _added(dinner, run.activation_backward(dactive.contiguous(), inner, *ctx.activation))
+        del inner, dactive
+        if in_parts and needs.x:
+            ctx.left = dinner, left
+        if dinner is not None:
+            if needs.x:
+                drows = _added(drows, run.product(dinner, w_in.transpose(1, 2), offsets, None, None, whole))
+            if needs.w_in:
+                dw_in = weight_grad(dinner, rows, offsets, None, whole, ctx.strides[0], run.weight_product)
+            if needs.b_in:
+                db_in = run.bias_grad(dinner, offsets, None)
+        del rows, dinner, left
+        if drows is not None and needs.x:
+            dx = run.sum_choices(drows.contiguous(), slot, token, offsets)
+        return dx, dweights, dw_in, db_in, dw_out, db_out
+
+
+class _Experts(_Node):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        w_in: Tensor,
+        b_in: Tensor | None,
+        w_out: Tensor,
+        b_out: Tensor | None,
+        experts: Tensor,
+        activation: KernelOptions,
+        capacity: int | None,
+        foreign: bool,
+    ) -> tuple[Tensor, ...]:
+        kind, *numbers = activation
+        y, *steps = APPLY_EXPERTS_RECORDED(
+            x, experts, weights, w_in, b_in, w_out, b_out, kind, capacity, foreign, *numbers
+        )
+        whole = capacity is None and not foreign
+        _Node.keep(ctx, tuple(steps), weights, w_in, w_out, activation=activation, whole=whole)
+        return y, *steps[:4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_Node.go_back(ctx, *_Node.start(ctx), *grads), None, None, None, None
+
+
+class _ChosenExperts(_Node):
+    """The gate and the experts that it chooses, of logits that come twice.
+
+    The gradient of the weights goes to ``carrier``. What the backward pass of the gate reads are ``logits``: a second
+    backward pass that reaches them has not come back through the weights, so it neither counts nor injects.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        carrier: Tensor,
+        w_in: Tensor,
+        b_in: Tensor | None,
+        w_out: Tensor,
+        b_out: Tensor | None,
+        read: tuple[Tensor],
+        bias: Tensor | None,
+        options: Options,
+        activation: KernelOptions,
+        capacity: int | None,
+    ) -> tuple[Tensor, ...]:
+        (logits,) = read
+        kind, *numbers = activation
+        y, *steps, load, weights, experts = APPLY_CHOSEN_EXPERTS_RECORDED(
+            x, logits, bias, *options, w_in, b_in, w_out, b_out, kind, capacity, *numbers
+        )
+        of_gate = (logits, experts) if ctx.needs_input_grad[1] else (None, None)
+        whole = capacity is None
+        _Node.keep(ctx, tuple(steps), weights, w_in, w_out, *of_gate, activation=activation, whole=whole)
+        ctx.mark_non_differentiable(load)
+        ctx.chosen_by = backward_options(bias, options)
+        return y, load, *steps[:4], weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dy, _, drows, dinner, dactive, douter, dweights = grads
+        del grads
+        run, (*saved, logits, experts) = _Node.start(ctx)
+        dx, through, *of_parameters = _Node.go_back(ctx, run, saved, dy, drows, dinner, dactive, douter)
+        dlogits, dweights = None, _added(dweights, through)
+        if dweights is not None and ctx.needs_input_grad[1]:
+            dlogits = run.gate_backward(dweights.contiguous(), logits, experts, *ctx.chosen_by)
+        return dx, dlogits, *of_parameters, None, None, None, None, None
+
+
+def _added(given: Tensor | None, through: Tensor | None) -> Tensor | None:
+    return through if given is None else given if through is None else given + through
+
+
+class _CountAndInject(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, load: list[Tensor], total: Tensor | None, injected: Injected | None
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.load, ctx.total, ctx.injected = load, total, injected
+        if injected is not None:
+            ctx.save_for_backward(logits)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is not None:
+            (load,) = ctx.load
+            if ctx.total is not None:
+                ctx.total.add_(load)
+            if ctx.injected is not None:
+                grad = grad + ctx.injected.gradient(*ctx.saved_tensors, load)
+        return grad, None, None, None
+
+
+def count_and_inject(logits: Tensor, load: list[Tensor], total: Tensor | None, injected: Injected | None) -> Tensor:
+    """Return the values of ``logits``; when the gradient of the weights that a gate makes of them comes back, count
+    the load as :func:`pymoe.nn.record.count_on_backward` does, and add the gradient of the injected losses.
+
+    Neither can wait in the weights themselves, which the node makes and uses, nor in its output, which may be changed
+    in place.
+
+    Args:
+        logits: (T, E), from which a gate is about to choose.
+        load: empty; the caller appends the load (E,) once there is one.
+        total: (E,) int64, changed in place; None counts nothing.
+        injected: the losses, or None.
+    """
+    passed: Tensor = apply(_CountAndInject, logits, load, total, injected)
+    return passed
+
+
+@torch.library.register_fake("pymoe::apply_experts_recorded")
+def _(
+    x: Tensor, experts: Tensor, weights: Tensor, w_in: Tensor, b_in: Any, w_out: Tensor, b_out: Any, kind: int, *_: Any
+) -> tuple[Tensor, ...]:
+    return _shapes(x, experts.shape[0], experts.shape[1], w_in, w_out)
+
+
+@torch.library.register_fake("pymoe::apply_chosen_experts_recorded")
+def _(x: Tensor, logits: Tensor, bias: Any, k: int, *others: Any) -> tuple[Tensor, ...]:
+    tokens, experts = logits.shape
+    chosen = logits.new_empty((tokens, k), dtype=torch.int32)
+    weights = logits.new_empty((tokens, k), dtype=accumulate_dtype(logits.dtype))
+    load = logits.new_empty((experts,), dtype=torch.int32)
+    return *_shapes(x, tokens, k, others[5], others[7]), load, weights, chosen
+
+
+def _shapes(x: Tensor, tokens: int, choices: int, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, ...]:
+    """Return y, rows, inner, active, outer, slot, token and offsets without values."""
+    rows = tokens * choices
+    floating = ((tokens, w_out.shape[1]), (rows, x.shape[1]), (rows, w_in.shape[1]), (rows, w_out.shape[2]))
+    indices = ((tokens, choices), (rows,), (w_in.shape[0] + 1,))
+    return (
+        *(x.new_empty(shape) for shape in (*floating, (rows, w_out.shape[1]))),
+        *(x.new_empty(shape, dtype=torch.int32) for shape in indices),
+    )
