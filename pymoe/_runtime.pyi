@@ -130,7 +130,7 @@ class TaskPool:
     def _idle_is_known(self) -> None:
         """Return whether waiting threads have been warned that no runtime serves the pool."""
     def _is_exclusive_with(self, other: typing.Any) -> bool:
-        """True if batches of the two never overlap; so with itself."""
+        """Return whether batches of the two pools never overlap; True for the pool itself."""
     def _room(self) -> collections.abc.Callable[[], None]:
         """
         Return a function that waits until the queue has room, which another client may take, and raises

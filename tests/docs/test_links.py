@@ -93,7 +93,7 @@ WHERE_TO_ADD = {
     "pymoe/pipe/distributed/messages.py": ["_lay_out", "TensorLayout", "flat", "empty", "Subject"],
     "pymoe/pipe/distributed/transport.py": ["_take"],
     "pymoe/pipe/pipe.py": ["ScheduleName"],
-    "pymoe/_common/contracts.py": ["check_gate_topk", "check_dispatch"],
+    "pymoe/_common/contracts.py": ["check_gate_topk"],
     "pymoe/_common/dtypes.py": ["FLOATING"],
     "csrc/runtime/statistics.h": ["PoolStatistics"],
     "pymoe/runtime/monitoring/statistics.py": ["PoolStats", "TOTALS", "HISTOGRAMS", "pool_stats"],

@@ -140,7 +140,7 @@ FAULTS = [
     Fault(
         "the direct way of a layer does not check the options of the gate",
         "pymoe/nn/direct.py",
-        "check_gate(logits_TE, router",
+        "check_gate_topk(logits_TE, router",
         "(logits_TE, router",
         ("tests/nn/test_refusals.py", "-k", "scale"),
     ),

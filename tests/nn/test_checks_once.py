@@ -6,9 +6,9 @@ import pytest
 import torch
 from called import functions_of
 from moe_layers import make_input, make_layer
-from pymoe.reference.types import Gate
 from torch import nn
 
+from pymoe._common.types import Gate
 from pymoe.nn import apply_experts
 
 pytestmark = pytest.mark.only_on("cpu")

@@ -8,11 +8,11 @@ import torch
 from called import Operators, functions_of
 from limits import LONG
 from moe_layers import OPTIONS, assert_same, gradients, make_input, make_layer, one_by_one, run
-from pymoe.reference.checks import FLOATING
 from specs.comparison import assert_same_bits
 from specs.expert_activation import ACTIVATIONS
 from torch.utils.checkpoint import checkpoint
 
+from pymoe._common.dtypes import FLOATING
 from pymoe.nn import apply_experts, recorded, set_aux_loss_scale
 from pymoe.reference.expert_activation import is_gated
 

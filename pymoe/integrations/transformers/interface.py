@@ -222,3 +222,8 @@ def mark_quantized(model: Any, quantizer: Any) -> None:
 def quantizer_of(model: Any) -> Any:
     """Return the quantizer of a model; None without one."""
     return getattr(model, "hf_quantizer", None)
+
+
+def mark_initialized(layer: Any) -> None:
+    """Keep transformers from drawing random numbers for a module where it expects a parameter."""
+    layer._is_hf_initialized = True

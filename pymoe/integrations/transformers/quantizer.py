@@ -136,7 +136,7 @@ class PymoeQuantizer(HfQuantizer):
             quantize_experts(model, self.quantization_config.bits)  # on the meta device
             for name in self.weights:
                 layer = model.get_submodule(name)
-                _mark_initialized(layer)
+                interface.mark_initialized(layer)
                 # transformers waits for all keys of the state as for tensors of modules, which sizes are not.
                 self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
 
@@ -232,7 +232,7 @@ class Pack(_Known):
             layer.packed = _in_file(layer.packed, config.folder)
         delattr(experts, own)
         setattr(experts, own, layer)
-        _mark_initialized(layer)
+        interface.mark_initialized(layer)
         return layer.packed
 
 
@@ -337,11 +337,6 @@ def _unquantised(module: nn.Module) -> list[str]:
 
 def _without_sizes(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     state.pop(f"{prefix}sizes", None)
-
-
-def _mark_initialized(layer: Any) -> None:
-    """Keep transformers from drawing random numbers for a module where it expects a parameter."""
-    layer._is_hf_initialized = True
 
 
 def _check_file(file: str) -> None:
