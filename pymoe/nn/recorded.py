@@ -69,7 +69,8 @@ def is_one_node(x: Tensor) -> bool:
     it was in the example: the logits that are read, and the load that is counted.
     """
     canaries.thread_states()
-    return x.is_cpu and private.top_saved_tensors_default_hooks(True) is None and not torch.jit.is_tracing()
+    traces = torch.jit.is_tracing()  # type: ignore[attr-defined]  # public, and documented, but not in an __all__
+    return x.is_cpu and private.top_saved_tensors_default_hooks(True) is None and not traces
 
 
 def apply_experts_recorded(
