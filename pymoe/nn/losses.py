@@ -14,6 +14,7 @@ from pymoe.ops.function_calls import call
 from pymoe.ops.router_losses import router_losses_backward
 
 _SCORES = ("softmax", "sigmoid")
+_NUMBERS = (float, int)
 
 
 class _InjectLoss(torch.autograd.Function):
@@ -136,8 +137,21 @@ class AuxiliaryLosses(nn.Module):
         return Injected(self.score, *factors)
 
     def injects_by_kernels(self) -> bool:
-        """Return whether :meth:`injected` has the gradient of what :meth:`forward` injects."""
-        return self.backend == "native" and self.score in _SCORES
+        """Return whether :meth:`injected` has the gradient of what :meth:`forward` injects.
+
+        Somebody may have set a coefficient or :attr:`scale` to a tensor that is learned, or of another shape or dtype
+        than :func:`set_aux_loss_scale` leaves there; that takes operators of torch.
+        """
+        scale = self.scale
+        return (
+            self.backend == "native"
+            and self.score in _SCORES
+            and type(self.aux_loss_coef) in _NUMBERS
+            and type(self.z_loss_coef) in _NUMBERS
+            and (
+                type(scale) in _NUMBERS or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.requires_grad)
+            )
+        )
 
     def _coefficients(self) -> tuple[float, float]:
         return self.aux_loss_coef, self.z_loss_coef

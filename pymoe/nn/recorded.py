@@ -64,9 +64,13 @@ def is_one_node(x: Tensor) -> bool:
     Hooks of saved tensors take what nodes save, as ``torch.utils.checkpoint`` does. A checkpoint compares what a
     recomputation saves with what the forward saved. So the nodes must be the same in both where something stood between
     the parts of a layer in one of them alone, such as a hook that was removed in between.
+
+    ``torch.jit.trace`` follows the tensors among the arguments of a node. All else that the node is given would stay as
+    it was in the example: the logits that are read, and the load that is counted.
     """
     canaries.thread_states()
-    return x.is_cpu and private.top_saved_tensors_default_hooks(True) is None
+    traces = torch.jit.is_tracing()  # type: ignore[attr-defined]  # public, and documented, but not in an __all__
+    return x.is_cpu and private.top_saved_tensors_default_hooks(True) is None and not traces
 
 
 def apply_experts_recorded(

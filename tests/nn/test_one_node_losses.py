@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from moe_layers import assert_same, gradients, make_input, make_layer, one_by_one, with_backend
+from moe_layers import assert_same, gradients, make_input, make_layer, one_by_one, run, with_backend
 from specs.comparison import assert_same_bits
 from torch._dynamo import compiled_autograd
 
@@ -156,3 +156,18 @@ def test_losses_of_the_reference_are_used():
     layer.losses.backend = "native"
     layer(x).sum().backward()
     torch.testing.assert_close(found["router.weight"], gradients(layer, x)["router.weight"])
+
+
+@pytest.mark.parametrize("name", ["scale", "aux_loss_coef", "z_loss_coef"])
+@pytest.mark.parametrize("value", [2.0, [2.0], [[2.0]]], ids=["scalar", "one element", "one by one"])
+def test_tensors_that_were_set_by_hand_scale_what_is_injected(name, value):
+    """In one node they had no gradient of their own, and those that are no scalars raised in the backward pass."""
+    results = []
+    for mode in (nullcontext, one_by_one):
+        layer, factor = make_layer(aux_loss_coef=0.1, z_loss_coef=0.2), torch.tensor(value, requires_grad=True)
+        setattr(layer.losses, name, factor)
+        with mode():
+            y, found = run(layer, make_input(5))
+        results.append(found | {"y": y, "factor": factor.grad})
+    assert results[0]["factor"] is not None
+    assert_same(*results)
