@@ -13,7 +13,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -350,6 +350,17 @@ class RemoteFuture(concurrent.futures.Future):
     """
 
     _attempt: Any = None  # future of gRPC
+    _may_block = False  # some callback may: only these need a thread of timers
+
+    def add_done_callback(self, function: Callable[[Any], Any]) -> None:
+        """Call ``function(future)`` once the request is done or cancelled."""
+        with self._condition:
+            self._may_block = True
+        super().add_done_callback(function)
+
+    def _tell(self, function: Callable[[Any], Any]) -> None:
+        """Do the same for a function that does not block; see :func:`pymoe.runtime.future.tell`."""
+        super().add_done_callback(function)
 
     def cancel(self) -> bool:
         """Cancel the request; return False if it is done. If it has begun on the server, it ends without its client."""
@@ -503,7 +514,7 @@ class _Attempts:
         self._call.end()
         self._permits.give_back()
         with self._future._condition:  # no callback is added meanwhile
-            if not vars(self._future)["_done_callbacks"]:
+            if not self._future._may_block:
                 return self._complete(error, result)
         return call_soon(self._complete, error, result)
 

@@ -16,8 +16,9 @@ from experts import WIDTH, Held, mlp, of
 from limits import LONG
 
 from pymoe.remote import ExpertServer, channel, connect, requests
-from pymoe.runtime import QueueFull
-from pymoe.runtime.timers import call_later
+from pymoe.runtime import MixtureOfExpertBackends, QueueFull, as_completed, wait
+from pymoe.runtime.future import tell
+from pymoe.runtime.timers import call_later, call_soon
 
 X = torch.ones(2, WIDTH)
 
@@ -179,6 +180,44 @@ def test_callbacks_run_in_their_order_on_threads_of_timers() -> None:
         assert names == [(i, "pymoe-timers") for i in range(5)]
         future.add_done_callback(lambda _: names.append(threading.current_thread().name))
         assert names[-1] == threading.current_thread().name
+
+
+@pytest.mark.parametrize("way", ["await", "as_completed", "wait", "mixture"])
+def test_an_answer_that_only_this_library_waits_for_takes_no_other_thread(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was handed to a thread of timers, which cost four more switches between threads for an answer."""
+    held, handed = Held(), []
+    monkeypatch.setattr(requests, "call_soon", lambda *call: (handed.append(1), call_soon(*call)))
+    with ExpertServer(of(held)) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        timer = threading.Thread(target=lambda: (held.begun.wait(LONG), time.sleep(0.1), held.open.set()))
+        timer.start()
+        if way == "mixture":
+            mixture = MixtureOfExpertBackends([remote], top_k=1)
+            with torch.no_grad():
+                assert mixture(X).shape == X.shape
+        elif way == "await":
+
+            async def ask() -> Any:
+                return await remote.forward_pool.submit_async(X)
+
+            assert torch.equal(asyncio.run(ask())[0], X)
+        else:
+            future = remote.forward_pool.submit_task(X)
+            done = wait([future], LONG).done if way == "wait" else set(as_completed([future], LONG))
+            assert done == {future}
+        timer.join()
+        assert not handed
+        held.begun.clear()
+        held.open.clear()
+        future, called = remote.forward_pool.submit_task(X), threading.Event()
+        tell(future, lambda _: None)
+        future.add_done_callback(lambda _: called.set())
+        assert held.begun.wait(LONG)
+        held.open.set()
+        assert called.wait(LONG)
+        assert handed == [1]
 
 
 def test_a_callback_that_waits_for_a_deadline_stops_none() -> None:
