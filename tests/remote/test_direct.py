@@ -220,6 +220,36 @@ def test_an_answer_that_only_this_library_waits_for_takes_no_other_thread(
         assert handed == [1]
 
 
+def test_callbacks_that_block_take_no_more_threads_than_requests_may_be_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that sent requests faster than its callbacks ended had 2,700 threads after four seconds."""
+    monkeypatch.setattr(requests, "MAX_UNDER_WAY", 3)
+    go_on, called = threading.Event(), threading.Semaphore(0)
+
+    def block(_: Any) -> None:
+        called.release()
+        assert go_on.wait(LONG)
+        raise KeyboardInterrupt  # which is reported, and takes no room away
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    held = Held()
+    with ExpertServer(of(held)) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        pool = there.backends()[0].forward_pool
+        futures = [pool.submit_task(X) for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(block)
+        held.open.set()
+        for future in futures:
+            assert called.acquire(timeout=LONG)
+            assert torch.equal(future.result(LONG)[0], X)
+        with pytest.raises(QueueFull):
+            pool.submit_task(X, timeout=0.05)
+        go_on.set()
+        assert torch.equal(pool(X)[0], X)
+        until(lambda: pool._permits._free == 3)
+
+
 def test_a_callback_that_waits_for_a_deadline_stops_none() -> None:
     """Once the deadline had passed between two attempts, it ran on the thread of all deadlines, and stopped them."""
     hung = Held()
