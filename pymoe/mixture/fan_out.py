@@ -27,7 +27,7 @@ from pymoe._errors import describe_error
 from pymoe.mixture.members import Member, MemberPass
 from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
-from pymoe.runtime.future import Future, deadline_after, seconds_left
+from pymoe.runtime.future import Future, deadline_after, seconds_left, tell
 from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.room import Place
 
@@ -160,7 +160,7 @@ class Pending:
                 count("late")
 
         self._futures.append(future)
-        future.add_done_callback(ended)
+        tell(future, ended)
 
     def run_inline(self, deadline: float | None) -> None:
         """Run the requests in this thread if no worker may be free; waiting for a single future does the same."""

@@ -13,7 +13,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -345,11 +345,22 @@ class RemoteFuture(concurrent.futures.Future):
     """The outcome of a request that was sent on its own. ``cancel()`` also removes it from the server's queue.
 
     Callbacks run one after the other on a thread of :mod:`pymoe.runtime.timers`, where they may block and wait for
-    other requests. Those of a request that is cancelled run in ``cancel()``, and one that is added to a future that is
-    done runs in ``add_done_callback()``.
+    other requests; the request counts as under way until they have ended. Those of a request that is cancelled run in
+    ``cancel()``, and one that is added to a future that is done runs in ``add_done_callback()``.
     """
 
     _attempt: Any = None  # future of gRPC
+    _may_block = False  # some callback may: only these need a thread of timers
+
+    def add_done_callback(self, function: Callable[[Any], Any]) -> None:
+        """Call ``function(future)`` once the request is done or cancelled."""
+        with self._condition:
+            self._may_block = True
+        super().add_done_callback(function)
+
+    def _tell(self, function: Callable[[Any], Any]) -> None:
+        """Do the same for a function that does not block; see :func:`pymoe.runtime.future.tell`."""
+        super().add_done_callback(function)
 
     def cancel(self) -> bool:
         """Cancel the request; return False if it is done. If it has begun on the server, it ends without its client."""
@@ -501,11 +512,18 @@ class _Attempts:
 
     def _end(self, error: Exception | None, result: Any = None) -> None:
         self._call.end()
-        self._permits.give_back()
         with self._future._condition:  # no callback is added meanwhile
-            if not vars(self._future)["_done_callbacks"]:
+            if not self._future._may_block:
+                self._permits.give_back()
                 return self._complete(error, result)
-        return call_soon(self._complete, error, result)
+        return call_soon(self._call_back, error, result)
+
+    def _call_back(self, error: Exception | None, result: Any) -> None:
+        """Complete the future and keep the permit until its callbacks end: each request among them takes a thread."""
+        try:
+            self._complete(error, result)
+        finally:
+            self._permits.give_back()
 
     def _complete(self, error: Exception | None, result: Any) -> None:
         if not self._future.set_running_or_notify_cancel():  # which wakes those who wait for a cancelled future

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from pymoe._runtime import Mailbox, RequestFuture
+from pymoe.runtime.future import tell
 
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
 
@@ -62,7 +63,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
             with suppress(RuntimeError):  # the loop is closed, so nothing waits in it
                 loop.call_soon_threadsafe(Mailbox.wake, waiter)
 
-        return future.add_done_callback(wake)
+        return tell(future, wake)
     if (mailbox := _mailboxes.get(loop)) is None:
         mailbox = _mailboxes[loop] = Mailbox(functools.partial(_call_loop, weakref.ref(loop)))
     return mailbox.expect(future, waiter)

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -32,6 +32,11 @@ def deadline_after(timeout: float | None) -> float | None:
 def seconds_left(deadline: float | None) -> float | None:
     """Return the seconds from now to ``deadline``, at least 0; None: for ever."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def tell(future: Any, function: Callable[[Any], Any]) -> None:
+    """Call ``function(future)``, which does not block, once the future is done; on the thread that completes it."""
+    getattr(future, "_tell", future.add_done_callback)(function)
 
 
 class Standard:
@@ -138,7 +143,7 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
 
     try:
         for future in tuple(pending):
-            future.add_done_callback(put)
+            tell(future, put)
         future = None
         for missing in range(count, 0, -1):
             try:

@@ -135,14 +135,14 @@ async def submit_when_there_is_room(pool: Any, tensors: Sequence[Any], timeout: 
         TimeoutError: there was no room within ``timeout`` seconds.
         Exception: any exception of the pool.
     """
+    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)  # which checks the arguments
+    if future is not None:
+        return future
     deadline = deadline_after(timeout)
 
     def submit() -> Any:
         return pool._try_submit(*tensors, timeout=seconds_left(deadline), priority=priority)
 
-    future = submit()
-    if future is not None:
-        return future
     try:
         return await pool._line.join(submit, timeout)
     except TimeoutError:

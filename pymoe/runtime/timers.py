@@ -99,8 +99,8 @@ def _let_a_thread_look() -> None:
         _changed.notify()
         return
     thread = threading.Thread(target=_run, name="pymoe-timers", daemon=True)
-    _watching.add(thread)
     try:
+        _watching.add(thread)
         thread.start()
     except BaseException:  # after Ctrl-C it may have been started: then there is one more than needed
         _watching.discard(thread)

@@ -16,8 +16,9 @@ from experts import WIDTH, Held, mlp, of
 from limits import LONG
 
 from pymoe.remote import ExpertServer, channel, connect, requests
-from pymoe.runtime import QueueFull
-from pymoe.runtime.timers import call_later
+from pymoe.runtime import MixtureOfExpertBackends, QueueFull, as_completed, wait
+from pymoe.runtime.future import tell
+from pymoe.runtime.timers import call_later, call_soon
 
 X = torch.ones(2, WIDTH)
 
@@ -179,6 +180,74 @@ def test_callbacks_run_in_their_order_on_threads_of_timers() -> None:
         assert names == [(i, "pymoe-timers") for i in range(5)]
         future.add_done_callback(lambda _: names.append(threading.current_thread().name))
         assert names[-1] == threading.current_thread().name
+
+
+@pytest.mark.parametrize("way", ["await", "as_completed", "wait", "mixture"])
+def test_an_answer_that_only_this_library_waits_for_takes_no_other_thread(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was handed to a thread of timers, which cost four more switches between threads for an answer."""
+    held, handed = Held(), []
+    monkeypatch.setattr(requests, "call_soon", lambda *call: (handed.append(1), call_soon(*call)))
+    with ExpertServer(of(held)) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        (remote,) = there.backends()
+        timer = threading.Thread(target=lambda: (held.begun.wait(LONG), time.sleep(0.1), held.open.set()))
+        timer.start()
+        if way == "mixture":
+            mixture = MixtureOfExpertBackends([remote], top_k=1)
+            with torch.no_grad():
+                assert mixture(X).shape == X.shape
+        elif way == "await":
+
+            async def ask() -> Any:
+                return await remote.forward_pool.submit_async(X)
+
+            assert torch.equal(asyncio.run(ask())[0], X)
+        else:
+            future = remote.forward_pool.submit_task(X)
+            done = wait([future], LONG).done if way == "wait" else set(as_completed([future], LONG))
+            assert done == {future}
+        timer.join()
+        assert not handed
+        held.begun.clear()
+        held.open.clear()
+        future, called = remote.forward_pool.submit_task(X), threading.Event()
+        tell(future, lambda _: None)
+        future.add_done_callback(lambda _: called.set())
+        assert held.begun.wait(LONG)
+        held.open.set()
+        assert called.wait(LONG)
+        assert handed == [1]
+
+
+def test_callbacks_that_block_take_no_more_threads_than_requests_may_be_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that sent requests faster than its callbacks ended had 2,700 threads after four seconds."""
+    monkeypatch.setattr(requests, "MAX_UNDER_WAY", 3)
+    go_on, called = threading.Event(), threading.Semaphore(0)
+
+    def block(_: Any) -> None:
+        called.release()
+        assert go_on.wait(LONG)
+        raise KeyboardInterrupt  # which is reported, and takes no room away
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    held = Held()
+    with ExpertServer(of(held)) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
+        pool = there.backends()[0].forward_pool
+        futures = [pool.submit_task(X) for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(block)
+        held.open.set()
+        for future in futures:
+            assert called.acquire(timeout=LONG)
+            assert torch.equal(future.result(LONG)[0], X)
+        with pytest.raises(QueueFull):
+            pool.submit_task(X, timeout=0.05)
+        go_on.set()
+        assert torch.equal(pool(X)[0], X)
+        until(lambda: pool._permits._free == 3)
 
 
 def test_a_callback_that_waits_for_a_deadline_stops_none() -> None:

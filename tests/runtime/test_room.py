@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import time
 import weakref
@@ -245,6 +246,21 @@ def test_coroutines_that_wait_for_room_take_no_thread_of_the_loop_and_hold_up_no
         for request in requests:
             request.result()
     assert pool._statistics()["submitted"] == len(requests)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_coroutine_with_a_time_that_is_no_number_of_seconds_gets_the_error_of_submit_task(full: bool) -> None:
+    """NaN passed for no time at all: the request timed out."""
+    pool = TaskPool(lambda x: x, name="pool", capacity=1)
+    x = torch.ones(1, 1)
+    if full:
+        pool.submit_task(x)
+    with pytest.raises(ValueError, match="timeout must be a number of seconds, got nan"):
+        asyncio.run(asyncio.wait_for(pool.submit_async(x, timeout=math.nan), LONG / 4))
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        asyncio.run(pool.submit_async(x, timeout="1"))  # type: ignore[arg-type]
+    assert pool._statistics()["queued"] == full
+    assert not pool._line._waiting
 
 
 def test_coroutines_get_their_results_once_there_is_room() -> None:

@@ -284,6 +284,25 @@ def test_where_no_thread_can_be_started_the_timer_is_not_set_and_the_next_one_tr
     assert in_child(check) == 0
 
 
+def test_timers_are_called_although_ctrl_c_came_just_before_a_thread_was_started() -> None:
+    """A thread that was never started counted as one that waits: no timer of the process was called any more."""
+
+    class Interrupted(set[Any]):
+        def add(self, thread: Any) -> None:
+            super().add(thread)
+            raise KeyboardInterrupt
+
+    def check() -> None:  # in a fork no thread of timers runs yet
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(timers, "_watching", watching := Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                call_later(0.0, lambda: None)
+            assert not watching
+        assert fires(0.01)
+
+    assert in_child(check) == 0
+
+
 def test_a_thread_that_can_start_no_other_looks_after_all_timers_itself() -> None:
     begun, go_on, called = threading.Event(), threading.Event(), threading.Event()
 
