@@ -43,7 +43,6 @@ PYTHON_MAY_USE = {
     "reference": {"_common", "reference"},
     "_native": {"_native", "_ops", "_runtime"},
     "_errors": set(),
-    "_checks": set(),  # of seconds: one rule for servers, pools, mixtures and command lines, which share no package
     "_torch_private": set(),
     "_torch_canaries": {"_torch_private"},
     "_torch_versions": set(),
@@ -70,7 +69,7 @@ PYTHON_MAY_USE = {
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private", "_transforms"},
     # Names of parallel and mixture are found in runtime, too, where other programs look for them.
     "runtime/__init__": {"parallel", "mixture", "runtime", "autograd", "_errors", "_native", "_runtime"},
-    "runtime": {"autograd", "runtime", "_checks", "_errors", "_native", "_runtime", "_torch_private"},
+    "runtime": {"_common", "autograd", "runtime", "_errors", "_native", "_runtime", "_torch_private"},
     "mixture": {
         "_common",
         "autograd",
@@ -79,7 +78,6 @@ PYTHON_MAY_USE = {
         "nn",
         "runtime",
         "mixture",
-        "_checks",
         "_errors",
         "_native",
         "_runtime",
@@ -97,7 +95,7 @@ PYTHON_MAY_USE = {
         "_transforms",
     },
     "pipe/auxiliary": {"nn", "pipe"},
-    "remote": {"runtime", "remote", "_checks", "_errors"},
+    "remote": {"_common", "runtime", "remote", "_errors"},
     "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
     "integrations": {
         "_common",
@@ -113,7 +111,7 @@ PYTHON_MAY_USE = {
     },
     "quantize": {"integrations"},
     "ep/simulate": {"_common", "reference", "ops", "nn", "ep", "bench"},
-    "bench": {"_checks", "_common", "reference", "ops", "nn", "bench"},
+    "bench": {"_common", "reference", "ops", "nn", "bench"},
 }
 ALWAYS_INSTALLED = {"torch", "numpy", "pymoe"}
 INSTALLED_WITH = {"remote": {"grpc", "msgspec"}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pymoe._checks import check_seconds, parse_seconds
+from pymoe._common.seconds import check_seconds, parse_seconds
 
 
 def test_numbers_of_seconds_are_returned_as_they_are() -> None:

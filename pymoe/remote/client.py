@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pymoe._checks import check_seconds
+from pymoe._common.seconds import check_seconds
 from pymoe.remote import wire
 from pymoe.remote.channel import Channel
 from pymoe.remote.errors import ServerLost

@@ -21,7 +21,7 @@ import grpc
 from grpc import StatusCode
 from torch import Tensor
 
-from pymoe._checks import check_seconds
+from pymoe._common.seconds import check_seconds
 from pymoe._runtime import patience_of_batch
 from pymoe.remote import wire
 from pymoe.remote.channel import MAX_DEADLINE_S, Channel, NoStream

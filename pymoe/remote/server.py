@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from pymoe._checks import check_seconds
+from pymoe._common.seconds import check_seconds
 from pymoe.remote import encodings, wire
 from pymoe.remote.checkpoints import ExpertCheckpoints
 from pymoe.remote.security import TLS, check_address, check_server, held_for_binding, why_not_free

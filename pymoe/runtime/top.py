@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pymoe._checks import parse_seconds
+from pymoe._common.seconds import parse_seconds
 from pymoe.runtime.monitoring.formatting import COLUMNS, SIZES, Column, is_busy, lost, table
 from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOUT_S, private_folder
 from pymoe.runtime.monitoring.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed

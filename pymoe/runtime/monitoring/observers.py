@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from pymoe._checks import check_seconds
+from pymoe._common.seconds import check_seconds
 from pymoe.runtime.monitoring.formatting import is_busy, line
 from pymoe.runtime.monitoring.socket_server import Monitor, monitor_from_environment
 from pymoe.runtime.monitoring.statistics import Pool, ServedPools, StatsReader
