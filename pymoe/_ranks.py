@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,15 @@ class GroupStore:
     """
 
     def __init__(self, group: dist.ProcessGroup, prefix: str, timeout_s: float) -> None:
-        self._shared = group.get_group_store()  # the store's server ends with the last reference to it
+        self._shared = cast("Any", group.get_group_store())  # the store's server ends with the last reference to it
+        if self._shared is None:
+            raise RuntimeError("the group has no store")
         # A connection of its own: a wait of another thread may block the shared one.
         self._store = dist.PrefixStore(prefix, self._shared.clone())  # type: ignore[attr-defined]
+        before = self._shared.timeout
         self._store.set_timeout(timedelta(seconds=timeout_s))
+        if self._shared.timeout != before:  # a HashStore is its own clone
+            self._shared.set_timeout(before)
         self.lost: str | None = None
         """Why the store cannot be reached any more: its process, or its host, has ended. None: it can be reached."""
 

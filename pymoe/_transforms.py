@@ -18,16 +18,19 @@ def is_exporting() -> bool:
     return compiler._is_exporting_flag
 
 
-def in_torch_func() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active; False while compiling."""
-    if torch.compiler.is_compiling():
-        return False
+def torch_func_is_active() -> bool:
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active: its calls run in order."""
     canaries.transforms()
     return are_functorch_transforms_active()  # type: ignore[no-any-return]
 
 
+def in_torch_func() -> bool:
+    """Return whether a transform of :mod:`torch.func` is active; False while compiling or exporting."""
+    return not torch.compiler.is_compiling() and torch_func_is_active()
+
+
 def has_tangent(*tensors: Tensor) -> bool:
-    """Return whether one of the tensors carries a tangent of forward-mode AD; False while compiling."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    """Return whether one of the tensors carries a tangent of forward-mode AD; False where Dynamo compiles."""
+    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

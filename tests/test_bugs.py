@@ -24,6 +24,7 @@ from processes import run_python
 
 import pymoe
 from pymoe.autograd.isolated_graph import keep_hooks_outside, within_call
+from pymoe.parallel import map_with_parallel_backward
 
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():
@@ -491,3 +492,21 @@ def test_a_forked_rank_waits_at_exit_where_its_parent_would_wait_too():
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "waited"
+
+
+def test_a_map_inside_a_transform_is_exported_without_dynamo():
+    """While torch exported a model, a map asked for transforms and was told that there were none.
+
+    Its calls then ran in threads, in which vmap is not active, and torch refused their tensors.
+    """
+
+    class Squares(torch.nn.Module):
+        def forward(self, x):
+            def total(value):
+                return sum(y.sum() for (y,) in map_with_parallel_backward(torch.square, (value,), (value + 1,)))
+
+            return torch.vmap(total)(x)
+
+    x = torch.arange(3.0)
+    exported = torch.export.export(Squares(), (x,), strict=False)
+    torch.testing.assert_close(exported.module()(x), torch.tensor([1.0, 5.0, 13.0]))

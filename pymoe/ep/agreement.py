@@ -29,7 +29,7 @@ from pymoe._common.dtypes import FLOATING
 from pymoe._errors import describe_error
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe._ranks import Process
-from pymoe.ep.failures import Exchange, GroupError, begin_call, lost_rank, remember_members, report_error
+from pymoe.ep.failures import Exchange, GroupError, lost_rank, remember_members, report_error
 from pymoe.ep.sharding import PARAMETERS, ExpertSharding
 
 BLOCK = 512  # numbers: a message's length is a multiple of it
@@ -265,9 +265,8 @@ class CountExchange:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
         self._message = message  # must be there until the work is done
-        begin_call(sharding)
         start = functools.partial(all_gather, self._gathered, message, sharding.group)
-        self._exchange = Exchange(sharding, "the counts of rows", start)
+        self._exchange = Exchange(sharding, "the counts of rows", start, begins_call=True)
 
     def wait(self) -> Tensor:
         """Wait for the messages of all ranks; return them, unread, as (R, n) int32.

@@ -7,7 +7,7 @@ one which is busy elsewhere.
 
 A rank that raises and lives on keeps its connections. It reports that, in the store, and a wait that takes longer than
 ``LOOK`` reads such records. A report counts only for ranks in the same call that wait for an exchange which the other
-one has not begun: so where all ranks raise, and go on with the next call, none of them is disturbed.
+one has not begun, and that have not raised there themselves: so where all ranks raise, and go on, none is disturbed.
 
 An exchange that goes well reads and writes no records.
 """
@@ -84,9 +84,12 @@ class GroupMembers:
     """The failure that ended an exchange here."""
     reports: list[str] = field(default_factory=list)
     """Keys of this rank's reports."""
+    raised_after: int = -1
+    """The exchanges that had begun when this rank last reported an error."""
 
     def report_error(self, what: str) -> None:
         """Tell the ranks that wait for this one in the present call that it has left the call by an error."""
+        self.raised_after = self.exchanges
         if self.store is not None and self.failure is None:
             key = f"raised in call {self.calls}"
             self.store.write_first(
@@ -101,7 +104,9 @@ class GroupMembers:
         # This rank may wait for one that is in another group, where nothing has told it of the failure.
         failure: Failure | None = self.store.read("failure")
         raised: Failure | None = self.store.read(f"raised in call {self.calls}")
-        return raised if failure is None and raised is not None and raised.exchanges < exchange else failure
+        if failure is None and raised is not None and raised.exchanges < exchange:
+            return None if raised.exchanges == self.raised_after else raised
+        return failure
 
     def remove_reports(self) -> None:
         """Remove this rank's reports, since all ranks have begun another call."""
@@ -131,18 +136,10 @@ _members: WeakKeyDictionary[dist.ProcessGroup, GroupMembers] = WeakKeyDictionary
 def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], name: str) -> None:
     """Note the processes of the ranks of a group, and its name, which no other group has had. All ranks come here."""
     if group not in _members and len(processes) > 1:
-        ends_are_heard()
         store = None
         with contextlib.suppress(RuntimeError):  # the group has no store, or one without further connections
             store = GroupStore(group, f"pymoe.ep {name}", STORE_TIMEOUT_S)
         _members[group] = GroupMembers(group.rank(), processes, store)
-
-
-def begin_call(sharding: ExpertSharding) -> None:
-    """Count a call of a layer of a group."""
-    members = _members.get(sharding.group)
-    if members is not None:
-        members.calls += 1
 
 
 def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, lost: RuntimeError) -> GroupError:
@@ -175,16 +172,20 @@ class Exchange:
         sharding: of the layer.
         what: is exchanged, in errors.
         start: begins the collective, and returns its work.
+        begins_call: it is the first one of a call of the layer.
 
     Raises:
         GroupError: it cannot begin, since a rank has failed.
     """
 
-    def __init__(self, sharding: ExpertSharding, what: str, start: Callable[[], Any]) -> None:
+    def __init__(
+        self, sharding: ExpertSharding, what: str, start: Callable[[], Any], *, begins_call: bool = False
+    ) -> None:
         self._sharding, self._what = sharding, what
         self._members = _members.get(sharding.group)
         self._number = 0
         if self._members is not None:
+            self._members.calls += begins_call
             self._members.exchanges += 1
             self._number = self._members.exchanges
         try:
@@ -213,11 +214,13 @@ class Exchange:
     def _wait_or_abort(self, members: GroupMembers) -> None:
         """Wait; look for records of failures again and again, and abort all waits of the group if there is one."""
         while True:
+            begun = time.monotonic()
             try:
                 self._work.wait(LOOK)
                 return
             except RuntimeError:
-                if self._work.is_completed():
+                # Works of some backends refuse timeouts.
+                if self._work.is_completed() or time.monotonic() - begun < LOOK.total_seconds() / 2:
                     break
             reported = members.reported(self._number)
             if reported is not None:
@@ -242,7 +245,10 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
     except GroupError:
         raise
     except BaseException as error:
-        report_error(sharding, f"raised {describe_error(error)}")
+        # Where a backward pass recomputes this call, checkpointing raises here when it has recomputed enough: it is an
+        # error only if the backward pass raises, too.
+        if not report_failed_backward(sharding):
+            report_error(sharding, f"raised {describe_error(error)}")
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(
                 f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
@@ -258,11 +264,18 @@ def report_error(sharding: ExpertSharding, what: str) -> None:
         members.report_error(f"{what} in MoE {sharding.title}")
 
 
-def report_failed_backward(sharding: ExpertSharding) -> None:
-    """Report it if the backward pass that runs on this thread raises."""
-    if sharding.group in _members:
-        with contextlib.suppress(RuntimeError):  # compiled backward passes have no end that can be seen here
-            private.queue_callback(_Backward(partial(report_error, sharding, "raised in the backward pass")))
+def report_failed_backward(sharding: ExpertSharding) -> bool:
+    """Report it if the backward pass that runs on this thread raises; return whether there is one."""
+    if sharding.group not in _members:
+        return False
+    ends_are_heard()
+    end = _Backward(partial(report_error, sharding, "raised in the backward pass"))
+    try:
+        private.queue_callback(end)
+    except RuntimeError:  # none runs, or one that torch has compiled, whose end cannot be seen here
+        end()
+        return False
+    return True
 
 
 class _Backward:

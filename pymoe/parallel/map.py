@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pymoe._torch_private import get_current_graph_task_keep_graph, unsafe_set_version_counter
-from pymoe._transforms import has_tangent, in_torch_func
+from pymoe._transforms import has_tangent, torch_func_is_active
 from pymoe.autograd import random_streams
 from pymoe.autograd.graph_nodes import add_gradients, apply_directly, once_only
 from pymoe.autograd.isolated_graph import (
@@ -104,7 +104,7 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
             )
     if not args_per_call:
         return ()
-    if in_torch_func():
+    if torch_func_is_active():
         return tuple([as_tuple(function(*args)) for args in args_per_call])
     with Visit():
         return _map(func, function, args_per_call)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from pymoe._transforms import in_torch_func
+from pymoe._transforms import torch_func_is_active
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
@@ -229,7 +229,7 @@ class Pipe(Inspection):
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
         pipeline = self.staged.pipeline
-        if in_torch_func() or have_tangents((args, kwargs), self):
+        if torch_func_is_active() or have_tangents((args, kwargs), self):
             outputs = run_in_one_graph(pipeline, micro_batches)
         else:
             outputs = self._engine.forward(

@@ -10,9 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pymoe import _ranks, ep
-from pymoe.ep import failures
+from pymoe.ep import dispatcher, failures
 from pymoe.ep.placement import Placement
 from pymoe.ep.sharding import ExpertMove
 from pymoe.nn import MoE
@@ -146,6 +147,63 @@ def all_raise(rank, address, results):
         step_of(layers)
         dist.barrier()
         assert store.num_keys() == keys
+
+    reporting(results, run)
+
+
+def again(rank, address, results):
+    """Every rank raises in a backward pass and runs it again, one of them late."""
+    start(rank, address)
+    layers = model(dist.group.WORLD)
+
+    def run():
+        loss = layers(torch.randn(5, 8, requires_grad=True)).sum()
+        plant(layers[1], "backward", bug)
+        try:
+            loss.backward(retain_graph=True)
+        except Bug:
+            if rank == VICTIM:
+                sleep()
+            loss.backward()
+        else:
+            raise AssertionError
+        step_of(layers)
+
+    reporting(results, run)
+
+
+def recompute(rank, address, results, how):
+    """Layers are recomputed in the backward pass, in which the victim sleeps or raises."""
+    start(rank, address)
+    layers = model(dist.group.WORLD)
+    store = dist.group.WORLD.get_group_store()
+    seen = []
+
+    def once(*_):
+        if torch._C._current_graph_task_id() != -1 and rank == VICTIM:
+            handle.remove()
+            bug()
+
+    unpack = dispatcher.TokenDispatcher.unpack
+
+    def sleeping(*args):
+        if torch._C._current_graph_task_id() != -1:
+            seen.append(store.num_keys())
+            if rank == VICTIM and len(seen) == 1:
+                sleep()
+        return unpack(*args)
+
+    handle = layers[1].experts.register_forward_pre_hook(once if how == "raise" else lambda *_: None)
+    dispatcher.TokenDispatcher.unpack = sleeping
+
+    def run():
+        for _ in range(3):
+            value = torch.randn(5, 8, requires_grad=True)
+            for layer in layers:
+                value = checkpoint(layer, value, use_reentrant=False)
+            value.sum().backward()
+            dist.barrier()
+        assert len(seen) == 6
 
     reporting(results, run)
 

@@ -6,10 +6,16 @@ Ranks that were told stay alive and keep their connections, so that the others d
 import random
 import signal
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
-from deaths import RANKS, VICTIM, all_raise, leaves, train, two_groups
+import torch.distributed as dist
+from deaths import RANKS, VICTIM, again, all_raise, leaves, recompute, train, two_groups
 from rank_processes import ranks
+
+from pymoe._ranks import GroupStore, Process
+from pymoe.ep import failures
 
 PLACES = ["gate", "experts", "after the experts", "backward", "between two steps"]
 DIED = f"the process of rank {VICTIM} of the expert-parallel group has ended"
@@ -123,3 +129,87 @@ def test_nothing_is_left_of_a_group_that_was_destroyed():
         ends = group.ends(RANKS)
     assert {end for end, _ in ends.values()} == {"done"}, ends
     assert max(files for _, files in ends.values()) <= 0, ends
+
+
+def test_where_all_ranks_raise_in_a_backward_pass_they_may_run_it_again():
+    with ranks(again, RANKS) as group:
+        ends = group.ends(RANKS)
+    assert ends == dict.fromkeys(range(RANKS), ("done", None))
+
+
+def test_a_call_that_is_recomputed_is_no_failure_where_checkpointing_stops_it_early():
+    """In it torch raises an error of its own inside the layer when it has recomputed enough, on healthy ranks."""
+    with ranks(recompute, RANKS, how="sleep") as group:
+        ends = group.ends(RANKS)
+    assert ends == dict.fromkeys(range(RANKS), ("done", None))
+
+
+def test_a_rank_that_raises_in_a_call_that_is_recomputed_ends_the_others():
+    with ranks(recompute, RANKS, how="raise") as group:
+        ends = group.ends(RANKS)
+    assert ends.pop(VICTIM) == ("raised", "the answer is not 42")
+    are_told(ends, f"rank {VICTIM} of the expert-parallel group raised in the backward pass in MoE ")
+
+
+class Group:
+    """Stands for a process group, of which only its identity and its store are used."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def get_group_store(self):
+        return self.store
+
+
+def members_of(group):
+    """Let this process be a member of a group, and return what it knows of it."""
+    members = failures.GroupMembers(0, [Process.own()] * 2, GroupStore(group, "test", 5.0))
+    failures._members[group] = members
+    return members
+
+
+def test_where_no_backward_pass_runs_none_is_reported_to_have_failed():
+    """Passes that torch has compiled call the functions of a graph outside any pass of its engine."""
+    group = Group(dist.HashStore())
+    members = members_of(group)
+    assert not failures.report_failed_backward(SimpleNamespace(group=group, title="'layer'"))
+    assert not members.reports
+    assert members.reported(1) is None
+
+
+def test_the_timeout_of_a_store_that_is_its_own_clone_stays():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=300))
+    mine = GroupStore(Group(dist.PrefixStore("group", store)), "test", 5.0)
+    assert store.timeout == timedelta(seconds=300)
+    mine.write("key", 3)
+    assert mine.read("key") == 3
+    assert mine.read("other") is None
+
+
+def test_a_group_without_a_store_is_served_without_records():
+    group = Group(None)
+    group.rank = lambda: 0
+    failures.remember_members(group, [Process.own()] * 2, "name")
+    assert failures._members[group].store is None
+
+
+def test_a_wait_that_takes_no_timeout_is_not_repeated():
+    """Works of some backends, such as those made from futures, refuse timeouts before they are done."""
+    waits = []
+
+    class Work:
+        def wait(self, *timeout):
+            waits.append(timeout)
+            assert len(waits) < 9
+            if timeout:
+                raise RuntimeError("wait() with finite timeout not implemented")
+
+        def is_completed(self):
+            return False
+
+    group = Group(dist.HashStore())
+    members_of(group)
+    sharding = SimpleNamespace(group=group, mesh=SimpleNamespace(device_type="cpu"))
+    failures.Exchange(sharding, "rows", Work).wait()
+    assert waits == [(failures.LOOK,), ()]

@@ -72,6 +72,8 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
                     watch.begin()
                     one_step(watch, rank, step, plan)
                     watch.end()
+                except RankError:  # it was known already when the rank told where it is
+                    raise
                 except RuntimeError as error:  # of messages; bugs are none
                     instead = watch.fail(error)
                     assert instead is not None
