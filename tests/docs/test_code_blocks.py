@@ -73,6 +73,7 @@ def run() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
         yield run_as
 
 
+@pytest.mark.thinned(usual=9)
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, run: Callable[[str, Path], tuple[int, str]]) -> None:
     status, said = run(as_program(page), tmp_path / "page.py")

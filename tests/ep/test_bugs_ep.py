@@ -7,6 +7,7 @@ import pytest
 from pymoe.ep import agreement
 
 
+@pytest.mark.slow
 def test_the_share_of_a_groups_losses_is_as_precise_in_padded_buffers(ranks):
     """The share was divided on the device as integers are, in float32, and widened too late: float64 losses lost it."""
     exact, padded = ranks.run(bugs.shares_of_losses), ranks.run(bugs.shares_of_losses, **calls.PADDED)

@@ -73,13 +73,14 @@ def test_a_rank_that_raises_and_lives_on_ends_the_others_with_its_error(place, o
     are_told(ends, f"rank {VICTIM} of the expert-parallel group raised {error} in MoE ")
 
 
+@pytest.mark.slow
 def test_where_all_ranks_raise_alike_the_group_goes_on_and_no_record_stays():
     with ranks(all_raise, RANKS) as group:
         ends = group.ends(RANKS)
     assert ends == dict.fromkeys(range(RANKS), ("done", None))
 
 
-@pytest.mark.thinned(usual=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [VICTIM, 0])
 def test_a_rank_that_is_stopped_is_alive_and_the_others_wait(rank):
     with ranks(train, RANKS, steps=100) as group:
@@ -124,6 +125,7 @@ def test_a_death_on_another_host_ends_the_others():
         are_told(group.ends(RANKS - 1), UNNAMED, ())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_group_that_was_destroyed():
     with ranks(leaves, RANKS) as group:
         ends = group.ends(RANKS)

@@ -55,6 +55,7 @@ def run(program, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_loading_takes_what_stays_and_about_a_layer(tmp_path):
     measure(tmp_path, layers=8, hidden=256, ffn=256, experts=32, vocabulary=512)
 
