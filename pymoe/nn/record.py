@@ -1,4 +1,4 @@
-"""Counters and statistics that a layer keeps between steps, and how the load of its experts is counted."""
+"""Counters and statistics that a layer keeps between steps, and the count of its experts' load."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Record(nn.Module):
             tensor.zero_()
 
     def follow(self, device: torch.device) -> None:
-        """Move to ``device``, that of the module's input, unless the tensors are there already.
+        """Move the tensors to ``device``, the device of the module's input, unless they are there already.
 
-        ``load_state_dict(assign=True)`` moves parameters without a call of ``_apply``.
+        This is needed because ``load_state_dict(assign=True)`` moves parameters without a call of ``_apply``.
         """
         for name, tensor in self.tensors.items():
             if tensor.device != device:
@@ -55,12 +55,12 @@ class Record(nn.Module):
 
 
 class LastCall(Record):
-    """A :class:`Record` of what the last call of a layer left.
+    """A :class:`Record` of the values of a layer's last call.
 
-    The values are held as they are, or are computed when somebody asks for them, which costs a call nothing; nobody
-    writes to what is held, which may be saved for a backward pass. But what a CUDA graph replays and what
-    :func:`torch.compile` compiled runs without Python: there the values of a call are copied into the record's own
-    tensors, and so they are ever after a capture, since a replay leaves its values there and nowhere else.
+    The record holds the tensors of the call themselves, or computes the values when they are read, so that a call costs
+    nothing more. It never writes to the tensors that it holds, since a backward pass may need them. But a CUDA graph
+    and code of :func:`torch.compile` run without Python: there the values of a call are copied into the record's own
+    tensors. After a capture this is done in all calls, since a replay leaves its values only in these tensors.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
