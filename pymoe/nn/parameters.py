@@ -64,7 +64,7 @@ def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
 
 
 def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
-    """Raise unless a parameter of experts has this shape, the device of ``x``, and its dtype or one that autocast casts.
+    """Raise unless a parameter of experts has this shape, the device of ``x``, and its dtype after autocast.
 
     Args:
         name: the name of the parameter in the error.
