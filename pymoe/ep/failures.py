@@ -70,7 +70,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupMembers:
-    """This rank's state of a group whose ranks have compared descriptions."""
+    """State that this rank keeps of a group whose ranks have compared descriptions."""
 
     rank: int
     processes: Sequence[Process]
