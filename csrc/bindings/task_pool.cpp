@@ -154,7 +154,7 @@ Options read_options(PyObject* const* values, PyObject* names) {
   return options;
 }
 
-// The tensors of one call, read and kept.
+// Reads the tensors of one call, and holds them.
 class Arguments {
  public:
   Arguments(const PyTaskPool& state, PyObject* const* args, Py_ssize_t count) : count_(static_cast<size_t>(count)) {

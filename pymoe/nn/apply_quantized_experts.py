@@ -16,7 +16,7 @@ from pymoe.ops.function_calls import is_recorded
 
 _APPLY_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_quantized_experts.default
 APPLY_CHOSEN_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_chosen_quantized_experts.default
-"""Native call of the gate and the experts that it chooses: takes logits and the options of ``GATE_TOPK``, no choice."""
+"""The native call that also runs the gate: it takes logits and the options of ``GATE_TOPK`` in place of a choice."""
 
 
 def apply_quantized_experts(
