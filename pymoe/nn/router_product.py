@@ -8,7 +8,7 @@ The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogit
 - In bfloat16, ``dlogits`` is first rounded to bfloat16, as in every bfloat16 linear layer, so these products run on
   tensor cores, too. Let u = 2^-8, the rounding of bfloat16. Before an element of the gradient of ``x`` is itself
   rounded, its error is at most ``u * sum |dlogits| |weight|``, to first order; for the gradient of the weight it is the
-  same with ``|x|``. bfloat16 has the range of float32, so rounding causes no overflow and no underflow.
+  same with ``|x|``. bfloat16 has the range of float32: nothing overflows or is lost that would not be in float32.
 - float16 does not have that range: gradients that are multiplied by a loss scale may exceed 65504, and without a loss
   scale they may be smaller than its least numbers. So in float16 ``dlogits`` stays float32 and the operands are cast,
   as everywhere else.
