@@ -1,8 +1,8 @@
-"""What one rank can learn of the others of its process group, and how it ends its own waits for them.
+"""Lets a rank learn whether others of its process group have failed, and end its own waits for them.
 
 The system tells whether a process of the same host has ended (:class:`Process`). The store of the group holds records
-that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process and, since it
-closes connections, those of ranks that wait for this one.
+that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It closes
+connections, so it also ends the waits of ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return a text equal in processes that see each other's process ids; empty where that cannot be known."""
+    """Return a text that is equal in processes that see each other's process ids; empty if that cannot be known."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
 class Process(NamedTuple):
-    """A process, as others of its host can find it."""
+    """Identifies a process to other processes of its host."""
 
     host: str
-    """:func:`this_host` there."""
+    """The result of :func:`this_host` in that process."""
     id: int
     started: str
-    """The time of its start: another process may get the same id later. Empty where that cannot be known."""
+    """The time of its start, since another process may get the same id later. Empty if that cannot be known."""
 
     @classmethod
     def own(cls) -> Process:
@@ -46,11 +46,11 @@ class Process(NamedTuple):
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
     def is_here(self) -> bool:
-        """Return whether it is, or was, on this host, so that :meth:`has_ended` can tell."""
+        """Return whether the process is or was on this host; :meth:`has_ended` works only then."""
         return bool(self.host) and self.host == this_host()
 
     def has_ended(self) -> bool:
-        """Return whether it is known to have ended: its files are closed, also if its parent has not asked for it."""
+        """Return whether the process is known to have ended and closed its files, even if it has not been reaped."""
         if not self.is_here():
             return False
         found = _state_and_start(self.id)
@@ -58,7 +58,7 @@ class Process(NamedTuple):
 
 
 def _state_and_start(process: int) -> tuple[str, str] | None:
-    """Return the state of a process of this host, a letter, and the time of its start; None if there is none."""
+    """Return the state (a letter) and start time of a process of this host; None if there is no such process."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,7 +73,7 @@ class GroupStore:
 
     Args:
         group: the ranks.
-        prefix: of the keys.
+        prefix: the prefix of the keys.
         timeout_s: the longest time that a call waits for the store.
 
     Raises:
@@ -84,22 +84,22 @@ class GroupStore:
         self._shared = cast("Any", group.get_group_store())  # the store's server ends with the last reference to it
         if self._shared is None:
             raise RuntimeError("the group has no store")
-        # A connection of its own: a wait of another thread may block the shared one.
+        # This object has a connection of its own, since a wait of another thread may block the shared one.
         self._store = dist.PrefixStore(prefix, self._shared.clone())  # type: ignore[attr-defined]
         before = self._shared.timeout
         self._store.set_timeout(timedelta(seconds=timeout_s))
         if self._shared.timeout != before:  # a HashStore is its own clone
             self._shared.set_timeout(before)
         self.lost: str | None = None
-        """Why the store cannot be reached any more: its process, or its host, has ended. None: it can be reached."""
+        """Why the store cannot be reached any more: its process or host has ended. None if it can be reached."""
 
     def write(self, key: str, record: object) -> None:
-        """Write a record. It is there when this returns."""
+        """Write a record. The store holds it when this returns."""
         self._call("set", key, pickle.dumps(record))
         self._call("check", [key])  # setting does not wait for the store
 
     def write_first(self, key: str, record: object) -> Any:
-        """Write a record unless there is one already. Return the one that is there then."""
+        """Write a record unless the key has one already; return the record that the key has now."""
         found = self._call("compare_set", key, "", pickle.dumps(record))
         return record if found is None else pickle.loads(found)
 
@@ -122,11 +122,11 @@ class GroupStore:
 
 
 def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let all that waits for messages of these groups in this process raise, now. They are of no further use.
+    """Make every wait for messages of these groups in this process raise now. The groups cannot be used after that.
 
-    gloo cannot abort a wait, but closes all connections of a context when one of its waits exceeds its timeout: so wait
-    a millisecond for a message that is never sent. NCCL's operations are aborted; they raise nothing, but what a stream
-    waits for is then done.
+    gloo cannot abort a wait, but it closes all connections of a context when one of its waits exceeds its timeout. So
+    this waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing, but
+    streams no longer wait for them.
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
@@ -135,8 +135,8 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
             with contextlib.suppress(RuntimeError):
                 backend.abort()
             continue
-        # A context for every network device; tags choose one. A connection that is broken already raises at once, and
-        # leaves the others alone: so try every peer.
+        # There is a context for every network device, which the tag chooses. A connection that is already broken raises
+        # at once, and the others stay open, so every peer must be tried.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
         others = set(range(group.size())) - {group.rank()}
         for peer, context in itertools.product(others, range(contexts)):

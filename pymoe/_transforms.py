@@ -1,4 +1,4 @@
-"""Which transforms surround a call: those of torch.func, forward-mode differentiation, and export."""
+"""Detects the transforms around a call: those of torch.func, forward-mode differentiation, and export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_exporting() -> bool:
 
 
 def torch_func_is_active() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active: its calls run in order."""
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active: maps then call in order."""
     canaries.transforms()
     return are_functorch_transforms_active()  # type: ignore[no-any-return]
 

@@ -1,11 +1,11 @@
-"""A published checkpoint with experts in 8 or 4 bits, without the memory that it takes itself.
+"""Quantises the experts of a published checkpoint to 8 or 4 bits, in less memory than the checkpoint takes.
 
     python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--max-shard-size SIZE]
 
-FOLDER holds a model of transformers as the Hugging Face hub has it, OUT will hold the quantised one, which
-``from_pretrained(OUT)`` maps into memory once :mod:`pymoe.integrations.transformers` is imported. Packed weights are in
-unnamed files in OUT's folder until all are there: the command takes the memory of about one layer's experts, and twice
-OUT's size on the disk while it runs.
+FOLDER holds a model of transformers, as the Hugging Face hub has it. OUT will hold the quantised model;
+``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
+are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
+layer's experts, and twice the size of OUT on the disk.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Endings of files that hold a model's own weights, or say where they are."""
+"""Endings of the files that hold a model's own weights, or an index of them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, or 1 if nothing was made."""
+    """Run the command; return the exit status: 0, or 1 if no model was written."""
     description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
     parser = argparse.ArgumentParser(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json")
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> None:
-    """Write the quantised model, and what else its folder holds (a tokenizer, for instance), into ``out``.
+    """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
-        folder: of a checkpoint as the hub has it.
-        out: gets all files at once, when they are whole.
+        folder: the folder of a checkpoint, as the hub has it.
+        out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4.
-        max_shard_size: of a file of weights, as of ``save_pretrained``.
+        max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
 
     Raises:
         ImportError: transformers is missing.

@@ -120,7 +120,7 @@ void let_collector_in(PyHeapTypeObject* heap_type) {
   };
 }
 
-// The pool of an object of the type. pybind11's own way takes longer, and does not check that there is one.
+// The native pool of a Python object of the type. pybind11's own way takes longer, and does not check that it exists.
 PyTaskPool& native(PyObject* object) {
   const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
@@ -154,7 +154,7 @@ Options read_options(PyObject* const* values, PyObject* names) {
   return options;
 }
 
-// The tensors of one call, read and kept.
+// Reads the tensors of one call, and holds them.
 class Arguments {
  public:
   Arguments(const PyTaskPool& state, PyObject* const* args, Py_ssize_t count) : count_(static_cast<size_t>(count)) {

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(CudaCoreTile<T>::kThreads)
 
 constexpr int kClearThreads = 256;
 
-// Clears y if it has rows without an expert, before the others are written at their places.
+// Clears y if it has rows without an expert. This runs before the other rows are written to their places.
 template <typename T>
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(T* y, GroupPlan plan, int experts, int64_t rows, int64_t output_features) {

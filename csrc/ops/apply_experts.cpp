@@ -1,11 +1,11 @@
 // pymoe::apply_experts: a whole mixture of expert networks in one call, for use without gradients. It computes the same
 // bits as build_routing, dispatch, grouped_linear, expert_activation, grouped_linear and combine one after the other,
-// because it calls them. It saves the cost of five calls from Python and half of the memory between them: each step
-// writes to the memory of the step before its input.
+// because it calls them. It saves the cost of five calls from Python and half of the memory for intermediate results:
+// each step writes its output to memory that held the input of the step before it.
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //
-// pymoe::apply_chosen_experts: gate_topk and apply_experts of its choice, also without gradients; returns (y, load).
+// pymoe::apply_chosen_experts: gate_topk, then apply_experts of its choice, also without gradients; returns (y, load).
 //
 // pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: the first two with quantised weights and
 // quantized_linear. `layout` holds bits and output features of w_in, bits and output features of w_out.
@@ -46,7 +46,7 @@ Routing route(const Tensor& x, const Tensor& experts, int64_t num_experts, std::
   return build_routing_op::build_routing(experts, num_experts, capacity, foreign);
 }
 
-// Networks that are not quantised. `whole`: every choice has a row.
+// Networks that are not quantised. `whole` means that every choice has a row.
 struct Networks {
   const Tensor &w_in, &w_out;
   const std::optional<Tensor>&b_in, &b_out;
@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor> apply_chosen_experts(const Tensor& x, const Tensor& l
   return {apply(x, routing, chosen.weights, networks), chosen.load};
 }
 
-// What one step makes and the backward pass of the next one reads.
+// The tensors that one step makes and the backward pass of the next step reads.
 struct Steps {
   Tensor y, rows, inner, active, outer;
 };

@@ -9,12 +9,13 @@
 //
 // Blocker    A thread waits for the thread that runs a batch of the strand whose request it needs, or for the holder of
 //            the turn that it needs. A thread that runs the strand itself does not wait.
-// Never      A wait that leads back to itself over waits without a limit cannot end: the last one to begin throws, with
-//            the names of the pools. Waits for a turn are not part of such a cycle, since they end:
-// Turns      are re-entrant. A turn's holder that waits lends it to the thread for which it waits, directly or over
-//            others, as if that one ran on the holder's own thread (on a single worker it does). The latest to enter
-//            leaves first; a holder whose wait ends earlier (end is then false) must regain its turns.
-// Locks      one, under which the locks of strands are taken.
+// Never      A wait that leads back to itself through waits without a limit cannot end: the last one to begin throws,
+//            with the names of the pools. Waits for a turn are not part of such a cycle, since they end.
+// Turns      Turns are re-entrant. If a turn's holder waits, it lends the turn to the thread for which it waits,
+//            directly or through others, as if that thread ran on the holder's own thread (on a single worker it does).
+//            The last thread to enter leaves first; a holder whose wait ends earlier (end() then returns false) must
+//            regain its turns.
+// Locks      There is one lock; the locks of strands are taken while it is held.
 #pragma once
 
 #include <algorithm>

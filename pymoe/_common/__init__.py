@@ -1,1 +1,1 @@
-"""What all packages need, and no user calls: types of results, dtypes, checks of arguments, contracts of operators."""
+"""Private code that all packages share: types of results, dtypes, checks of arguments, contracts of operators."""

@@ -130,7 +130,7 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 
 
 def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, name: str) -> None:
-    """Raise unless low <= index < end for all (T, K) ``indices``; ``name`` is what the contract calls ``end``.
+    """Raise unless low <= index < end for all (T, K) ``indices``; ``name`` is the name of ``end`` in the contract.
 
     The native kernels check the same, on CUDA in debug mode.
     """

@@ -188,7 +188,7 @@ def _build_routing_fits(experts: Tensor, num_experts: int, capacity: int | None,
 
 
 def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """Raise if a choice does not name an expert."""
+    """Raise if an index in ``experts`` is not the number of an expert."""
     if foreign_experts:
         experts = experts.clamp(max=num_experts - 1)
     checks.in_range(operator, "experts", experts, 0, num_experts, "E")
@@ -330,7 +330,7 @@ def check_bias(
 
 
 def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise if ``offsets`` do not cut ``rows`` rows; the native kernels check the same, on CUDA in debug mode."""
+    """Raise if ``offsets`` do not partition ``rows`` rows; native kernels check the same, on CUDA in debug mode."""
     if bounds[0] != 0:
         raise ValueError(f"{operator}: offsets must start at 0, got {bounds[0]}")
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):

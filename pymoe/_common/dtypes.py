@@ -1,4 +1,4 @@
-"""Dtypes of operands: which are supported, in which sums run, and what ``torch.autocast`` makes of them."""
+"""Dtypes of operands: the supported ones, those of sums, and the casts of ``torch.autocast``."""
 
 from __future__ import annotations
 

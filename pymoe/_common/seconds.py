@@ -11,7 +11,7 @@ from typing import Any
 def check_seconds(
     what: str, seconds: Any, *, positive: bool = False, finite: bool = False, least: float = 0.0
 ) -> float:
-    """Return ``seconds``.
+    """Return ``seconds`` after checking it.
 
     Args:
         what: name of the option in messages.

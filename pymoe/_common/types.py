@@ -1,4 +1,4 @@
-"""What operators pass to each other: named results, kinds of activations, and the sizes of packed weights."""
+"""Types that operators pass to each other: named results, kinds of activations, and the sizes of packed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Score = Literal["softmax", "sigmoid"]
 class ClampedSwiglu(NamedTuple):
     """A swiglu whose gate and up are clamped: g * sigmoid(alpha * g) * (u + up_offset) for clamped g and u.
 
-    This is a kind of :func:`expert_activation`, where its contract is. GPT-OSS has ``ClampedSwiglu(7.0, alpha=1.702,
+    It is a kind of :func:`expert_activation`, which states its contract. GPT-OSS uses ``ClampedSwiglu(7.0, alpha=1.702,
     up_offset=1.0, interleaved=True)``.
     """
 
@@ -33,11 +33,11 @@ ActivationKind = Literal["swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_
 
 KINDS = ("swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared")
 GATED = ("swiglu", "geglu", "geglu_tanh")
-"""Kinds that take two rows of F."""
+"""Kinds that take two rows of size F, gate and up, and return one."""
 
 
 def is_gated(kind: object) -> bool:
-    """Return whether the kind turns two rows of F, gate and up, into one."""
+    """Return whether the kind turns two rows of size F, gate and up, into one."""
     return isinstance(kind, ClampedSwiglu) or kind in GATED
 
 

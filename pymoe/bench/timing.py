@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 SHORTEST_SPAN = 0.5e-3
-"""Least number of seconds that one value of a fast candidate covers."""
+"""Least number of seconds for which a fast candidate is called to measure one value."""
 LONGEST_SPAN = 20e-3
 """Seconds after which a fast candidate is no longer repeated within a round."""
 MOST_CALLS = 1000

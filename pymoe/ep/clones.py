@@ -2,8 +2,8 @@
 
 Every rank makes the same plan without a message, because it is a pure function, in integers, of the counts that were
 exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the ranks that
-compute with it, while these compute with their own experts, and its gradient comes back once. So a clone pays off from
-a number of rows on that depends on the machine: ``min_rows_to_clone``.
+compute with it, while these compute with their own experts, and its gradient comes back once. So a clone pays off
+only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
 """
 
 from __future__ import annotations

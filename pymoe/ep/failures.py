@@ -1,15 +1,16 @@
-"""Waits for the exchanges of a group that end with an error, on all ranks, when one of them has failed.
+"""Ends the waits for exchanges of a group with an error, on all ranks, after a rank has failed.
 
-Over gloo a rank that dies closes its connections, and the ranks that exchange messages with it learn that at once. They
-close theirs in turn (:func:`pymoe._ranks.abort_waits`), so the ranks that wait for them learn it, too. The first one
-that notices writes to the group's store which rank it was, for the messages of the others, and for ranks that wait for
-one which is busy elsewhere.
+Over gloo, a rank that dies closes its connections, and the ranks that exchange messages with it notice this at once.
+They then close their own connections (:func:`pymoe._ranks.abort_waits`), so the ranks that wait for them notice it,
+too. The first rank that notices writes to the group's store which rank has failed. The other ranks read this for their
+messages, and so do ranks that wait for a rank which is busy elsewhere.
 
-A rank that raises and lives on keeps its connections. It reports that, in the store, and a wait that takes longer than
-``LOOK`` reads such records. A report counts only for ranks in the same call that wait for an exchange which the other
-one has not begun, and that have not raised there themselves: so where all ranks raise, and go on, none is disturbed.
+A rank that raises an error and lives on keeps its connections. It reports the error in the store, and a wait that takes
+longer than ``LOOK`` reads such reports. A report counts only for ranks that are in the same call, wait for an exchange
+which the failed rank has not begun, and have not raised an error in the call themselves. So if all ranks raise an error
+and go on, the reports disturb none of them.
 
-An exchange that goes well reads and writes no records.
+An exchange without a failure or a long wait reads and writes no records.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from pymoe._ranks import GroupStore, Process, abort_waits, is_about_connections
 from pymoe._torch_canaries import Exercises, canary
 from pymoe.ep.sharding import ExpertSharding
 
-LOOK = timedelta(seconds=1)  # a wait that takes longer looks for records, and does so again each time
-NAMING_S = 2.0  # to find out who has failed: the system reports the end of a process a moment after its connections
-STORE_TIMEOUT_S = 5.0  # of a call of the store
+LOOK = timedelta(seconds=1)  # a wait looks for records each time that this has passed
+NAMING_S = 2.0  # time to find the rank that failed: the system reports the end of a process after its connections' end
+STORE_TIMEOUT_S = 5.0  # time limit of a call of the store
 
 
 class GroupError(RuntimeError):
     """The ranks of an expert-parallel group disagree, one has failed, or rows would not fit.
 
-    Where ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
-    raises it, from the same call, before any row was sent: the group can be used afterwards. (The rank that has failed
-    raises its own error.) Where rows or counts did not arrive, because a rank has died, has raised or is late, the
-    group cannot be used any more.
+    If ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
+    raises this error from the same call before any row is sent, and the group can be used afterwards. (The rank that
+    has failed raises its own error.) If rows or counts did not arrive because a rank has died, has raised an error or
+    is late, the group cannot be used any more.
     """
 
     def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
@@ -52,7 +53,7 @@ class GroupError(RuntimeError):
         self.layer = layer
         """Name of the layer in its model."""
         self.ranks = ranks
-        """The ranks that the message is about, numbered within the group; empty where they are not known."""
+        """The ranks that the message is about, numbered within the group; empty if they are not known."""
 
     def __reduce__(self) -> tuple[type[GroupError], tuple[str, str, tuple[int, ...]]]:
         return type(self), (str(self), self.layer, self.ranks)
@@ -69,13 +70,13 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupMembers:
-    """What this rank knows of a group whose ranks have compared descriptions."""
+    """State that this rank keeps of a group whose ranks have compared descriptions."""
 
     rank: int
     processes: Sequence[Process]
-    """(R,)."""
+    """(R,): the process of each rank."""
     store: GroupStore | None
-    """None: the group has none, and ranks that live on after an error cannot report it."""
+    """The store for records. None: the group has none, so ranks that live on after an error cannot report it."""
     calls: int = 0
     """Number of calls of layers that have begun."""
     exchanges: int = 0
@@ -85,10 +86,10 @@ class GroupMembers:
     reports: list[str] = field(default_factory=list)
     """Keys of this rank's reports."""
     raised_after: int = -1
-    """The exchanges that had begun when this rank last reported an error."""
+    """Number of exchanges that had begun when this rank last reported an error."""
 
     def report_error(self, what: str) -> None:
-        """Tell the ranks that wait for this one in the present call that it has left the call by an error."""
+        """Report to the ranks that wait for this rank in the present call that it has left the call with an error."""
         self.raised_after = self.exchanges
         if self.store is not None and self.failure is None:
             key = f"raised in call {self.calls}"
@@ -98,10 +99,10 @@ class GroupMembers:
             self.reports.append(key)
 
     def reported(self, exchange: int) -> Failure | None:
-        """Return the failure of another rank because of which an exchange cannot be finished, if one is reported."""
+        """Return the reported failure of another rank that keeps an exchange from being finished, or None."""
         if self.store is None:
             return None
-        # This rank may wait for one that is in another group, where nothing has told it of the failure.
+        # This rank may wait for a rank that is busy in another group and has not noticed the failure.
         failure: Failure | None = self.store.read("failure")
         raised: Failure | None = self.store.read(f"raised in call {self.calls}")
         if failure is None and raised is not None and raised.exchanges < exchange:
@@ -114,7 +115,7 @@ class GroupMembers:
             self.store.delete(self.reports.pop())
 
     def find_failure(self) -> Failure | None:
-        """Return which rank has failed, where a connection is lost; None if that cannot be known."""
+        """Return which rank has failed after a connection was lost; None if that cannot be known."""
         limit = time.monotonic() + NAMING_S
         while self.failure is None and time.monotonic() < limit:
             self.failure = None if self.store is None else self.store.read("failure")
@@ -126,7 +127,7 @@ class GroupMembers:
         return self.failure
 
     def note(self, failure: Failure) -> None:
-        """Note why exchanges cannot be finished: the record of the rank that has noticed it first counts."""
+        """Note why exchanges cannot be finished; the record of the rank that noticed it first counts."""
         self.failure = failure if self.store is None else self.store.write_first("failure", failure)
 
 
@@ -134,7 +135,7 @@ _members: WeakKeyDictionary[dist.ProcessGroup, GroupMembers] = WeakKeyDictionary
 
 
 def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], name: str) -> None:
-    """Note the processes of the ranks of a group, and its name, which no other group has had. All ranks come here."""
+    """Note the processes of a group's ranks, and its name, which no other group has had. All ranks call this."""
     if group not in _members and len(processes) > 1:
         store = None
         with contextlib.suppress(RuntimeError):  # the group has no store, or one without further connections
@@ -147,9 +148,9 @@ def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, los
 
     Args:
         group: the ranks.
-        subject: of the message, such as the layer.
+        subject: the subject of the message, such as the layer.
         layer: name of the layer in its model, or an empty string.
-        what: did not arrive.
+        what: the data that did not arrive.
         lost: the error of the collective.
     """
     failure = None
@@ -166,16 +167,16 @@ def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, los
 
 
 class Exchange:
-    """A collective of a layer's ranks under way.
+    """A collective of a layer's ranks that has begun.
 
     Args:
-        sharding: of the layer.
-        what: is exchanged, in errors.
+        sharding: the sharding of the layer.
+        what: name of the exchanged data, for errors.
         start: begins the collective, and returns its work.
-        begins_call: it is the first one of a call of the layer.
+        begins_call: true for the first collective of a call of the layer.
 
     Raises:
-        GroupError: it cannot begin, since a rank has failed.
+        GroupError: the collective cannot begin, since a rank has failed.
     """
 
     def __init__(
@@ -194,14 +195,14 @@ class Exchange:
             raise self._error(lost) from lost
 
     def wait(self) -> None:
-        """Wait until it is done.
+        """Wait until the collective is done.
 
         Raises:
             GroupError: a rank has failed.
         """
         members = self._members
         try:
-            # On a GPU a stream waits, and a timeout would have the host wait, too.
+            # On a GPU a stream waits; a timeout would make the host wait, too.
             if members is None or self._sharding.mesh.device_type != "cpu":
                 self._work.wait()
             else:
@@ -212,7 +213,7 @@ class Exchange:
             members.remove_reports()
 
     def _wait_or_abort(self, members: GroupMembers) -> None:
-        """Wait; look for records of failures again and again, and abort all waits of the group if there is one."""
+        """Wait, and look for records of failures from time to time; if there is one, abort all waits of the group."""
         while True:
             begun = time.monotonic()
             try:
@@ -227,7 +228,7 @@ class Exchange:
                 members.note(reported)
                 abort_waits((self._sharding.group,))
                 break
-        self._work.wait()  # it raises what ended it
+        self._work.wait()  # raises the error that ended it
 
     def _error(self, lost: RuntimeError) -> GroupError:
         sharding = self._sharding
@@ -245,8 +246,8 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
     except GroupError:
         raise
     except BaseException as error:
-        # Where a backward pass recomputes this call, checkpointing raises here when it has recomputed enough: it is an
-        # error only if the backward pass raises, too.
+        # If a backward pass recomputes this call, checkpointing raises here once it has recomputed enough. That is a
+        # failure only if the backward pass raises, too.
         if not report_failed_backward(sharding):
             report_error(sharding, f"raised {describe_error(error)}")
         if hasattr(error, "add_note"):  # Python 3.11
@@ -258,14 +259,14 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
 
 
 def report_error(sharding: ExpertSharding, what: str) -> None:
-    """Report to the ranks that wait for this one in a call of a layer that it has left the call, and how."""
+    """Report to the ranks that wait for this rank in a call of a layer that it has left the call, and the reason."""
     members = _members.get(sharding.group)
     if members is not None:
         members.report_error(f"{what} in MoE {sharding.title}")
 
 
 def report_failed_backward(sharding: ExpertSharding) -> bool:
-    """Report it if the backward pass that runs on this thread raises; return whether there is one."""
+    """Arrange for a report if the backward pass on this thread raises; return whether one runs on this thread."""
     if sharding.group not in _members:
         return False
     ends_are_heard()
@@ -279,7 +280,7 @@ def report_failed_backward(sharding: ExpertSharding) -> bool:
 
 
 class _Backward:
-    """Belongs to a backward pass, which calls it at its end, or lets it go where it raises."""
+    """Callback of a backward pass, which calls it at its end, or drops it if the pass raises."""
 
     def __init__(self, failed: Callable[[], object]) -> None:
         self._failed, self._has_ended = failed, False
@@ -293,7 +294,7 @@ class _Backward:
 
 
 class _Fail(torch.autograd.Function):
-    """Queues the end of a backward pass in it, which fails if it is told so."""
+    """Its backward queues a callback for the end of the backward pass, and raises if it is told to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:
@@ -311,7 +312,7 @@ class _Fail(torch.autograd.Function):
 
 @canary
 def ends_are_heard() -> Exercises:
-    """Exercise the name by which ranks report that a backward pass has failed."""
+    """Exercise the private name of torch by which ranks report that a backward pass has failed."""
     heard: list[bool] = []
     for fails in (False, True):
         x = torch.ones(1, requires_grad=True, device="cpu")

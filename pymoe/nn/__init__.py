@@ -1,6 +1,6 @@
 """Layers: router, experts, and the mixture-of-experts layer made of them.
 
-To follow a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :class:`Experts` -> combine.
+The path of a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :class:`Experts` -> combine.
 """
 
 from pymoe.nn.apply_experts import apply_experts

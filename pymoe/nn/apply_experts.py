@@ -1,4 +1,4 @@
-"""apply_experts: chosen expert networks over tokens, in one native call and at most one node of autograd."""
+"""apply_experts: runs chosen expert networks over tokens, in one native call and at most one node of autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pymoe.ops.function_calls import is_differentiated
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
 APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default
-"""The gate and the experts that it chooses: logits and the options of ``GATE_TOPK`` in place of a choice."""
+"""The native call that also runs the gate: it takes logits and the options of ``GATE_TOPK`` in place of a choice."""
 
 
 def apply_experts(
@@ -52,10 +52,10 @@ def apply_experts(
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
     :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
     ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. One native call does all of it and, with
-    gradients on the CPU, one node of autograd; outputs and gradients have the same bits. With few tokens, as in
-    generating text, the cost of calls from Python counts. With gradients on a GPU, inside transforms of
-    :mod:`torch.func`, under hooks of saved tensors (checkpoints), in compiled code with gradients and with a function
-    as the activation it is one operator after the other.
+    gradients on the CPU, one node of autograd; outputs and gradients have the same bits. This matters if there are few
+    tokens, as in generating text, where the calls from Python are a large part of the cost. The operators run one after
+    the other with gradients on a GPU, inside transforms of :mod:`torch.func`, under hooks of saved tensors
+    (checkpoints), in compiled code with gradients, and with a function as the activation.
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own.
 
     Args:
@@ -63,18 +63,18 @@ def apply_experts(
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; a router's choice.
         weights: (T, K), any floating dtype; float64 for float64 ``x`` only.
         w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for gated activations, else N = F. Any strides:
-            a transposed view of an (E, H, N) parameter is read in place. Or such weights in 8 or 4 bits, from
-            :func:`pymoe.ops.quantize_weight`, for inference: then ``w_out`` too, the products are those of
+            a transposed view of an (E, H, N) parameter is read in place. For inference, such weights in 8 or 4 bits
+            from :func:`pymoe.ops.quantize_weight`: then ``w_out`` must be quantised too, the products are computed by
             :func:`pymoe.ops.quantized_linear`, and neither ``x`` nor a bias may require a gradient.
-        w_out: (E, O, F), the dtype of ``x``, any strides. O is mostly H.
+        w_out: (E, O, F), the dtype of ``x``, any strides. O is usually H.
         b_in: (E, N), the dtype of ``x``, or None.
         b_out: (E, O), the dtype of ``x``, or None.
-        activation: a kind of :func:`pymoe.ops.expert_activation`; or a function of rows (S, N) that returns rows
-            (S, F), each from its own row alone, which is called between the two products.
-        capacity: the most slots that an expert takes; those past it, in the order of tokens, add nothing. ``None``
+        activation: a kind of :func:`pymoe.ops.expert_activation`; or a function that is called between the two
+            products, takes rows (S, N) and returns rows (S, F), each computed from its own row alone.
+        capacity: the most slots that an expert takes; further slots, in the order of tokens, add nothing. ``None``
             drops nothing.
-        foreign_experts: take values of E and above for experts that are elsewhere (on other ranks of expert
-            parallelism), which add nothing to ``y``.
+        foreign_experts: let values of E and above stand for experts that are elsewhere (on other ranks of expert
+            parallelism); they add nothing to ``y``.
 
     Returns:
         (T, O), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``). Differentiable in ``x``, ``weights``
@@ -83,7 +83,7 @@ def apply_experts(
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: a rank, size, device or ``capacity`` does not fit.
-        IndexError: an expert index lies outside 0..E-1 (is negative, with ``foreign_experts``).
+        IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: it is negative).
     """
     if isinstance(w_in, tuple) or isinstance(w_out, tuple):
         x, b_in, b_out = cast_operands(x, b_in, b_out)  # type: ignore[assignment]
@@ -134,7 +134,7 @@ def apply_experts_fused(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Return what :func:`apply_experts` returns, for arguments that fit and :func:`is_one_call`, after autocast."""
+    """Do the work of :func:`apply_experts` after autocast, for arguments that fit and for which is_one_call is true."""
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     options, x = kernel_options(activation), x.contiguous()
     if is_differentiated(x, weights, w_in, w_out, b_in, b_out):
@@ -183,7 +183,7 @@ def _fits(
 ) -> bool:
     """Return true only if :func:`_check` accepts the arguments, in one expression; see :mod:`pymoe.reference.checks`.
 
-    It answers for activations with a name and without a capacity.
+    This covers only activations with a name, and calls without a capacity.
     """
     for value in (x, experts, weights, w_in, w_out):
         if not isinstance(value, Tensor):

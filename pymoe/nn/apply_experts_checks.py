@@ -1,4 +1,4 @@
-"""Arguments of apply_experts, with plain and with quantised weights: checks, and what the native calls take."""
+"""Arguments of apply_experts, with plain and with quantised weights: checks, and conversion for the native calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "apply_experts"
 
 
 def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """Raise unless tokens, their experts and the weights of these fit each other."""
+    """Raise unless tokens, their chosen experts and the weights of the choices fit each other."""
     checks.floating(NAME, "x", x)
     checks.rank(NAME, "x", x, "(T, H)")
     checks.dtype(NAME, "experts", experts, torch.int32, torch.int64)
@@ -35,11 +35,11 @@ def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
 def choice_for_kernels(
     x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool
 ) -> tuple[Tensor, Tensor, int | None]:
-    """Return experts, weights and capacity as the native calls take them; in debug mode look at every expert."""
-    if not experts.is_cpu:  # where the kernel looks at them
+    """Return experts, weights and capacity as the native calls take them; in debug mode check every expert."""
+    if not experts.is_cpu:  # on the CPU the kernel checks them
         index_checks.experts_in_range(NAME, experts, num_experts, foreign_experts)
     wide = accumulate_dtype(x.dtype)
-    if weights.dtype != wide:  # mostly it is, and asking is cheaper than a cast to the same
+    if weights.dtype != wide:  # usually they are equal, and comparing costs less than a cast that changes nothing
         weights = weights.to(wide)
     return experts.contiguous(), weights.contiguous(), None if capacity is None else min(capacity, ROW_LIMIT)
 
@@ -47,7 +47,7 @@ def choice_for_kernels(
 def check_biases(
     x: Tensor, b_in: Tensor | None, shape_in: tuple[int, int], b_out: Tensor | None, shape_out: tuple[int, int]
 ) -> None:
-    """Raise unless each bias is None or of its shape, the dtype and the device of ``x``."""
+    """Raise unless each bias is None, or has its shape and the dtype and the device of ``x``."""
     for argument, bias, expected in (("b_in", b_in, shape_in), ("b_out", b_out, shape_out)):
         if bias is not None:
             checks.dtype(NAME, argument, bias, x.dtype)
@@ -66,7 +66,7 @@ def check_options(activation: object, capacity: object, foreign_experts: object)
 
 
 def check_inner(activation: object, shape_in: tuple[int, ...], ffn_size: int) -> None:
-    """Raise unless the activation makes F features of the outputs of ``w_in``, which has this (E, N, H) shape."""
+    """Raise unless the activation turns the outputs of ``w_in``, whose shape (E, N, H) is given, into F features."""
     if not callable(activation) and shape_in[1] != ffn_size * (2 if is_gated(activation) else 1):
         rule = "2F" if is_gated(activation) else "F"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Expert networks with quantised weights over tokens, in one native call where the activation is one of pymoe's."""
+"""Runs expert networks with quantised weights over tokens, in one native call if the activation is one of pymoe's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pymoe.ops.function_calls import is_recorded
 
 _APPLY_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_quantized_experts.default
 APPLY_CHOSEN_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_chosen_quantized_experts.default
-"""The gate and the experts that it chooses: logits and the options of ``GATE_TOPK`` in place of a choice."""
+"""The native call that also runs the gate: it takes logits and the options of ``GATE_TOPK`` in place of a choice."""
 
 
 def apply_quantized_experts(
@@ -31,9 +31,10 @@ def apply_quantized_experts(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Return what :func:`apply_experts` returns, for quantised weights and arguments that fit.
+    """Return the result of :func:`apply_experts` for quantised weights and arguments that fit.
 
-    Differentiable in ``weights`` alone: ``x`` and the biases must not require a gradient while gradients are recorded.
+    It is differentiable in ``weights`` alone: ``x`` and the biases must not require a gradient while gradients are
+    recorded.
     """
     if callable(activation) or is_recorded(x, weights, b_in, b_out):
 

@@ -1,8 +1,8 @@
-"""A forward of MoE by its native calls alone, where nothing stands between its parts; with gradients, as one node.
+"""Runs the forward of MoE by native calls alone if nothing hooks or replaces its parts; with gradients, as one node.
 
-For a few tokens the parts of a layer cost more in calls of modules, look-ups of their attributes and checks than in
-kernels. What holds for the whole call is therefore asked once, here; whatever is out of the ordinary takes the usual
-way, from part to part, and has the same bits.
+For a few tokens, calls of modules, look-ups of their attributes and checks cost more than the kernels. So the
+conditions of the whole call are checked once, here. Any unusual call takes the usual way, from part to part, which
+computes the same bits.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_transformed
 
 _PLAIN = (nn.Parameter, Tensor)
-"""The types of tensors that are what they seem: a subclass may have operators of its own."""
+"""The types of plain tensors; a subclass may have operators of its own."""
 
 
 def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
-    """Return what the parts of ``layer`` would, or None where they have to be called.
+    """Return the output that the parts of ``layer`` would compute, or None if they have to be called.
 
     Args:
         layer: a :class:`pymoe.nn.MoE`, not of a class derived from it. (That module imports this one.)
-        x: whatever ``forward`` was given.
+        x: the argument of ``forward``, which may be anything.
     """
     if is_compiling() or type(x) not in _PLAIN or is_transformed():
         return None
     parts = layer._modules
-    try:  # past Module.__getattr__, which costs half a microsecond a name
+    try:  # without Module.__getattr__, which costs half a microsecond for each name
         router, experts, losses = parts["router"], parts["experts"], parts["losses"]
         weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
-    except KeyError:  # something else has taken its place
+    except KeyError:  # the user has put something else in its place
         return None
     quantized = type(experts) is QuantizedExperts
     if not (
@@ -101,7 +101,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
-    """Return whether the native calls take these as they are; what does not fit is named on the usual way."""
+    """Return whether the native calls take these as they are; if not, the usual way raises an error with the reason."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
         type(weight) in _PLAIN
@@ -123,7 +123,7 @@ def _is_bias(bias: Tensor, experts: int, dtype: torch.dtype, device: torch.devic
 
 
 def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
-    """Return the parameters of the experts as the native calls take them, or None where they do not fit."""
+    """Return the parameters of the experts as the native calls take them, or None if they do not fit."""
     if not networks_fit(experts, (layer.num_experts,), x):
         return None
     own = experts._parameters
@@ -132,7 +132,7 @@ def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
 
 
 def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
-    """Return the same of quantised experts, followed by the layout of their weights."""
+    """Return the parameters of quantised experts, followed by the layout of their weights, or None."""
     w_in, w_out, b_in, b_out = experts.w_in, experts.w_out, experts.b_in, experts.b_out
     if not (is_called_plainly(w_in, QuantizedLinear) and is_called_plainly(w_out, QuantizedLinear)):
         return None

@@ -16,16 +16,16 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
     ``optimizer.step()``.
 
     ``expert_bias += bias_update_rate * sign(mean load - load)`` (arXiv 2408.15664, algorithm 1; DeepSeek-V3,
-    arXiv 2412.19437), where the load is the number of slots each expert was chosen for in all backward passes since
-    the last update, of all micro-batches of an optimizer step together. A router that saw no tokens stays unchanged.
+    arXiv 2412.19437). The load is the number of slots for which each expert was chosen in all backward passes since
+    the last update, over all micro-batches of an optimizer step. A router that saw no tokens stays unchanged.
 
     A layer does not call this by itself, since it cannot know when an optimizer step is complete. If
-    ``torch.distributed`` is initialised, the loads are first summed over ``group``, those of all layers in one
-    all-reduce, so that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
+    ``torch.distributed`` is initialised, the loads of all layers are first summed over ``group`` in one all-reduce, so
+    that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
 
     Args:
-        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Those without an
-            ``expert_bias`` are skipped; if there is no other, a ``UserWarning`` is given once.
+        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Layers without an
+            ``expert_bias`` are skipped; if no layer has one, a ``UserWarning`` is given once.
         group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.
     """
     check_model("update_expert_biases", model)
@@ -38,7 +38,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
             "nothing to update",
             f"update_expert_biases: the {type(model).__name__} that it was called with {has}{seen}, so the call has "
             "no effect; build the layers with MoE(..., bias_update_rate=0.001), or drop the call",
-            stacklevel=3,  # past torch.no_grad's wrapper
+            stacklevel=3,  # one more level for torch.no_grad's wrapper
         )
         return
     loads = [router.counted["load"] for router in routers]
@@ -46,7 +46,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         loads = _summed_over_ranks(loads, group)
     for router, load_E in zip(routers, loads, strict=True):
         assert router.expert_bias is not None
-        # sign(mean - load) without a rounded mean
+        # This is sign(mean - load) without rounding the mean.
         direction_E = torch.sign(load_E.sum() - router.num_experts * load_E)
         router.expert_bias.add_(direction_E.to(router.expert_bias.dtype), alpha=router.bias_update_rate)
         router.counted.zero_()

@@ -1,4 +1,4 @@
-"""The experts of a layer: feed-forward networks, routed and shared ones."""
+"""The experts of a layer: routed and shared feed-forward networks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _FeedForward(nn.Module):
         self.reset_parameters()
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of every parameter, also of a bias that is not there, without those of the stack."""
+        """Return the sizes of every parameter, including biases that are absent, without the sizes of the stack."""
         inner = (2 if is_gated(self.activation) else 1) * self.ffn_size
         return {
             "w_in": (inner, self.hidden_size),
@@ -137,12 +137,12 @@ class Experts(_FeedForward):
 class SharedExperts(_FeedForward):
     """The experts that every token passes through (DeepSeekMoE, arXiv 2401.06066).
 
-    n shared experts of size F whose outputs are added equal one feed-forward network of size n * F, which is how they
-    are computed: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
+    The sum of the outputs of n shared experts of size F equals the output of one feed-forward network of size n * F. So
+    they are computed as one: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
 
     Args:
         hidden_size: H.
-        ffn_size: F, of all shared experts together.
+        ffn_size: F, the size of all shared experts together.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -154,7 +154,7 @@ class SharedExperts(_FeedForward):
         w_out: (H, F).
         b_in: (2F,) or (F,), or ``None``.
         b_out: (H,), or ``None``.
-        row_invariant: as that of :class:`Router`.
+        row_invariant: the same as in :class:`Router`.
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router, injected into the gradients without passing through the model's outputs."""
+"""Auxiliary losses of a router, which are injected into the gradients and do not pass through the model's outputs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class _InjectLoss(torch.autograd.Function):
 def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
     """Return the values of ``carrier``; when a gradient comes back through them, ``loss`` gets the gradient 1.
 
-    ``objective(inject_loss(carrier, loss)).backward()`` leaves the gradients of ``objective(carrier) + loss``: the
+    ``objective(inject_loss(carrier, loss)).backward()`` computes the gradients of ``objective(carrier) + loss``: the
     loss need not be carried to the end of the model, and the gradient that comes back does not scale it. This holds
-    under activation checkpointing, since the gradient comes back once however often a forward is recomputed. The idea
-    is that of Megatron-LM's ``MoEAuxLossAutoScaler``.
+    under activation checkpointing, since the gradient comes back once, however often a forward is recomputed. The idea
+    comes from Megatron-LM's ``MoEAuxLossAutoScaler``.
 
     Args:
         carrier: any tensor between the inputs and the objective.
@@ -56,16 +56,16 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """Losses that a forward injects, for whoever adds their gradient to that of the logits."""
+    """Losses that a forward injects, for code that adds their gradient to the gradient of the logits."""
 
     score: Score
     balancing: Tensor
     """Scalar, the dtype of the logits: the factor of the balancing loss."""
     z: Tensor
-    """The same of the z loss."""
+    """Scalar, the dtype of the logits: the factor of the z loss."""
 
     def gradient(self, logits_TE: Tensor, load: Tensor) -> Tensor:
-        """Return the gradient of the logits (T, E): the bits that autograd computes through :func:`inject_loss`."""
+        """Return the gradient of the logits (T, E), with the bits that autograd computes for :func:`inject_loss`."""
         return router_losses_backward(self.balancing, self.z, logits_TE, load, self.score)
 
 
@@ -75,7 +75,7 @@ class AuxiliaryLosses(nn.Module):
     Args:
         aux_loss_coef: factor of the balancing loss (Switch Transformer, arXiv 2101.03961), at least 0.
         z_loss_coef: factor of the z loss (ST-MoE, arXiv 2202.08906), at least 0.
-        score: ``"softmax"`` or ``"sigmoid"``, as of the router.
+        score: ``"softmax"`` or ``"sigmoid"``, the same as the router's.
         backend: ``"native"`` or ``"reference"``.
     """
 
@@ -97,10 +97,10 @@ class AuxiliaryLosses(nn.Module):
         self.score = score
         self.backend = backend
         self.scale: float | Tensor = 1.0
-        """Factor of what is injected; see :func:`set_aux_loss_scale`."""
+        """Factor of the injected losses; see :func:`set_aux_loss_scale`."""
 
     def injects(self) -> bool:
-        """Return whether a forward injects a loss: in training, where a coefficient is not 0."""
+        """Return whether a forward injects a loss: in training, if a coefficient is not 0."""
         return self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
 
     def forward(
@@ -111,8 +111,8 @@ class AuxiliaryLosses(nn.Module):
         Args:
             gate: the router's choice for the logits.
             logits_TE: (T, E).
-            load: (E,), in place of the gate's own: that of all ranks, for example.
-            share: factor of what is injected, beside :attr:`scale`.
+            load: (E,), used in place of the gate's own load, for example the load on all ranks.
+            share: factor of the injected losses, in addition to :attr:`scale`.
         """
         injects = self.injects()
         losses = operators(self.backend).router_losses(
@@ -124,7 +124,7 @@ class AuxiliaryLosses(nn.Module):
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
     def injected(self, logits_TE: Tensor) -> Injected | None:
-        """Return what :meth:`forward` injects, before the choice is known; None if that is nothing.
+        """Return the losses that :meth:`forward` injects, before the choice is known; None if there are none.
 
         Args:
             logits_TE: (T, E).
@@ -137,10 +137,10 @@ class AuxiliaryLosses(nn.Module):
         return Injected(self.score, *factors)
 
     def injects_by_kernels(self) -> bool:
-        """Return whether :meth:`injected` has the gradient of what :meth:`forward` injects.
+        """Return whether :meth:`injected` computes the same gradient as the losses that :meth:`forward` injects.
 
-        Somebody may have set a coefficient or :attr:`scale` to a tensor that is learned, or of another shape or dtype
-        than :func:`set_aux_loss_scale` leaves there; that takes operators of torch.
+        It does not if a user has set a coefficient or :attr:`scale` to a tensor that is learned, or has another shape
+        or dtype than :func:`set_aux_loss_scale` leaves there; this requires operators of torch.
         """
         scale = self.scale
         return (
@@ -157,7 +157,7 @@ class AuxiliaryLosses(nn.Module):
         return self.aux_loss_coef, self.z_loss_coef
 
     def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
-        """Return the sum of the losses times their coefficients; every step of it is a launch, or two, on a GPU."""
+        """Return the sum of the losses times their coefficients; every step is one or two launches on a GPU."""
         pairs = zip(self._coefficients(), losses, strict=True)
         terms = [coefficient * loss for coefficient, loss in pairs if coefficient > 0]
         total = sum(terms[1:], terms[0])

@@ -37,17 +37,17 @@ from pymoe.nn.rows import as_rows
 from pymoe.ops import raw
 
 MOST_HELD_LOGITS = 1 << 22
-"""Bytes of logits that a forward leaves until somebody asks for its statistics: those of 4096 tokens and 256 experts in
-float32. Of more it computes the losses at once, which by then take about as long as the host needs to ask for them."""
+"""Most bytes of logits that a forward keeps until its statistics are read: 4096 tokens and 256 experts in float32. For
+larger logits it computes the losses at once; at this size they take about as long as the host needs to launch them."""
 
 
 class Stats(NamedTuple):
-    """What the last forward of a layer did, as tensors on its device: getting them does not synchronise."""
+    """Statistics of a layer's last forward, as tensors on its device: getting them does not synchronise."""
 
     load: Tensor
-    """(E,) int32: slots each expert was chosen for, before any were dropped; sums to T * K."""
+    """(E,) int32: number of slots for which each expert was chosen, before any were dropped; sums to T * K."""
     dropped: Tensor
-    """Scalar int32: slots past an expert's capacity."""
+    """Scalar int32: number of slots that exceeded an expert's capacity."""
     load_balancing_loss: Tensor
     """Scalar float32, without its coefficient; 1 is perfect balance."""
     z_loss: Tensor
@@ -56,7 +56,7 @@ class Stats(NamedTuple):
     def __repr__(self) -> str:
         """Return one line; this waits for the device."""
         load, *scalars = self
-        if load.is_meta or isinstance(load, FakeTensor):  # which hold no numbers
+        if load.is_meta or isinstance(load, FakeTensor):  # such tensors hold no numbers
             return tuple.__repr__(self)
         if load.numel() <= 16:
             shares = str(load.tolist())
@@ -70,8 +70,8 @@ class MoE(nn.Module):
     """A mixture-of-experts feed-forward network: (..., H) to (..., H).
 
     Every token goes to the ``top_k`` experts that the router chooses for it. The weights of the choice multiply the
-    experts' outputs, when these are summed (:func:`pymoe.ops.combine`), not their inputs. Shared experts see every
-    token; their output is added unweighted. The layer adds no residual connection.
+    experts' outputs as they are summed (:func:`pymoe.ops.combine`), not their inputs. Shared experts see every token;
+    their output is added unweighted. The layer adds no residual connection.
 
     **Auxiliary losses** need not be added to the model's loss: in training mode ``loss.backward()`` of any loss that
     depends on the output also adds the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss``, whatever
@@ -82,32 +82,34 @@ class MoE(nn.Module):
     ``optimizer.step()``; see :class:`Router`.
 
     **Capacity**: with a ``capacity_factor`` an expert takes at most ``ceil(capacity_factor * (T * K) / E)`` slots, at
-    least 1 (GShard, arXiv 2006.16668; Megatron-LM's ``get_capacity``), where T counts the tokens of one call. Slots
-    past that, in the order of tokens, are dropped: they add nothing to the output, and the token's other weights stay
-    unchanged.
+    least 1 (GShard, arXiv 2006.16668; Megatron-LM's ``get_capacity``), where T is the number of tokens of one call.
+    Further slots, in the order of tokens, are dropped: they add nothing to the output, and the token's other weights
+    stay unchanged.
 
-    **Precision**: logits, scores, losses and the final sum are computed in float32 (float64 in a float64 layer), also
-    with bfloat16 parameters and inside ``torch.autocast``, where the experts compute in the autocast dtype, which is
-    then the output's, as for ``nn.Linear``.
+    **Precision**: logits, scores, losses and the final sum are computed in float32 (float64 in a float64 layer), even
+    with bfloat16 parameters and inside ``torch.autocast``. There the experts compute in the autocast dtype, and the
+    output has that dtype, as for ``nn.Linear``.
 
-    **Experts on several ranks**: :func:`pymoe.ep.shard` spreads those of a model over a process group.
-    ``expert_parallel`` makes a single layer so, a :class:`pymoe.ep.ShardedMoE`, on every rank of the group together: it
-    has the values that it would have in one process, and only a rank's own experts are ever in its memory.
+    **Experts on several ranks**: :func:`pymoe.ep.shard` spreads the experts of a model over a process group. With
+    ``expert_parallel`` all ranks of the group together make a single layer of this kind, a
+    :class:`pymoe.ep.ShardedMoE`: it has the values that it would have in one process, and each rank only ever holds its
+    own experts in memory.
 
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
-    equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy``,
-    ``DistributedDataParallel``, and built on the meta device. Calls of one layer must not run in several threads at
-    once.
+    equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy`` and
+    ``DistributedDataParallel``, and can be built on the meta device. Calls of one layer must not run in several threads
+    at once.
 
-    Under :mod:`torch.func` the native layer has ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes one element
-    of the batch after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
-    ``NotImplementedError``; the layer with ``backend="reference"`` has it, but no ``vmap`` over tokens or parameters.
+    Under :mod:`torch.func` the native layer supports ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes the
+    elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
+    ``NotImplementedError``; the layer with ``backend="reference"`` supports it, but has no ``vmap`` over tokens or
+    parameters.
 
     Args:
         hidden_size: H.
         ffn_size: F, of one expert.
         num_experts: E.
-        top_k: K, experts per token, in 1..E. It is the router's, and may be set between calls.
+        top_k: K, experts per token, in 1..E. The router has it, and it may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
@@ -122,15 +124,15 @@ class MoE(nn.Module):
         z_loss_coef: coefficient of the z loss (ST-MoE, arXiv 2202.08906, which uses 0.001).
         bias: of the experts' linear layers; the router has none.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`, pure PyTorch. Native
-            operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference runs.
+            operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference works.
         device: of the parameters.
         dtype: of the parameters: float32, float64, bfloat16 or float16.
         expert_parallel: a mesh of one dimension or a process group over which experts are spread, as by
-            :func:`pymoe.ep.shard` without options; call that for others. None keeps all of them.
+            :func:`pymoe.ep.shard` without options; call that function to set options. None keeps all experts.
 
     ``state_dict`` keys: ``router.weight`` (E, H); ``router.expert_bias`` (E,) if ``bias_update_rate > 0``;
     ``experts.w_in`` (E, 2F, H), or (E, F, H) without a gate; ``experts.w_out`` (E, H, F); ``shared.w_in`` and
-    ``shared.w_out`` if there are shared experts; and ``b_in``, ``b_out`` beside each pair if ``bias``.
+    ``shared.w_out`` if there are shared experts; and ``b_in``, ``b_out`` next to each pair if ``bias``.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -139,7 +141,7 @@ class MoE(nn.Module):
 
     shared: SharedExperts | None
     _shard: ClassVar[Callable[[MoE, DeviceMesh | dist.ProcessGroup], object]]
-    """Keeps the experts of this rank. :mod:`pymoe.ep` has it, and is built on this package: ``pymoe`` sets it."""
+    """Keeps only this rank's experts. It is in :mod:`pymoe.ep`, which imports this package; so ``pymoe`` sets it."""
 
     def __init__(
         self,
@@ -222,10 +224,10 @@ class MoE(nn.Module):
             The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
 
         Raises:
-            TypeError: ``x`` is not a tensor of the dtype of the parameters, these differ, or it is float64 inside
-                ``torch.autocast`` with other parameters, which autocast does not cast.
-            ValueError: the last dimension of ``x`` is not H, or a parameter has not the layer's sizes or is on another
-                device than ``x``.
+            TypeError: ``x`` is not a tensor of the dtype of the parameters, the parameters have different dtypes, or
+                ``x`` is float64 inside ``torch.autocast``, which does not cast it, and the parameters are not.
+            ValueError: the last dimension of ``x`` is not H, or a parameter does not have the layer's sizes or is on
+                another device than ``x``.
         """
         if type(self) is MoE:
             direct = forward_directly(self, x)
@@ -247,7 +249,7 @@ class MoE(nn.Module):
         rows_TH: Tensor
         (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
         y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity, routing)
-        if y_TH.shape[1] != self.hidden_size:  # of experts that the layer did not make
+        if y_TH.shape[1] != self.hidden_size:  # possible if the user has replaced the experts
             seen = y_TH.shape[1]
             raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
         if self.shared is not None:
@@ -272,7 +274,7 @@ class MoE(nn.Module):
 
     @property
     def top_k(self) -> int:
-        """K, experts per token: that of the router."""
+        """K, the number of experts per token; the router has it."""
         return self.router.top_k
 
     @top_k.setter
@@ -284,10 +286,10 @@ class MoE(nn.Module):
         """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         They are detached copies, which do not change when the layer runs again. Losses that the forward itself did not
-        need are computed when they are asked for: until then, or its next forward, the layer holds the router's logits,
-        if they take at most 4 MiB; of more it computes the losses in the forward. Under activation checkpointing the
-        recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a program of
-        :func:`torch.export` leave none.
+        need are computed when they are read. Until then, or until its next forward, the layer holds the router's logits
+        if they take at most 4 MiB; if they take more, it computes the losses in the forward. Under activation
+        checkpointing the recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a
+        program of :func:`torch.export` leave none.
         """
         return Stats(**self.last.copies())
 
@@ -316,7 +318,7 @@ class MoE(nn.Module):
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
 
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
-        """Keep this rank's experts, and give memory to what is not there yet."""
+        """Keep this rank's experts, and allocate and initialise the parameters that are still on the meta device."""
         self._shard(ranks)
         device = self.router.weight.device
         if device.type != "meta":
@@ -342,10 +344,10 @@ class MoE(nn.Module):
             )
 
     def _capacity(self, tokens: int, choices: int) -> int | None:
-        """Return the most slots that an expert takes of ``tokens`` of so many choices each; None for no limit."""
+        """Return the most slots that an expert takes if each of ``tokens`` has so many choices; None for no limit."""
         if self.capacity_factor is None:
             return None
-        factor = min(self.capacity_factor, self.num_experts)  # which lets one expert take every slot
+        factor = min(self.capacity_factor, self.num_experts)  # with num_experts, one expert can take every slot
         slots = factor * (tokens * choices) / self.num_experts
         if isinstance(tokens, torch.SymInt):  # torch.export cannot save a program with a math.ceil
             whole = torch.sym_int(slots)
@@ -375,7 +377,7 @@ class MoE(nn.Module):
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-            whose = raw  # what they are handed has been checked, or is made here
+            whose = raw  # their arguments have been checked, or are made here
         return apply_networks(
             x_TH,
             experts_TK,
@@ -388,15 +390,15 @@ class MoE(nn.Module):
         )
 
     def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:
-        """Raise unless a choice, of any router and any losses, and the activation are what kernels take."""
+        """Raise unless the kernels accept the activation and the choice, which may come from any router and losses."""
         check_choice(x_TH, experts_TK, weights_TK)
         check_kind("MoE", "experts.activation", self.experts.activation)
 
     def _with_shared(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
-        """Return the routed experts' output plus that of the shared ones."""
+        """Return the routed experts' output plus the shared experts' output."""
         shared: Any = self.shared
         shared_TH: Tensor = shared(x_TH)
-        if shared_TH.shape != y_TH.shape:  # of a module that the layer did not make; it would be broadcast
+        if shared_TH.shape != y_TH.shape:  # possible if the user has replaced the module; it would be broadcast
             seen = tuple(shared_TH.shape)
             raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")
         return y_TH + shared_TH
@@ -406,7 +408,7 @@ class MoE(nn.Module):
         return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
 
     def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
-        """Return the same for quantised experts, whose weights are modules in turn, and rows on this device."""
+        """Return whether it may do so for quantised experts, whose weights are modules, and rows on this device."""
         return (
             self._stands_in_for(experts, QuantizedExperts)
             and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
@@ -414,8 +416,8 @@ class MoE(nn.Module):
         )
 
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
-        # A transform allows no change of a tensor from outside, and may run a call many times at once; an exported
-        # program holds the layer's parameters, and nothing that it could leave statistics in.
+        # A transform must not change a tensor from outside it, and may run a call many times at once; an exported
+        # program holds the layer's parameters, and has no place for statistics.
         if not (in_torch_func() or is_exporting()):
             self._keep_stats_of(load, logits_TE, capacity, losses)
 
@@ -428,7 +430,7 @@ class MoE(nn.Module):
             auxiliary = self.losses
             how = (auxiliary.score, auxiliary.backend)
             logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
-            # A backward pass lets go of its own when it is over, and may come long before the next forward.
+            # A backward pass frees its own logits when it ends, which may be long before the next forward.
             if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
                 losses, logits = _losses(logits, load, *how), None
         self.last.keep_pending(partial(_statistics, load, capacity, losses, logits, *how), load)
@@ -462,11 +464,11 @@ class MoE(nn.Module):
         )
 
     def _weight_of_input_dtype(self) -> Tensor | None:
-        """Return the parameter whose dtype and device ``x`` must have, or None where only a called part has it."""
+        """Return the parameter whose dtype and device ``x`` must have, or None if only a part has it once called."""
         experts: Any = self.experts
         if is_called_plainly(experts, Experts):
             return experts.w_in  # type: ignore[no-any-return]
-        # Quantised weights are integers, and serve rows of every dtype.
+        # Quantised weights are integers, and multiply rows of every dtype.
         if type(experts) is QuantizedExperts and is_called_plainly(self.router, Router):
             return self.router.weight
         return None
@@ -479,7 +481,7 @@ def _losses(logits_TE: Tensor | None, load: Tensor, score: Score, backend: Backe
 def _statistics(
     load: Tensor, capacity: int | None, losses: RouterLosses | None, logits_TE: Tensor | None, *how: Any
 ) -> dict[str, Tensor]:
-    """Return the fields of a call's :class:`Stats`: with losses that are there, or those of logits (score, backend)."""
+    """Return the fields of a call's :class:`Stats`, with given losses or the losses of logits (score, backend)."""
     if losses is None:
         losses = _losses(logits_TE, load, *how)
     dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()

@@ -1,4 +1,4 @@
-"""Expert networks over tokens by one operator after the other: what all that differentiates or replaces them runs."""
+"""Runs expert networks over tokens by one operator after the other, for code that differentiates or replaces them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def apply_networks(
         num_experts: E.
         networks: all E networks.
         capacity: the most slots that an expert takes, or None.
-        foreign_experts: whether values of E and above, which add nothing, are allowed.
+        foreign_experts: allow values of E and above, which add nothing.
         operators: :mod:`pymoe.ops`, which checks what ``networks`` returns, :mod:`pymoe.reference`, or
-            :mod:`pymoe.ops.raw` where the arguments have been checked and ``networks`` are pymoe's own.
-        routing: of ``experts`` with ``capacity``, where it has been built.
+            :mod:`pymoe.ops.raw` if the arguments have been checked and ``networks`` are pymoe's own.
+        routing: the routing of ``experts`` with ``capacity``, if it has been built.
 
     Returns:
-        (T, O), the dtype of what ``networks`` returns.
+        (T, O), the dtype of the rows that ``networks`` returns.
     """
     if routing is None:
         if operators is raw:
@@ -68,14 +68,14 @@ def grouped_networks(
         w_out: (E, O, F).
         b_in: (E, N), or None.
         b_out: (E, O), or None.
-        activation: between the two products.
-        whole: whether every choice has a row, with neither a capacity nor experts elsewhere.
+        activation: the activation between the two products.
+        whole: true if every choice has a row: there is no capacity, and no expert is elsewhere.
     """
 
     def networks(rows: Tensor, offsets: Tensor) -> Tensor:
         inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
         weight, bias = w_out, b_out
-        if callable(activation):  # whose rows nobody has looked at
+        if callable(activation):  # the rows that it returns have not been checked
             inner, weight, bias = cast_operands(inner, w_out, b_out)  # type: ignore[assignment]
             check_grouped_linear(inner, weight, offsets, bias)
         return raw.grouped_linear(inner, weight, offsets, bias, whole=whole)
@@ -84,5 +84,5 @@ def grouped_networks(
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation, one of pymoe's or a function, to (S, N) rows; return (S, F)."""
+    """Apply an activation, either one of pymoe's or a function, to (S, N) rows; return (S, F)."""
     return activation(rows) if callable(activation) else raw.expert_activation(rows, activation)

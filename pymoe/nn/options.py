@@ -1,6 +1,6 @@
-"""What the layers' constructors share: checks of arguments, the choice of the operators, and one-time warnings.
+"""Code that the layers' constructors share: checks of arguments, the choice of operators, and one-time warnings.
 
-Error messages name layer, argument, rule and what was seen, as those of :mod:`pymoe._common.checks`.
+Error messages name the layer, the argument, the rule and the value found, like those of :mod:`pymoe._common.checks`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pymoe._common.contracts import check_kind
 from pymoe._common.dtypes import FLOATING
 
 Backend = Literal["native", "reference"]
-"""Whose operators a layer calls."""
+"""The operators that a layer calls: :mod:`pymoe.ops` or :mod:`pymoe.reference`."""
 
 MIN_STEPS_TO_WARN = 100
-"""In-place changes of a router's weight, at least one an optimizer step, before a layer warns of missing balancing."""
+"""In-place changes of a router's weight before a layer warns that nothing balances its experts. Every optimizer step
+makes at least one."""
 
 _warned: set[str] = set()
 
@@ -89,11 +90,11 @@ def check_dtype(layer: str, value: object) -> None:
 def warn_once(subject: str, message: str, stacklevel: int = 2) -> None:
     """Give a ``UserWarning`` the first time that ``subject`` comes up in this process.
 
-    It is for options that run without an error and do not do what they seem to.
+    It is for options that raise no error and do not do what they seem to do.
 
     Args:
         subject: later warnings of the same subject are suppressed.
-        message: what happens, and what to do about it.
+        message: the problem and its remedy.
         stacklevel: as for ``warnings.warn``, counted from the caller.
     """
     if subject not in _warned:

@@ -1,11 +1,12 @@
-"""Whether the parameters of a layer fit what is to be computed, in words that name them.
+"""Checks that the parameters of a layer fit its sizes and input, with errors that name the parameters.
 
-Constructors make parameters that fit, and ``load_state_dict`` keeps them so; assignments and swapped modules may not.
-The operators would refuse most of that in words of their own, torch the rest, or broadcast it.
+Constructors make parameters that fit, and ``load_state_dict`` keeps them so; an assignment or a swapped module may
+break this. The operators would refuse most such parameters with messages of their own; torch would refuse the rest, or
+broadcast them.
 
-Whoever is about to compute with parameters checks them: the part that has them, once it has been called, or the layer
-that does its work. Before that they may be elsewhere, cut or in another dtype: FSDP, accelerate's offloading and others
-bring them when the part is called.
+Parameters are checked directly before they are used: by the part that has them, once it has been called, or by the
+layer that does the part's work. Until then they may be elsewhere, cut or in another dtype, because FSDP, accelerate's
+offloading and others bring them when the part is called.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
     """Raise unless the parameters of feed-forward networks fit.
 
     Args:
-        name: of the module in its layer.
+        name: name of the module in its layer.
         networks: the module, an Experts or SharedExperts. (Their file imports this one.)
         stack: the first sizes of each parameter.
-        x: rows that they are to be applied to.
+        x: rows to which the networks will be applied.
 
     Raises:
-        ValueError: a parameter has not the sizes of the networks, or is on another device than ``x``.
+        ValueError: a parameter does not have the sizes of the networks, or is on another device than ``x``.
         TypeError: a parameter has another dtype than ``x``, and autocast does not cast it.
     """
     if networks_fit(networks, stack, x):
@@ -46,7 +47,7 @@ def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
     own = networks._parameters
     try:
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
-    except KeyError:  # something else has taken its place
+    except KeyError:  # the user has put something else in its place
         return False
     hidden, ffn, dtype, device = networks.hidden_size, networks.ffn_size, x.dtype, x.device
     inner = 2 * ffn if is_gated(networks.activation) else ffn
@@ -63,14 +64,14 @@ def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
 
 
 def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
-    """Raise unless a parameter of experts has this shape and the device and dtype of ``x``, or one that autocast casts.
+    """Raise unless a parameter of experts has this shape, the device of ``x``, and its dtype after autocast.
 
     Args:
-        name: as the error is to call it.
+        name: the name of the parameter in the error.
         parameter: the parameter.
-        shape: that it must have.
-        x: rows that it is to be multiplied with.
-        whose: words after the shape.
+        shape: the shape that it must have.
+        x: rows by which it will be multiplied.
+        whose: words that follow the shape in the error.
     """
     check_place(name, parameter, shape, x, whose)
     if parameter.dtype == x.dtype:

@@ -1,8 +1,8 @@
-"""Whether a layer may do the work of one of its parts itself, instead of calling it.
+"""Checks whether a layer may do the work of one of its parts itself, instead of calling it.
 
-Others stand between a layer and its parts in many ways: hooks of a module or of all modules, a ``forward`` that was
+Other code can change a call of a part in many ways: hooks of a module or of all modules, a ``forward`` that was
 replaced on the module or on its class, another class (parametrizations, FSDP), another module around it (PEFT),
-``module.compile()``. Whoever passes over a part asks here whether one of them would not be heard.
+``module.compile()``. Code that does not call a part checks here that it would not leave out any of these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import CALL_HOOKS, global_call_hooks
 
 _as_written: dict[type, tuple[Any, ...]] = {}
-"""The functions that calls of a class run, for classes in which they are those of its source."""
+"""For each class whose functions have not been patched, the functions that a call of it runs."""
 
 
 def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None) -> bool:
@@ -25,8 +25,8 @@ def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[An
 
     Args:
         module: a part of a layer, which its user may have replaced.
-        kind: the class of which the layer made it.
-        harmless: of hooks of its own that need not count.
+        kind: the class of the part that the layer made.
+        harmless: returns true for hooks of the part that do not count.
     """
     if type(module) is not kind or module._compiled_call_impl is not None:
         return False
@@ -37,11 +37,11 @@ def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[An
 
 
 def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None) -> str:
-    """Return what a call of ``module`` runs in addition to, or in place of, the ``forward`` of its class.
+    """Name what a call of ``module`` runs in addition to, or in place of, the ``forward`` of its class.
 
     Args:
-        module: of any class. Hooks of all modules do not count.
-        harmless: returns true for hooks that do not count either.
+        module: a module of any class. Hooks that are registered for all modules do not count.
+        harmless: returns true for hooks of the module that do not count either.
 
     Returns:
         Words for an error; "" if there is nothing.
@@ -50,14 +50,14 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         hooks = getattr(module, name)
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
-    # Read as calls read it, which torch.compile guards: what takes its place after a compilation is compiled anew.
+    # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again.
     own = module.__dict__
     plain = getattr(module.forward, "__func__", None) is type(module).forward
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
 def _is_as_written(kind: Any) -> bool:
-    """Return whether calls of a class run what its source, and that of its bases, says: nobody has patched them."""
+    """Return whether calls of a class run the functions in its source and its bases' source: none has been patched."""
     functions = (kind.forward, kind.__call__, kind._call_impl)
     if _as_written.get(kind) == functions:
         return True
@@ -69,17 +69,17 @@ def _is_as_written(kind: Any) -> bool:
 
 
 def is_of_its_source(kind: type, name: str) -> bool:
-    """Return whether a function of a class is that of the module in which the class, or its base that has it, stands.
+    """Return whether a function of a class comes from the source of the class, or of the base that defines it.
 
     Args:
         kind: the class.
-        name: of the function.
+        name: name of the function.
     """
     owner = next(base for base in kind.__mro__ if name in vars(base))
     source = sys.modules.get(owner.__module__)
     return source is not None and getattr(vars(owner)[name], "__globals__", None) is vars(source)
 
 
-# torch.compile asks once, as it does for hooks: it cannot trace the look at sources.
+# torch.compile calls these once, as it checks hooks once: it cannot trace how they look at sources.
 _is_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_of_its_source._dynamo_marked_constant = True  # type: ignore[attr-defined]

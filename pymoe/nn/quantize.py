@@ -1,4 +1,4 @@
-"""quantize_experts: the weights of a model's experts in 8 or 4 bits, in place."""
+"""quantize_experts: rounds the weights of a model's experts to 8 or 4 bits, in place."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 
 
 class Quantized(NamedTuple):
-    """What :func:`quantize_experts` did."""
+    """The result of :func:`quantize_experts`."""
 
     layers: int
-    """How many layers of experts were quantised."""
+    """Number of layers of experts that were quantised."""
     bytes_before: int
-    """Of their weights."""
+    """Bytes that their weights took before."""
     bytes_after: int
-    """Of their weights."""
+    """Bytes that their weights take now."""
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes their weights take."""
+        """``bytes_before / bytes_after``."""
         return self.bytes_before / self.bytes_after
 
 
 Handler = Callable[[nn.Module], dict[str, Tensor] | None]
-"""Takes a module; returns the views (E, out, in) of its stacked weights by the names of their parameters, if the module
-also runs with a :class:`QuantizedLinear` in the place of each; None for any other module."""
+"""Takes a module. If the module also runs with a :class:`QuantizedLinear` in the place of each stacked weight, returns
+views (E, out, in) of these weights by the names of their parameters; otherwise returns None."""
 
 handlers: list[Handler] = []
-"""For modules of other packages: the integrations add theirs."""
+"""Handlers of modules of other packages; the integrations add theirs."""
 
 
 def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
@@ -49,28 +49,30 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     layers stay as they are. The errors are those of :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with
     8 bits and 7 % with 4, for normally distributed weights.
 
-    Weights with a parametrization (:mod:`torch.nn.utils.parametrize`) are rounded as it gives them, and it is gone
-    then. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of transformers,
-    which ``from_pretrained`` can also read in few bits: see :class:`pymoe.integrations.transformers.PymoeConfig`.
+    If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
+    it is removed. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of
+    transformers. ``from_pretrained`` can also quantise a model while it reads it: see
+    :class:`pymoe.integrations.transformers.PymoeConfig`.
 
-    Layers are quantised one after another, and the original weights of each are freed before the next one's turn. A
-    weight that is not finite is met in the middle of that: its layer and those after it stay as they were, while those
-    before it stay quantised. A model on the meta device is quantised too, and then takes the state dict of another one:
-    ``load_state_dict(state, assign=True)``.
+    Layers are quantised one after another, and the original weights of each are freed before the next one begins. A
+    weight that is not finite is only found when its layer is reached: that layer and the later ones stay as they were,
+    and the earlier ones stay quantised. A model on the meta device can be quantised too, and can then load the state
+    dict of another quantised model: ``load_state_dict(state, assign=True)``.
 
     Args:
-        model: any module in evaluation mode, or whose experts require no gradients; not itself an :class:`Experts`.
+        model: any module, but not itself an :class:`Experts`. It is in evaluation mode, or its experts require no
+            gradients.
         bits: 8 or 4.
 
     Returns:
-        How many layers were quantised, and the bytes of their weights before and after.
+        The number of layers that were quantised, and the bytes of their weights before and after.
 
     Raises:
-        TypeError: ``model`` is not a module, ``bits`` not an int, or weights are float64.
-        ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some are in training mode and
+        TypeError: ``model`` is not a module, ``bits`` is not an int, or weights are float64.
+        ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some experts are in training mode and
             require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
-            :class:`QuantizedExperts` would not have; an adapter of PEFT or ``torch.compile`` is around experts; weights
-            are offloaded or spread over ranks; or a weight is not finite.
+            :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
+            offloaded or spread over ranks; or a weight is not finite.
     """
     check_model("quantize_experts", model)
     check_bits("quantize_experts", "bits", bits)
@@ -114,17 +116,17 @@ def _weights_of(module: nn.Module) -> dict[str, Tensor]:
 def _check_weights(name: str, experts: nn.Module) -> None:
     weights = _weights_of(experts).values()
     path, _, own = name.rpartition(".")
-    if own == "base_layer":  # as PEFT names it
+    if own == "base_layer":  # PEFT's name for a wrapped module
         raise ValueError(
             f"quantize_experts: model must have experts that nothing adapts, got {path!r} with an adapter, which reads "
             f"the weights that it adapts; merge it first (merge_and_unload() in PEFT)"
         )
-    if own == "_orig_mod" and isinstance(experts, Experts):  # as torch.compile names it; others keep their module
+    if own == "_orig_mod" and isinstance(experts, Experts):  # torch.compile's name; other kinds are not replaced
         raise ValueError(
             f"quantize_experts: model must have experts that torch.compile has not wrapped, got {path!r}, which would "
             f"run the weights that it was made with; quantise first, and compile then"
         )
-    if any(hasattr(weight, "full_tensor") for weight in weights):  # a DTensor, whose class would be slow to import
+    if any(hasattr(weight, "full_tensor") for weight in weights):  # a DTensor; its class would be slow to import
         raise ValueError(
             f"quantize_experts: model must have whole weights, got {name!r} with weights that are spread over ranks, "
             f"as fully_shard leaves them; quantise first"
@@ -152,7 +154,7 @@ def _check_weights(name: str, experts: nn.Module) -> None:
 
 
 def lost_with(experts: Experts) -> str:
-    """Return what replacing a module would take away from its calls; "" if nothing."""
+    """Name what a call of a module would lose if the module were replaced; return "" if nothing."""
     plain = is_of_its_source(Experts, "forward") and all(
         getattr(type(experts), name) is getattr(Experts, name) for name in ("forward", "__call__", "_call_impl")
     )
@@ -160,7 +162,7 @@ def lost_with(experts: Experts) -> str:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``old`` is, which may be in several places."""
+    """Put ``new`` in every place of ``old``; there may be several."""
     for parent in model.modules():
         for name, child in list(parent._modules.items()):
             if child is old:
@@ -168,7 +170,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _quantize_in_place(experts: nn.Module, bits: int) -> None:
-    """Replace all weights of a module, or none if one of them is refused."""
+    """Replace all weights of a module, or none if one of them cannot be quantised."""
     layers = {
         name: QuantizedLinear.from_weight(weight.detach(), bits).train(experts.training)
         for name, weight in _weights_of(experts).items()

@@ -22,8 +22,8 @@ class QuantizedLinear(nn.Module):
     """E linear layers with weights in 8 or 4 bits over rows that are sorted by expert; see
     :func:`pymoe.ops.quantized_linear`.
 
-    The bytes are a buffer of integers, which ``module.to(dtype)`` leaves as they are; scales and minima are among them.
-    A fresh layer computes zeros: its bytes come from :meth:`from_weight` or from a state dict.
+    The packed weights, with their scales and minima, are a buffer of bytes, which ``module.to(dtype)`` does not change.
+    A new layer computes zeros until it gets its bytes: from :meth:`from_weight`, or from a state dict.
 
     Args:
         input_features: H.
@@ -31,12 +31,12 @@ class QuantizedLinear(nn.Module):
         num_experts: E.
         bits: 8 or 4.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
-        device: of the bytes.
+        device: device of the packed weights.
 
     Attributes:
         packed: (E, ceil(N / 64), bytes) uint8.
 
-    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits, N and H. Loading those of other sizes raises
+    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits, N and H. Loading a state with other sizes raises
     :class:`RuntimeError`; a state without ``sizes`` is compared by the shape of ``packed`` alone.
 
     Raises:
@@ -119,9 +119,9 @@ class QuantizedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # Weights are filled up to whole tiles, so those of other sizes may have as many bytes.
+        # Weights are padded to whole tiles, so weights of other sizes may have the same number of bytes.
         key = prefix + "sizes"
-        saved = state_dict.get(key)  # states of before did not have it
+        saved = state_dict.get(key)  # states of earlier versions do not have it
         if saved is not None and (seen := saved.tolist()) != (own := self.sizes.tolist()):
             error_msgs.append(
                 f"size mismatch for {prefix}packed: expected bits, output and input features {own}, got {seen} in the "
@@ -135,11 +135,11 @@ class QuantizedLinear(nn.Module):
             unexpected_keys.remove(key)
 
     def __getitem__(self, expert: object) -> NoReturn:
-        """Refuse: there is no tensor of one expert's weights in here."""
+        """Refuse the index: no tensor holds the weights of one expert."""
         raise TypeError(_NO_TENSOR)
 
     def transpose(self, dim0: int, dim1: int) -> NoReturn:
-        """Refuse, as for an index: other implementations of transformers transpose the weights of all experts."""
+        """Refuse, as for an index: transformers' other implementations of experts transpose all weights."""
         raise TypeError(_NO_TENSOR)
 
     def extra_repr(self) -> str:
@@ -152,8 +152,9 @@ class QuantizedLinear(nn.Module):
 class QuantizedExperts(nn.Module):
     """E feed-forward networks with weights in 8 or 4 bits over rows that are sorted by expert, for inference.
 
-    It takes the place of :class:`Experts`, also inside :class:`MoE`; :func:`quantize_experts` makes it of one. There
-    are no parameters and no backward: rows that require a gradient are refused while gradients are recorded.
+    It takes the place of :class:`Experts`, also inside :class:`MoE`; :func:`quantize_experts` makes one from each
+    :class:`Experts`. It has no parameters and no backward: rows that require a gradient are refused while gradients are
+    recorded.
 
     Args:
         hidden_size: H.
@@ -163,8 +164,8 @@ class QuantizedExperts(nn.Module):
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
-        device: of the buffers.
-        dtype: of the biases.
+        device: device of the buffers.
+        dtype: dtype of the biases.
 
     ``state_dict`` keys: ``packed`` and ``sizes`` of ``w_in`` and ``w_out`` (:class:`QuantizedLinear`), and ``b_in`` and
     ``b_out`` if ``bias``.
@@ -253,9 +254,9 @@ class QuantizedExperts(nn.Module):
         return rows
 
     def fits(self, num_experts: int, hidden_size: int, device: torch.device) -> bool:
-        """Return whether the weights are those of so many networks from and to rows of this size on this device.
+        """Return whether the weights are on this device and have so many networks, from and to rows of this size.
 
-        Packed weights are filled up, so a native call alone would take some of sizes that do not fit.
+        Packed weights are padded, so a native call alone would accept some weights of wrong sizes.
         """
         w_in, w_out = self.w_in, self.w_out
         inner = (2 if is_gated(self.activation) else 1) * w_out.input_features

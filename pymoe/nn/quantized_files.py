@@ -1,4 +1,4 @@
-"""save_quantized and load_quantized: a layer with quantised experts, in one safetensors file."""
+"""save_quantized and load_quantized: write and read a layer with quantised experts, in one safetensors file."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ FORMAT = 1
 
 _ROUTER = ("top_k", "score", "renormalize", "bias_update_rate", "num_groups", "topk_groups", "scale")
 _KEY = "pymoe"
-"""Of the file's metadata, which holds the layer's options as JSON."""
+"""Key of the file's metadata under which the layer's options are, as JSON."""
 
 
 def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
     """Write a layer whose experts are quantised, with its options, into a safetensors file.
 
     Args:
-        layer: a :class:`MoE` that :func:`quantize_experts` has been called with. Statistics are not saved.
-        path: of the file, which is replaced once the new one is whole.
+        layer: a :class:`MoE` after a call of :func:`quantize_experts`. Statistics are not saved.
+        path: path of the file; an existing file is replaced once the new one is complete.
 
     Raises:
         ImportError: the package safetensors is not installed.
-        TypeError: ``layer`` is not a :class:`MoE`, or is of a class derived from it.
-        ValueError: its experts are not quantised, or something that a file cannot hold is attached to it: other parts,
-            hooks, a ``forward`` of its own.
+        TypeError: ``layer`` is not a :class:`MoE`, or its class is derived from it.
+        ValueError: its experts are not quantised, or it has something that a file cannot hold: other parts, hooks, a
+            ``forward`` of its own.
     """
     if type(layer) is not MoE:
         raise TypeError(f"save_quantized: layer must be a MoE, got {type(layer).__name__}")
@@ -63,16 +63,15 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
     """Return the layer that :func:`save_quantized` has written, in evaluation mode, on the CPU.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Returns:
-        A layer with the options, packed weights and other parameters of the one that was saved.
+        A layer with the options, packed weights and other parameters of the saved layer.
 
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: there is no such file.
-        ValueError: it is not such a file, is of another version, is cut short, or its tensors are not those that its
-            options need.
+        ValueError: the file is of another kind or version, is cut short, or its tensors do not match its options.
     """
     safetensors = _safetensors()
     try:
@@ -104,7 +103,7 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
 
 
 def _options(layer: MoE) -> dict[str, Any]:
-    """Return the arguments that make such a layer, and what is set on it after that."""
+    """Return the arguments that make such a layer, and the options that are set after that."""
     experts, router = layer.experts, layer.router
     shared = 0 if layer.shared is None else layer.shared.ffn_size // experts.ffn_size
     return {
@@ -124,7 +123,7 @@ def _options(layer: MoE) -> dict[str, Any]:
 
 
 def _safetensors() -> Any:
-    """Return the package; its functions for torch are in ``.torch``."""
+    """Return the package safetensors; its functions for torch are in ``.torch``."""
     try:
         import safetensors.torch
     except ImportError as error:

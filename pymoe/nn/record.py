@@ -1,4 +1,4 @@
-"""Counters and statistics that a layer keeps between steps, and how the load of its experts is counted."""
+"""Counters and statistics that a layer keeps between steps, and the count of its experts' load."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Record(nn.Module):
             tensor.zero_()
 
     def follow(self, device: torch.device) -> None:
-        """Move to ``device``, that of the module's input, unless the tensors are there already.
+        """Move the tensors to ``device``, the device of the module's input, unless they are there already.
 
-        ``load_state_dict(assign=True)`` moves parameters without a call of ``_apply``.
+        This is needed because ``load_state_dict(assign=True)`` moves parameters without a call of ``_apply``.
         """
         for name, tensor in self.tensors.items():
             if tensor.device != device:
@@ -55,12 +55,12 @@ class Record(nn.Module):
 
 
 class LastCall(Record):
-    """A :class:`Record` of what the last call of a layer left.
+    """A :class:`Record` of the values of a layer's last call.
 
-    The values are held as they are, or are computed when somebody asks for them, which costs a call nothing; nobody
-    writes to what is held, which may be saved for a backward pass. But what a CUDA graph replays and what
-    :func:`torch.compile` compiled runs without Python: there the values of a call are copied into the record's own
-    tensors, and so they are ever after a capture, since a replay leaves its values there and nowhere else.
+    The record holds the tensors of the call themselves, or computes the values when they are read, so that a call costs
+    nothing more. It never writes to the tensors that it holds, since a backward pass may need them. But a CUDA graph
+    and code of :func:`torch.compile` run without Python: there the values of a call are copied into the record's own
+    tensors. After a capture this is done in all calls, since a replay leaves its values only in these tensors.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -88,28 +88,28 @@ class LastCall(Record):
                 self.tensors[name].copy_(value)
 
     def keep_pending(self, compute: Callable[[], dict[str, Tensor]], *inputs: Tensor) -> None:
-        """Take what ``compute`` returns, the values of a call, when somebody asks for it; or at once where it must be.
+        """Take the values of a call, which ``compute`` returns. Call it when they are read, or now if it cannot wait.
 
         Args:
-            compute: it may be called after the layer has run on, and holds ``inputs`` until then. To be copied with
-                the layer, it is a ``functools.partial`` of a module's function.
-            inputs: the tensors of the call that it reads.
+            compute: may be called after further calls of the layer, and holds ``inputs`` until then. It is a
+                ``functools.partial`` of a module-level function, so that it can be copied with the layer.
+            inputs: the tensors of the call that ``compute`` reads.
         """
         if self._may_hold(*inputs):
-            # In every call: Module.__setattr__ first looks for parameters, buffers and modules of these names.
+            # Every call runs this, and Module.__setattr__ would first look for parameters and modules of these names.
             vars(self).update(held={}, pending=compute)
         else:
             self.keep(**compute())
 
     def settle(self) -> None:
-        """Compute what is pending, and let go of what it is computed from; where that raises, it stays pending."""
+        """Compute the pending values, and drop their inputs; if that raises, the values stay pending."""
         compute = self.pending
         if compute is not None:
-            # Not in a transform of torch.func, which would wrap what stays here when it is over.
+            # This must run outside of transforms of torch.func: one would wrap tensors that are kept after its end.
             outside = temporarily_clear_interpreter_stack() if in_torch_func() else nullcontext()
             with torch.no_grad(), outside:
                 held = compute()
-            # Another thread may have asked as well, and found the same, or the layer has run on.
+            # Another thread may have computed the same values meanwhile, or the layer may have been called again.
             if self.pending is compute:
                 self.held, self.pending = held, None
 
@@ -140,13 +140,13 @@ class LastCall(Record):
             self.held = {}
         return super()._apply(fn, recurse)
 
-    def __getstate__(self) -> Any:  # of copies and pickles, which are not to carry a call's logits
+    def __getstate__(self) -> Any:  # used by copies and pickles, which must not hold a call's logits
         self.settle()
         return super().__getstate__()  # type: ignore[no-untyped-call]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # later calls outside of such a block change the tensor
+    with torch.inference_mode(False):  # later calls change the tensor, outside of inference mode
         if tensor.is_meta and device.type != "meta":
             return torch.zeros_like(tensor, device=device)
         return tensor.to(device)
@@ -161,7 +161,7 @@ class _CountOnBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         _, load, total = inputs
         ctx.save_for_backward(load)
-        ctx.total = total  # not saved: other micro-batches add to it before this one's backward
+        ctx.total = total  # not by save_for_backward: other micro-batches change it before this one's backward
 
     @staticmethod
     def tangent(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -178,12 +178,12 @@ def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
     """Return the values of ``weights``, and add ``load`` to ``total`` when their gradient comes back.
 
     A forward may run any number of times in one training step: activation checkpointing recomputes it during the
-    backward, a pipeline or a remote expert may run it without gradients first. The gradient passes exactly once. So
-    this counts the load of the tokens that were trained on, and nothing has to detect a recomputation. An in-place
-    addition in a backward also compiles into one graph.
+    backward, and a pipeline or a remote expert may run it without gradients first. The gradient passes exactly once.
+    So this counts the load of the tokens on which the model was trained, and nothing has to detect a recomputation. An
+    in-place addition in a backward can also be compiled into one graph.
 
-    Each backward counts: a graph that is kept (``retain_graph=True``, ``create_graph=True``) and run twice counts its
-    tokens twice.
+    Each backward counts: if a graph is kept (``retain_graph=True``, ``create_graph=True``) and run backward twice, its
+    tokens count twice.
 
     Args:
         weights: (T, K), the weights of a gate.

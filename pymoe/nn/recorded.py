@@ -1,14 +1,13 @@
-"""The experts of a mixture, with or without the gate that chooses them, as one node of autograd.
+"""Runs the experts of a mixture, with or without the gate that chooses them, as one node of autograd.
 
-One operator after the other is one node after the other, and for a few tokens the way to each of them takes longer than
-its kernel. This node makes one native call, which runs the same kernels, and its backward pass runs those of the
-operators' backward passes: gradients have the same bits. They may be differentiated again. For that,
-what one operator makes and the next one reads is an output of the node, too, whose gradient a second backward pass
-brings.
+Separate operators are separate nodes, and for a few tokens a node takes longer to reach than its kernel takes to run.
+This node makes one native call, which runs the same kernels, and its backward pass runs the kernels of the operators'
+backward passes, so gradients have the same bits. They may be differentiated again. For that purpose the node also
+returns the tensors that one operator makes and the next one reads; a second backward pass brings their gradients.
 
-The node is for eager code outside of transforms, on the CPU: see :func:`is_one_call`. On a GPU one operator follows the
-other, each with its own node; there the router's product, its gate and the routing are one
-(:mod:`pymoe.nn.router_product`), and nothing else is fused.
+The node is for eager code outside of transforms, on the CPU: see :func:`is_one_call`. On a GPU the operators run one
+after the other, each with its own node, except that the router's product, its gate and the routing are one node
+(:mod:`pymoe.nn.router_product`).
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 def is_one_call(x: Tensor, *others: Any) -> bool:
-    """Return whether experts of rows ``x`` may be one native call, and one node if one of the arguments needs that.
+    """Return whether one native call may run the experts for rows ``x``, as one node if an argument needs a gradient.
 
-    They may not where autograd has to see the operators in between: inside a transform, in a graph that is being
-    compiled with gradients, and where :func:`is_one_node` says so.
+    This is not possible if autograd must see each operator: inside a transform, in a graph that is being compiled with
+    gradients, and if gradients are needed and :func:`is_one_node` returns false.
     """
     if is_compiling():
         return not is_recorded(x, *others)
@@ -59,14 +58,15 @@ def is_one_call(x: Tensor, *others: Any) -> bool:
 
 
 def is_one_node(x: Tensor) -> bool:
-    """Return whether what is differentiated, outside of transforms, may be one node: on the CPU, without hooks.
+    """Return whether a differentiated call, outside of transforms, may be one node: on the CPU, without hooks.
 
-    Hooks of saved tensors take what nodes save, as ``torch.utils.checkpoint`` does. A checkpoint compares what a
-    recomputation saves with what the forward saved. So the nodes must be the same in both where something stood between
-    the parts of a layer in one of them alone, such as a hook that was removed in between.
+    Hooks of saved tensors, such as those of ``torch.utils.checkpoint``, receive the tensors that nodes save. A
+    checkpoint compares the tensors that a recomputation saves with those that the forward saved. So both must consist
+    of the same nodes, even if a part of the layer had a hook in only one of them, for example because it was removed
+    between them.
 
-    ``torch.jit.trace`` follows the tensors among the arguments of a node. All else that the node is given would stay as
-    it was in the example: the logits that are read, and the load that is counted.
+    ``torch.jit.trace`` only follows the tensors among the arguments of a node. All other arguments would stay as they
+    were in the example: the logits that are read, and the load that is counted.
     """
     canaries.thread_states()
     traces = torch.jit.is_tracing()  # type: ignore[attr-defined]  # public, and documented, but not in an __all__
@@ -82,7 +82,7 @@ def apply_experts_recorded(
     capacity: int | None,
     foreign_experts: bool,
 ) -> Tensor:
-    """Return (T, O): the arguments are those of the native ``apply_experts``."""
+    """Return (T, O); the arguments are the same as for the native ``apply_experts``."""
     y: Tensor = apply(_Experts, x, weights, *parameters, experts, activation, capacity, foreign_experts)[0]
     return y
 
@@ -97,12 +97,12 @@ def apply_chosen_experts_recorded(
     activation: KernelOptions,
     capacity: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (T, O) and the load (E,): the arguments are those of the native ``apply_chosen_experts``.
+    """Return (T, O) and the load (E,); the arguments are the same as for the native ``apply_chosen_experts``.
 
-    ``carrier`` has the values of ``logits`` and gets what comes back through the weights of the choice: it is
-    ``logits``, or from :func:`count_and_inject`.
+    ``carrier`` has the values of ``logits`` and receives the gradient that comes back through the weights of the
+    choice: it is ``logits``, or a result of :func:`count_and_inject`.
     """
-    # Not as an input of its own: compiled autograd cannot add the gradient that is missing there to the others.
+    # The logits are no input of their own: it would have no gradient, which compiled autograd cannot add to others.
     read = (private.unwrap_if_dead(logits),)
     y, load, *_ = apply(_ChosenExperts, x, carrier, *parameters, read, bias, options, activation, capacity)
     return y, load
@@ -129,7 +129,7 @@ _FUNCTIONS = _Operators(
     partial(call, SumChoices),
     partial(call, GateTopkBackward),
 )
-"""The Functions of the operators, for a backward pass that is recorded, compiled or transformed in turn."""
+"""The Functions of the operators, for a backward pass that is itself recorded, compiled or transformed."""
 
 _KERNELS = _Operators(
     COMBINE_BACKWARD,
@@ -140,11 +140,11 @@ _KERNELS = _Operators(
     lambda rows, slot, *_: COMBINE(rows, slot, None),
     GATE_TOPK_BACKWARD,
 )
-"""What the same Functions run in the end."""
+"""The native operators that these Functions run."""
 
 
 class _Needs(NamedTuple):
-    """Whose gradients are asked for: the first arguments of both nodes. ``weights`` are given, or come from logits."""
+    """Flags for the gradients that are needed of a node's first arguments. The node gets or computes ``weights``."""
 
     x: bool
     weights: bool
@@ -155,13 +155,13 @@ class _Needs(NamedTuple):
 
 
 class _Node(torch.autograd.Function):
-    """What both nodes share. Their first arguments are those of :class:`_Needs`.
+    """Base class of both nodes. Their first arguments are the fields of :class:`_Needs`.
 
-    A kept graph may run backward in several threads at once, so a pass leaves nothing on ``ctx``; except the first part
-    of a pass in two parts, of which a graph has one (:mod:`pymoe.pipe.split_backward`).
+    A kept graph may run backward in several threads at once, so a pass leaves nothing on ``ctx``. The only exception is
+    the first part of a pass in two parts (:mod:`pymoe.pipe.split_backward`), since a graph has only one such pass.
     """
 
-    # A pipeline may ask for the gradients of the parameters later.
+    # A pipeline may compute the gradients of the parameters later.
     backward_in_parts = True
     takes_missing_gradients = True
 
@@ -176,7 +176,7 @@ class _Node(torch.autograd.Function):
         activation: KernelOptions,
         whole: bool,
     ) -> None:
-        """Save what the gradients that may be asked for read, in the order of :meth:`go_back`, and then ``others``."""
+        """Save the tensors that the possible gradients need, in the order of :meth:`go_back`, and then ``others``."""
         rows, inner, active, outer, slot, token, offsets = steps
         ctx.asked = ctx.needs_input_grad
         needs = _Needs(*ctx.asked[:6])
@@ -201,7 +201,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def start(ctx: Any) -> tuple[_Operators, list[Any]]:
-        """Return the operators of a pass and what :meth:`keep` saved, which the graph lets go of unless it is kept."""
+        """Return the operators of a pass and what :meth:`keep` saved; the graph drops that unless it is kept."""
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         plain = not (torch.is_grad_enabled() or is_compiling() or is_transformed())
@@ -220,18 +220,17 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, of the weights, and of w_in, b_in, w_out and b_out.
 
-        Each tensor is let go of where its operator's own node would be, so the memory is that of the nodes.
+        Each tensor is dropped when the node of its operator would be, so this takes as much memory as separate nodes.
 
         Args:
-            ctx: of the node.
+            ctx: the context of the node.
             run: the operators.
             saved: rows, inner, active, outer, weights, slot, token, offsets, w_in and w_out. The list is emptied.
-            dy: the gradients of the outputs y, rows, inner, active and outer. Only a second backward pass has others
-                than the first.
-            drows: see ``dy``.
-            dinner: see ``dy``.
-            dactive: see ``dy``.
-            douter: see ``dy``.
+            dy: the gradient of the output y.
+            drows: the gradient of the output rows; like the next three, only a second backward pass has it.
+            dinner: the gradient of the output inner.
+            dactive: the gradient of the output active.
+            douter: the gradient of the output outer.
         """
         rows, inner, active, outer, weights, slot, token, offsets, w_in, w_out = saved
         saved.clear()
@@ -240,7 +239,7 @@ class _Node(torch.autograd.Function):
         need_outer = need_inner or needs.w_out or needs.b_out
         in_parts = needs != ctx.asked[:6]
         dx = dweights = dw_in = db_in = dw_out = db_out = None
-        if in_parts and not needs.x and ctx.left is not None:  # the second part goes on from where the first was
+        if in_parts and not needs.x and ctx.left is not None:  # the second part continues where the first ended
             (dinner, douter), ctx.left = ctx.left, None
             dy, need_inner = None, False
         if dy is not None and (need_outer or needs.weights):
@@ -307,10 +306,10 @@ class _Experts(_Node):
 
 
 class _ChosenExperts(_Node):
-    """The gate and the experts that it chooses, of logits that come twice.
+    """The gate and the experts that it chooses. It takes the logits twice, as ``logits`` and as ``carrier``.
 
-    The gradient of the weights goes to ``carrier``. What the backward pass of the gate reads are ``logits``: a second
-    backward pass that reaches them has not come back through the weights, so it neither counts nor injects.
+    The gradient of the weights goes to ``carrier``. The backward pass of the gate reads ``logits``: if a second
+    backward pass reaches these, it has not come back through the weights, so it neither counts nor injects.
     """
 
     @staticmethod
@@ -379,14 +378,14 @@ class _CountAndInject(torch.autograd.Function):
 
 
 def count_and_inject(logits: Tensor, load: list[Tensor], total: Tensor | None, injected: Injected | None) -> Tensor:
-    """Return the values of ``logits``; when the gradient of the weights that a gate makes of them comes back, count
-    the load as :func:`pymoe.nn.record.count_on_backward` does, and add the gradient of the injected losses.
+    """Return the values of ``logits``. When the gradient of the gate's weights comes back to them, count the load as
+    :func:`pymoe.nn.record.count_on_backward` does, and add the gradient of the injected losses.
 
-    Neither can wait in the weights themselves, which the node makes and uses, nor in its output, which may be changed
-    in place.
+    This cannot be attached to the weights, which the node makes and uses itself, nor to its output, which may be
+    changed in place.
 
     Args:
-        logits: (T, E), from which a gate is about to choose.
+        logits: (T, E), from which a gate will choose.
         load: empty; the caller appends the load (E,) once there is one.
         total: (E,) int64, changed in place; None counts nothing.
         injected: the losses, or None.

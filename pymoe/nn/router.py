@@ -1,4 +1,4 @@
-"""Router: chooses the experts of every token, and their weights."""
+"""Router: chooses the experts of every token, and computes their weights."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from pymoe.nn.rows import linear
 from pymoe.ops.gate_topk import Options
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes of logits, which operands of the same dtype need no cast to."""
+"""The dtypes of logits; operands of one of them need no cast."""
 
 
 class Router(nn.Module):
-    """A linear layer from a token to one logit per expert, and the choice of ``top_k`` experts by them.
+    """A linear layer that maps a token to one logit per expert, and the choice of ``top_k`` experts by the logits.
 
-    Logits are computed in float32 (float64 for float64), whatever the dtype of the weights and also inside
+    Logits are computed in float32 (float64 for float64), whatever the dtype of the weights, even inside
     ``torch.autocast``: half precision changes which experts are chosen (selective precision, Switch Transformer,
-    arXiv 2101.03961). On a GPU the product of 16-bit tokens and weights, exact in float32, is summed there without a
-    cast before it; in bfloat16 its gradient is rounded to bfloat16 for the products of the backward pass, as that of
-    every bfloat16 linear layer is. The choice and its options are those of :func:`pymoe.ops.gate_topk`.
+    arXiv 2101.03961). On a GPU, 16-bit tokens and weights are multiplied without a cast: their products are exact in
+    float32, and are summed in float32. In bfloat16 the gradient of the logits is rounded to bfloat16 for the products
+    of the backward pass, as in every bfloat16 linear layer. :func:`pymoe.ops.gate_topk` makes the choice and has its
+    options.
 
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
-    DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights, and
-    :func:`pymoe.nn.update_expert_biases`, which you call after every optimizer step, moves it up for experts that got
-    less than the mean and down for those that got more. The load is counted in the backward pass, in training mode:
-    once a step even under activation checkpointing, summed over micro-batches, never in evaluation nor inside a
+    DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights. Call
+    :func:`pymoe.nn.update_expert_biases` after every optimizer step: it raises the bias of experts whose load is below
+    the mean, and lowers the bias of those above it. The load is counted in the backward pass, in training mode: once a
+    step even under activation checkpointing, summed over micro-batches, and neither in evaluation nor inside a
     transform of :mod:`torch.func`.
 
     Args:
@@ -56,20 +57,20 @@ class Router(nn.Module):
         score: ``"softmax"`` or ``"sigmoid"``.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
             task's gradient of the router exactly 0: use ``renormalize=False`` there.
-        bias_update_rate: how far an update moves an expert's bias; 0 for a router without ``expert_bias``.
-        num_groups: experts form this many groups (DeepSeek-V3); divides E, given together with ``topk_groups``.
-        topk_groups: experts are chosen from this many best groups.
+        bias_update_rate: the step by which an update moves an expert's bias; 0 for a router without ``expert_bias``.
+        num_groups: number of groups of experts (DeepSeek-V3); divides E, and is given together with ``topk_groups``.
+        topk_groups: number of best groups from which experts are chosen.
         scale: factor of the weights, the routed scaling factor of DeepSeek-V3.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
-        dtype: of the parameters. ``expert_bias`` is never narrower than float32: updates must not be rounded away.
+        dtype: of the parameters. ``expert_bias`` is never narrower than float32, or updates could be rounded away.
 
     Attributes:
-        weight: (E, H), initialised as that of ``nn.Linear``.
+        weight: (E, H), initialised like the weight of ``nn.Linear``.
         expert_bias: (E,), a buffer in the ``state_dict``; ``None`` if ``bias_update_rate`` is 0. To freeze a trained
             bias, keep the rate and stop calling the update.
         counted: ``counted["load"]`` (E,) int64, slots since the last update; not in the ``state_dict``.
-        row_invariant: set it to true, and a token's logits are the same bits whatever other tokens there are:
+        row_invariant: if you set it to true, a token's logits have the same bits whatever other tokens there are:
             :func:`pymoe.ops.grouped_linear` computes them, in place of ``F.linear``. :func:`pymoe.ep.shard` sets it.
 
     Raises:
@@ -131,7 +132,7 @@ class Router(nn.Module):
         self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.row_invariant = False
         self.bias_was_updated = False
-        """By ``update_expert_biases``; or it was loaded, and may be meant to stay as it is."""
+        """True once ``update_expert_biases`` has changed the bias, or it was loaded and may be meant to stay fixed."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -144,7 +145,7 @@ class Router(nn.Module):
         self._version_at_start = _version(self.weight)
 
     def steps_seen(self) -> int:
-        """Return how often the weight changed in place since it was initialised or loaded: at least once a step."""
+        """Return the number of in-place changes of the weight since it was made or loaded: at least one a step."""
         return _version(self.weight) - self._version_at_start
 
     def train(self, mode: bool = True) -> Router:
@@ -163,7 +164,7 @@ class Router(nn.Module):
     def _warn_if_never_updated(self) -> None:
         if self.expert_bias is None or self.bias_was_updated or self.steps_seen() < MIN_STEPS_TO_WARN:
             return
-        if not self.expert_bias.is_meta and not self.expert_bias.any():  # else something else updates it
+        if not self.expert_bias.is_meta and not self.expert_bias.any():  # if it is not 0, other code updates it
             warn_once(
                 "bias never updated",
                 f"Router: bias_update_rate={self.bias_update_rate} has no effect, because update_expert_biases has not "
@@ -180,7 +181,7 @@ class Router(nn.Module):
 
         Returns:
             The gate (``weights`` (T, K) float32, ``experts`` (T, K) int32, ``load`` (E,) int32) and the logits
-            (T, E) float32 that it was made from; float64 in place of float32 if anything is float64.
+            (T, E) float32 from which it was made; float64 in place of float32 if an operand is float64.
         """
         self._check(x_TH)
         logits_TE = self.logits(x_TH)
@@ -197,15 +198,15 @@ class Router(nn.Module):
         return self._counted(gate), logits_TE
 
     def route(self, x_TH: Tensor, capacity: int | None, *, alone: bool) -> tuple[Gate, Tensor, Tensor, Routing | None]:
-        """Return what :meth:`forward` returns, the tokens for the experts to take, and their routing.
+        """Return the results of :meth:`forward`, the tokens that the experts must take, and their routing.
 
-        The tokens are ``x_TH``, and no routing has been built, or both pass through the same node of autograd as the
-        logits: :mod:`pymoe.nn.router_product`.
+        Either the tokens are ``x_TH`` and the routing is None, or both are outputs of the same node of autograd as the
+        logits: see :mod:`pymoe.nn.router_product`.
 
         Args:
             x_TH: (T, H).
             capacity: the most slots that an expert takes, or None.
-            alone: whether :func:`pymoe.ops.dispatch` is all that will take the tokens.
+            alone: true if nothing except :func:`pymoe.ops.dispatch` will take the tokens.
         """
         if self.backend != "native" or self.row_invariant or not is_one_node(x_TH, self.weight):
             return *self.forward(x_TH), x_TH, None

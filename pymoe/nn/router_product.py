@@ -1,22 +1,23 @@
-"""Logits of 16-bit tokens and weights on a GPU: one product with float32 sums, in place of two casts and a float32 one.
+"""Logits of 16-bit tokens and weights on a GPU: one product with float32 sums, not two casts and a float32 product.
 
-Products of two bfloat16 or float16 numbers are exact in float32, so the sum is all that rounds, as it is after casts:
-the logits are those of the float32 product but for the order of the sum, and equal it where that is exact.
+Products of two bfloat16 or float16 numbers are exact in float32, so only the sum rounds, as it does after casts: the
+logits differ from the float32 product only by the order of the sum, and are equal if the sum is exact.
 
 The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogits.T @ x``, for float32 ``dlogits``:
 
-- In bfloat16 ``dlogits`` is rounded to bfloat16 first, as that of every bfloat16 linear layer is, so these products
-  run on tensor cores, too. With u = 2^-8, the rounding of bfloat16, an element of a gradient is then within
-  ``u * sum |dlogits| |weight|``, to first order, of what it is in exact arithmetic, before it is itself rounded; the
-  weight's the same with ``|x|``. bfloat16 has the range of float32: nothing overflows or is lost that would not be.
-- float16 does not: gradients that are scaled by a loss scale may pass 65504, and without one may lie below its least
-  numbers. There ``dlogits`` stay float32 and the operands are cast, as everywhere else.
+- In bfloat16, ``dlogits`` is first rounded to bfloat16, as in every bfloat16 linear layer, so these products run on
+  tensor cores, too. Let u = 2^-8, the rounding of bfloat16. Before an element of the gradient of ``x`` is itself
+  rounded, its error is at most ``u * sum |dlogits| |weight|``, to first order; for the gradient of the weight it is the
+  same with ``|x|``. bfloat16 has the range of float32: nothing overflows or is lost that would not be in float32.
+- float16 does not have that range: gradients that are multiplied by a loss scale may exceed 65504, and without a loss
+  scale they may be smaller than its least numbers. So in float16 ``dlogits`` stays float32 and the operands are cast,
+  as everywhere else.
 
-In bfloat16 the product and the gate are one node of autograd where the tokens get a gradient, whose backward asks the
-GPU for two products and a kernel. As two nodes they pass the gradient of the logits between them in the logits' dtype,
-float32, and the gradient of the tokens is added to that of the experts: a cast and an addition more. Here the kernel of
-the gate's backward writes the gradient of the logits in bfloat16, and that product adds to the gradient that the
-experts have left.
+In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd, whose backward runs two
+products and a kernel on the GPU. Two nodes would take a cast and an addition more: they would pass the gradient of the
+logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router and
+experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the product
+for the tokens adds to the gradient that the experts have left.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def wide_product(x_TH: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
-    """Return what :func:`wide_product` returns, for a node of autograd to differentiate."""
+    """Return the result of :func:`wide_product`, for use inside a node of autograd that differentiates it."""
     with without_autocast(x_TH.device.type):
         return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
 
@@ -73,19 +74,19 @@ def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
 def gradients_of(
     grad: Tensor, x_TH: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``x_TH`` and ``weight`` for that of the logits, (T, E) float32 or already bfloat16."""
+    """Return the gradients of ``x_TH`` and ``weight``, given the logits' gradient (T, E), float32 or bfloat16."""
     if torch.is_grad_enabled():
         dx = call(_NarrowProduct, grad, weight) if needs_x else None
         return dx, call(_NarrowProduct, grad.t(), x_TH) if needs_weight else None
     with without_autocast(grad.device.type):
         if weight.dtype == torch.bfloat16:
-            grad = grad.to(torch.bfloat16)  # once for both
+            grad = grad.to(torch.bfloat16)  # one cast for both products
         dx = _narrow(grad, weight) if needs_x else None
         return dx, _narrow(grad.t(), x_TH) if needs_weight else None
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T in float32, of 16-bit operands."""
+    """Computes x @ weight.T in float32, for 16-bit operands."""
 
     @staticmethod
     def forward(x_TH: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class _NarrowProduct(torch.autograd.Function):
-    """grad @ right in the dtype of ``right``, which is 16-bit; its own gradients are the two products again."""
+    """Computes grad @ right in the 16-bit dtype of ``right``; its own gradients are the same two products."""
 
     @staticmethod
     def forward(grad: Tensor, right: Tensor) -> Tensor:
@@ -141,16 +142,16 @@ def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
 def route(
     x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, capacity: int | None, alone: bool
 ) -> tuple[Gate, Tensor, Tensor, Routing]:
-    """Return the gate, the logits (T, E) in float32, the tokens as the experts are to take them, and their routing.
+    """Return the gate, the logits (T, E) in float32, the tokens that the experts must take, and their routing.
 
     Args:
         x_TH: (T, H) bfloat16.
         weight: (E, H) bfloat16.
         bias: (E,) float32, added to the scores for the choice alone; or None.
-        options: of the gate.
+        options: the options of the gate.
         capacity: the most slots that an expert takes, or None.
-        alone: whether :func:`pymoe.ops.dispatch` is all that takes the returned tokens. What its backward has just
-            made is then added to in place: nothing else can hold it.
+        alone: true if nothing except :func:`pymoe.ops.dispatch` takes the returned tokens. Then the gradient that its
+            backward has just made is added to in place, since nothing else can hold it.
     """
     passed_TH, logits_TE, *chosen = call(_Route, x_TH, weight, bias, options, capacity, alone)
     return Gate(*chosen[:3]), logits_TE, passed_TH, Routing(*chosen[3:])

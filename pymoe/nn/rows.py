@@ -1,4 +1,4 @@
-"""The rows of a layer: how they lie in memory, and a product in which they do not depend on the rows around them."""
+"""The rows of a layer: their layout in memory, and a product in which a row does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pymoe import ops
 def as_rows(x: Tensor, hidden_size: int) -> Tensor:
     """Return the tokens of (..., H) as (T, H), one after the other in memory.
 
-    Every way through a layer begins with this. Matrix products of torch round as the layout of their operands says,
-    also that of a single row, which counts as contiguous whatever its strides are.
+    Every way through a layer begins with this, because the rounding of torch's matrix products depends on the layout of
+    their operands, even of a single row, which counts as contiguous whatever its strides are.
 
     Args:
         x: (..., H).
@@ -26,15 +26,15 @@ def as_rows(x: Tensor, hidden_size: int) -> Tensor:
 def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_invariant: bool) -> Tensor:
     """Return ``F.linear(x_TH, weight, bias)``, in one of two ways.
 
-    The matrix products of BLAS may sum a row in another order where there are more or fewer rows: always for one row
-    alone. Those of :func:`pymoe.ops.grouped_linear` do not, so equal tokens have equal bits in every batch, and in
-    every share of a batch that a rank has. The gradient of ``x_TH`` keeps that promise, too.
+    The matrix products of BLAS may sum a row in another order if there are more or fewer rows, and always do for a
+    single row. :func:`pymoe.ops.grouped_linear` always uses the same order, so equal tokens have equal bits in every
+    batch, and in every share of a batch that a rank has. The same holds for the gradient of ``x_TH``.
 
     Args:
         x_TH: (T, H).
         weight: (N, H).
         bias: (N,), or None.
-        row_invariant: whether ``grouped_linear`` computes it.
+        row_invariant: if true, ``grouped_linear`` computes the result.
     """
     if not row_invariant:
         return F.linear(x_TH, weight, bias)

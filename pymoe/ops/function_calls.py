@@ -85,13 +85,13 @@ def is_recorded(*values: Any) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of :mod:`torch.func`, or forward-mode AD, may be at work. Not while compiling."""
+    """Return whether a transform of :mod:`torch.func`, or forward-mode AD, may be active. Not for compiled code."""
     canaries.transforms()
     return are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_differentiated(*values: Any) -> bool:
-    """Return whether one of the tensors requires grad in grad mode: outside of transforms, all that is recorded."""
+    """Return whether a tensor requires grad in grad mode. Outside of transforms, only such calls are recorded."""
     return is_grad_enabled() and _any_requires_grad(values)
 
 

@@ -1,8 +1,8 @@
 """The operators without their checks, for a caller that has made the arguments itself or has checked them already.
 
-:mod:`pymoe.ops` checks what others hand it. A layer checks what it is given once, and what it makes of that fits: the
-routing that it has built a moment ago need not be looked at by each operator in turn. Arguments that do not fit are
-still no danger to memory, since the native operators guard it; the words of an error are then theirs.
+:mod:`pymoe.ops` checks all arguments. A layer checks its own arguments once, and what it makes from them is valid: for
+example, the operators need not check again a routing that the layer has just built. Invalid arguments still cannot
+corrupt memory, since the native operators guard against that; the errors then have the native operators' words.
 """
 
 from pymoe.ops.build_routing import raw as build_routing

@@ -88,7 +88,7 @@ class SplitBackward:
         self._gradients: list[Tensor | None] = [None] * len(leaves)
         for number, gradient in zip(early, found[len(inputs) :], strict=True):
             self._gradients[number] = gradient
-        if not is_compiled:  # these are free
+        if not is_compiled:  # a compiled graph has already freed its tensors
             free_saved_tensors([node for node in cut.input_side if node not in cut.deferred])
         self._is_compiled = is_compiled
         self._deferred: DeferredGradients | None = deferred

@@ -1,9 +1,9 @@
-"""A channel of gRPC to a server: whether the server is there, its description, and streams for requests.
+"""A channel of gRPC to a server: watches the server, reads its description, and keeps streams for requests.
 
-To begin and end a gRPC call costs more than to carry a short request: headers, a deadline, a handler and a status are
-made anew in both processes. So a channel keeps streams open, as many as it has had requests under way at a time, each
-for one request at a time, and the messages hold the deadline and the reason of a missing answer. Giving up a request
-cancels its stream, which tells the server as much as the end of a call would.
+Beginning and ending a gRPC call costs more than carrying a short request: headers, a deadline, a handler and a status
+are made anew in both processes. So a channel keeps streams open, as many as it has had requests under way at a time.
+Each stream carries one request at a time, and its messages hold the deadline and the reason for a missing answer. If a
+request is given up, its stream is cancelled, which tells the server as much as the end of a call would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints of served experts: when and how each is saved, read, and loaded exactly.
+"""Checkpoints of served experts: decides when to save them, and writes, reads and exactly loads them.
 
 A checkpoint is one file, written completely or not at all, with an expert's state and the keys of the requests that the
 state contains. It is in the safetensors format: the tensors of the expert and its optimizer, and one more tensor whose
@@ -430,7 +430,7 @@ class ExpertCheckpoints:
         self._saved_digest: int | None = None
         self._answered_at_save = 0
         self._first_update: asyncio.Task[None] | None = None
-        # A state that was taken earlier must not be written later, even if nobody waits for it any more.
+        # A state that was taken earlier must not be written later, even if nothing waits for it any more.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
         self._writes: set[asyncio.Future[None]] = set()  # a task without a reference may be collected
 
@@ -581,7 +581,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     done: asyncio.Future[T] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():  # otherwise nobody waits any more
+        if not done.done():  # otherwise nothing waits any more
             set_outcome(outcome)
 
     def call() -> None:

@@ -108,7 +108,7 @@ class Connection(Channel):
             if name not in experts:
                 raise LookupError(f"{self.address}: there is no expert {name!r}, only {sorted(experts)}")
         with self._changes:
-            self.check_usable()  # otherwise nobody would end the runtime
+            self.check_usable()  # otherwise nothing would end the runtime
             wanted = list(names or experts)
             new = [RemoteBackend(self, name, experts[name]) for name in wanted if name not in self._backends]
             if new and self.coalesce:
@@ -117,7 +117,7 @@ class Connection(Channel):
             return [self._backends[name] for name in wanted]
 
     def _serve(self, new: list[RemoteBackend], experts: int) -> None:
-        """Serve the pools of new backends by a runtime, in whose threads the calls wait; it has enough for all."""
+        """Serve the pools of new backends by a runtime. The calls wait in its threads; it has enough for all calls."""
         if self._runtime is None:
             self._runtime = Runtime(new, num_workers=min(2 * max(experts, 2), MAX_THREADS), monitor=False)
             self._runtime.start()
@@ -188,7 +188,7 @@ def connect(
         wait: seconds to wait for a server that is not there yet.
 
     Raises:
-        ServerLost: nobody listens there, or the TLS handshake fails; the message has gRPC's reason.
+        ServerLost: no server listens there, or the TLS handshake fails; the message has gRPC's reason.
         PermissionError: the server expects another token.
         ProtocolError: it is not an ExpertServer, or one of another version.
         TimeoutError: it does not answer.

@@ -226,7 +226,7 @@ class Journal:
     def keys(self, updates: int) -> AppliedKeys:
         """Return the keys that belong to a state that has seen ``updates`` updates.
 
-        None of those that are part of the state may still run: see :meth:`settled`.
+        No request whose key belongs to the state may still run: see :meth:`settled`.
         """
         return {
             name: (client.low, sorted(seq for seq, update in client.applied.items() if update <= updates))

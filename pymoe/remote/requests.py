@@ -291,9 +291,9 @@ class _RemotePool:
 class CoalescingPool(_RemotePool, TaskPool):
     """Combines the rows of all waiting callers in one call, as a local pool does; one call is under way at a time.
 
-    A request that finds no other waiting is sent at once. A call has the time of its most patient request whose future
-    still exists. ``future.cancel()`` withdraws a request until its call has begun; after that the request is treated
-    like one in a running batch. A request with more rows than the server runs at once is sent in several calls.
+    If no other request waits, a request is sent at once. The deadline of a call is the latest one of its requests whose
+    futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that the request is
+    treated like one in a running batch. A request with more rows than the server runs at once is sent in several calls.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -345,8 +345,8 @@ class RemoteFuture(concurrent.futures.Future):
     """The outcome of a request that was sent on its own. ``cancel()`` also removes it from the server's queue.
 
     Callbacks run one after the other on a thread of :mod:`pymoe.runtime.timers`, where they may block and wait for
-    other requests; the request counts as under way until they have ended. Those of a request that is cancelled run in
-    ``cancel()``, and one that is added to a future that is done runs in ``add_done_callback()``.
+    other requests; the request counts as under way until they have ended. The callbacks of a cancelled request run in
+    ``cancel()``, and a callback that is added to a future that is done runs in ``add_done_callback()``.
     """
 
     _attempt: Any = None  # future of gRPC
@@ -526,7 +526,7 @@ class _Attempts:
             self._permits.give_back()
 
     def _complete(self, error: Exception | None, result: Any) -> None:
-        if not self._future.set_running_or_notify_cancel():  # which wakes those who wait for a cancelled future
+        if not self._future.set_running_or_notify_cancel():  # this wakes threads that wait for a cancelled future
             return
         if error is None:
             self._future.set_result(result)

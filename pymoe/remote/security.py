@@ -221,7 +221,7 @@ def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def has_token(metadata: Any, token: str) -> bool:
-    """Return whether ``metadata`` carry the token; the time that takes does not depend on how much of it is right."""
+    """Return whether ``metadata`` carry the token, in a time that does not depend on how much of it is right."""
     given = ""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str):

@@ -223,7 +223,7 @@ class ExpertEntry:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # Nobody knows how much an update that raised half way has changed.
+            # It is unknown how much was changed by an update that raised half way.
             broken = getattr(error, "pymoe_may_retry", True) is False
             in_part = broken or name in self._partly_applied
             if not isinstance(error, Exception):  # SystemExit and the like would end the event loop
@@ -494,7 +494,7 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
     async def _watch(self, context: Any) -> bytes:
-        """Answer when the server drains: so clients know at once that it goes, or that the connection broke."""
+        """Answer when the server drains, so that clients know at once that it stops, or that the connection broke."""
         if self._watches >= MAX_WATCHES:
             raise QueueFull(f"{MAX_WATCHES} connections watch already")
         self._watches += 1

@@ -69,7 +69,7 @@ Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """The inputs of a forward pass; or those of a backward pass, the gradients of its outputs, and the key."""
+    """The inputs of a forward pass; or, for a backward pass, the inputs, the gradients of the outputs, and the key."""
 
     expert: str
     tensors: Tensors

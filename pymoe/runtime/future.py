@@ -100,7 +100,7 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
         raise ValueError(f"wait: return_when must be a constant of concurrent.futures, got {return_when!r}")
     everyone = set(futures)
     try:
-        for future in arrivals(everyone, deadline_after(timeout), late=queue.Empty):  # what no signal handler raises
+        for future in arrivals(everyone, deadline_after(timeout), late=queue.Empty):  # no signal handler raises Empty
             failed = not future.cancelled() and future.exception() is not None
             if return_when == FIRST_COMPLETED or (return_when == FIRST_EXCEPTION and failed):
                 break
@@ -113,7 +113,7 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
 def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
     """Yield the futures in the order in which they end, each once, as ``concurrent.futures.as_completed`` does.
 
-    Futures that were yielded are not kept: results that nobody else needs are freed before the next one comes.
+    Futures that were yielded are not kept: a result without another reference is freed before the next one comes.
 
     Args:
         futures: futures of requests.
@@ -147,7 +147,7 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
         future = None
         for missing in range(count, 0, -1):
             try:
-                yield take()  # not in a variable, which would keep it here
+                yield take()  # without a variable, which would keep the future alive
             except queue.Empty:
                 raise late(f"{missing} of {count} requests are not done in time") from None
     finally:

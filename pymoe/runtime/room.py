@@ -1,4 +1,4 @@
-"""Requests that wait for room in a full pool without blocking their thread: those of coroutines and of mixtures."""
+"""Requests of coroutines and mixtures, which wait for room in a full pool without blocking their thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Place(concurrent.futures.Future):
         left = self._line._leave(self)
         if left:
             super().cancel()
-            self.set_running_or_notify_cancel()  # which wakes those who wait for a cancelled future
+            self.set_running_or_notify_cancel()  # this wakes the threads that wait for a cancelled future
         return left
 
     def cancel(self) -> bool:
@@ -56,8 +56,8 @@ def _cancel_request(place: concurrent.futures.Future[Any]) -> None:
 class RoomLine:
     """The line of requests for one pool: first come, first served. Thread-safe.
 
-    A daemon thread submits them in turn. It starts with the first of them, and ends when there is room and no request
-    waits, or when the pool has been closed.
+    A daemon thread submits the requests in turn. It starts when the first one joins, and ends when there is room and no
+    request waits, or when the pool has been closed.
 
     Args:
         wait_for_room: returns once the pool has room, which another client may take, and raises RuntimeError if it is
@@ -135,7 +135,7 @@ async def submit_when_there_is_room(pool: Any, tensors: Sequence[Any], timeout: 
         TimeoutError: there was no room within ``timeout`` seconds.
         Exception: any exception of the pool.
     """
-    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)  # which checks the arguments
+    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)  # this checks the arguments
     if future is not None:
         return future
     deadline = deadline_after(timeout)

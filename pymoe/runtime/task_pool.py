@@ -59,9 +59,9 @@ class TaskPool(_runtime.TaskPool):
     own rows of the result. Several tasks can await a future; cancelling one of them cancels the request for
     all. It can stand in for a ``concurrent.futures.Future``. Requests of different dtypes, devices or row shapes never
     share a batch. Tensors on a GPU must be ready in its default stream: batches are assembled there, and results become
-    ready there. A client with another stream makes the default stream wait for it before it submits, and makes it wait
-    for the default stream before it reads a result, whose ``record_stream`` it calls. It may drop submitted tensors
-    once the request is done.
+    ready there. A client that uses another stream must make the default stream wait for its stream before it submits.
+    Before it reads a result, it must make its stream wait for the default stream, and call ``record_stream`` of the
+    result. It may drop submitted tensors once the request is done.
 
     Args:
         process_func: called with one tensor per position, the rows of all requests one after the other in dimension
@@ -74,8 +74,8 @@ class TaskPool(_runtime.TaskPool):
             or on a thread that waits for a result. Its exception is raised by every request of the batch.
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
         min_batch_size: number of rows to wait for, as long as ``timeout`` allows.
-        max_batch_size: largest number of rows of a batch. A larger request is split over several, and its result
-            joined.
+        max_batch_size: largest number of rows of a batch. A larger request is split over several batches, and its
+            result is joined.
         timeout: the most seconds that a request waits for ``min_batch_size`` rows; None: no limit.
         capacity: largest number of requests in the queue; None means 65536.
         linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a single client

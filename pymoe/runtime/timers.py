@@ -1,11 +1,11 @@
 """Functions that are called after a time: deadlines of requests, pauses between attempts, deferred interrupts.
 
 All timers of a process share one daemon thread, which waits until the first of them is due. Before it calls that
-timer's function it lets another thread wait for the rest, so a function may block, or wait for another timer, and holds
-up no timer. A thread that has found nothing to do for a minute ends, unless it is the only one that waits for a timer.
+timer's function it lets another thread wait for the rest, so a function may block, or wait for another timer, without
+delaying any timer. A thread that has found nothing to do for a minute ends, unless no other thread waits for a timer.
 
-Most deadlines are reset or cancelled long before they pass, so both cost little: the thread that waits sleeps until the
-earliest time that it has seen, and looks at the timers that are left only then.
+Most deadlines are reset or cancelled long before they pass, so both cost little: the waiting thread sleeps until the
+earliest time that it has seen, and only then looks at the timers that are left.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TimerHandle:
         """Call the function ``seconds`` from now.
 
         Returns:
-            True if this replaces a time that had been set, at which the function will not be called; False if none
-            was set or the call for it has begun.
+            True if this replaces a time that had been set, so the function is not called then; False if no time was
+            set or the call for it has begun.
 
         Raises:
             RuntimeError: no thread waits for timers, and none can be started. The timer is not set.
@@ -102,7 +102,7 @@ def _let_a_thread_look() -> None:
     try:
         _watching.add(thread)
         thread.start()
-    except BaseException:  # after Ctrl-C it may have been started: then there is one more than needed
+    except BaseException:  # after Ctrl-C the thread may have been started: then there is one more than needed
         _watching.discard(thread)
         raise
 
@@ -110,7 +110,7 @@ def _let_a_thread_look() -> None:
 def _run() -> None:
     while (timer := _next()) is not None:
         timer._call()
-        del timer  # or it would be kept, with what its function holds, until the next one is due
+        del timer  # otherwise it would be kept, with what its function holds, until the next timer is due
 
 
 def _next() -> TimerHandle | None:

@@ -63,8 +63,8 @@ struct Gemm {
 // Element i of an order, or i if the order is null.
 PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }
 
-// To begin at element i: the rest of an order, and the offset of a pointer. The values of an order count from the
-// original begin, so with an order the pointer stays.
+// For a loop that begins at element i: the rest of the order, and the offset of the pointer. With an order the offset
+// is 0, because the values of an order count from the original begin.
 PYMOE_INLINE const int32_t* order_from(const int32_t* order, int64_t i) {
   return order == nullptr ? nullptr : order + i;
 }

@@ -1,4 +1,4 @@
-"""transformers' interface for experts as pymoe uses it: every private name of transformers is in this file.
+"""The parts of transformers' interface for experts that pymoe uses. Only this file has private names of transformers.
 
 The interface is the decorator ``use_experts_implementation`` of ``transformers.integrations.moe``: it gives an experts
 module the flags that :func:`flags` reads, and a forward that looks up an implementation by the name that the module's
@@ -95,7 +95,7 @@ def has_replaced_gate(experts: Any) -> bool:
 
 
 def is_behind(module: Any) -> bool:
-    """Return whether a module's class was made by ``use_experts_implementation``."""
+    """Return whether ``use_experts_implementation`` made a module's class."""
     return hasattr(module, GATE) and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
@@ -147,7 +147,7 @@ def saves_adapter_alone(model: Any) -> bool:
 
 
 def quantizer_bases() -> tuple[Any, Any, Any]:
-    """Return the classes from which a method of quantisation derives its options, itself, and its operations.
+    """Return the base classes of a quantisation method's options, of its quantizer, and of its operations.
 
     Raises:
         ImportError: transformers is missing, or older than version 5.
@@ -176,12 +176,12 @@ def requested_implementation(config: Any) -> str | None:
 
 
 def converter(sources: list[str], target: str, operation: Any) -> Any:
-    """Return what has ``operation`` make one tensor of a model of tensors of a checkpoint.
+    """Return a converter that makes a tensor of a model from tensors of a checkpoint by ``operation``.
 
     Args:
         sources: regular expressions for parts of names in the checkpoint.
-        target: what takes the place of such a part in the name of the model's tensor.
-        operation: what converts the tensors.
+        target: the replacement for such a part in the name of the model's tensor.
+        operation: converts the tensors.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -189,21 +189,21 @@ def converter(sources: list[str], target: str, operation: Any) -> Any:
 
 
 def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
-    """Have ``save_pretrained`` leave tensors alone whose names have these endings.
+    """Make ``save_pretrained`` leave tensors unchanged if their names have these endings.
 
-    Otherwise it converts a model's tensors back to those of its checkpoint, by parts of their names: it would cut a
-    packed weight into experts. The first converter that knows a name takes it, and they are asked from last to first.
+    Otherwise it would convert the model's tensors back to the checkpoint's tensors, by parts of their names, and cut a
+    packed weight into experts. The first converter that knows a name takes it; the last in the list is tried first.
 
     Args:
-        model: to be saved.
-        endings: of names in the model, without regular expressions.
-        operation: returns the tensors that it is given, as does its reverse.
+        model: the model to be saved.
+        endings: endings of names in the model, without regular expressions.
+        operation: returns the tensors that it is given, and so does its reverse.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     found = getattr(model, "_weight_conversions", None)
-    if found is None:  # of a model that was made from a configuration; as transformers itself finds them then
+    if found is None:  # for a model that was made from a configuration, find them as transformers itself does
         found = get_model_conversion_mapping(model, add_legacy=False)
         found = [one for one in found if not isinstance(one, PrefixChange)]
     kept = [one for one in found if not any(isinstance(op, type(operation)) for op in getattr(one, "operations", ()))]
@@ -220,10 +220,10 @@ def mark_quantized(model: Any, quantizer: Any) -> None:
 
 
 def quantizer_of(model: Any) -> Any:
-    """Return the quantizer of a model; None without one."""
+    """Return the quantizer of a model, or None if it has none."""
     return getattr(model, "hf_quantizer", None)
 
 
 def mark_initialized(layer: Any) -> None:
-    """Keep transformers from drawing random numbers for a module where it expects a parameter."""
+    """Keep transformers from initialising a module that is in the place of a parameter with random numbers."""
     layer._is_hf_initialized = True

@@ -1,12 +1,12 @@
-"""Models of transformers that are loaded with experts in 8 or 4 bits, saved so, and loaded again.
+"""Loads and saves models of transformers with experts in 8 or 4 bits.
 
-transformers asks the quantizer of a model, and calls its operations for tensors of the checkpoint:
+transformers calls the quantizer of a model, and the quantizer's operations for tensors of the checkpoint:
 
-- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4))``: each stacked weight of experts, once transformers
-  has made it of the checkpoint's tensors, is packed before the next one is read.
+- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4))``: transformers makes each stacked weight of experts
+  from the checkpoint's tensors; it is packed before the next one is read.
 - ``save_pretrained``: the packed bytes have the name of the weight itself, so that a program which does not know them
-  meets tensors of other shapes than it expects, and raises. ``NAME.sizes`` holds bits and features.
-- ``from_pretrained(folder)`` of such files: the bytes are taken as they are.
+  finds tensors of unexpected shapes, and raises. ``NAME.sizes`` holds bits and features.
+- ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ else:
 
 
 class PymoeConfig(QuantizationConfigMixin):
-    """Has ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
+    """Makes ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
 
     ::
 
@@ -47,28 +47,28 @@ class PymoeConfig(QuantizationConfigMixin):
         model.save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
 
-    The model computes what ``from_pretrained(name)`` in the same dtype and :func:`pymoe.nn.quantize_experts` make, on
-    ``experts_implementation="pymoe"``. Weights are packed one after another: at its peak, loading takes the memory of
-    the quantised model and of about one layer's experts in the dtype of the model, from safetensors. The rest of the
-    model, and all of it when a saved one is loaded, is mapped from the files where these hold the dtype of the model.
+    The model computes the same as a model from ``from_pretrained(name, experts_implementation="pymoe")`` in the same
+    dtype after :func:`pymoe.nn.quantize_experts`. Weights are packed one after another: from safetensors, the peak
+    memory of loading is that of the quantised model and about one layer's experts in the dtype of the model. All other
+    weights are mapped from the files if these have the dtype of the model, and so are all weights of a saved model.
 
-    ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` of the folder finds;
-    :mod:`pymoe.integrations.transformers` must be imported, or transformers raises over the shapes of weights. Where
-    the folder has a configuration, one that is given is not used, and transformers warns.
+    ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` finds in the folder;
+    :mod:`pymoe.integrations.transformers` must be imported, or transformers raises because of the weights' shapes. If
+    the folder has a configuration, transformers does not use the one that is passed to it, and warns.
 
     Args:
         bits: 8 or 4.
-        version: of the files; there is one.
-        quant_method: ``"pymoe"``, by which transformers finds this class.
+        version: version of the files; there is only one.
+        quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
     Raises:
         TypeError: ``bits`` is not an int.
-        ValueError: ``bits`` is neither 8 nor 4; the version is another one, as files of a later pymoe have; or an
-            option is unknown.
+        ValueError: ``bits`` is neither 8 nor 4; the version is unknown, as in files of a later pymoe; or an option is
+            unknown.
 
-    ``from_pretrained`` then raises :class:`ValueError` where the files do not fit: tensors of experts are missing or
-    have other sizes or bits than the configuration says, a weight is not finite, a file is cut short, the model has no
-    experts that pymoe quantises, runs another implementation of experts, or is offloaded.
+    ``from_pretrained`` raises :class:`ValueError` if tensors of experts are missing or have other sizes or bits than
+    the configuration says, a weight is not finite, a file is cut short, or the model has no experts that pymoe
+    quantises, runs another implementation of experts, or is offloaded.
     """
 
     def __init__(self, bits: int = 8, *, version: int = FORMAT, quant_method: str = interface.NAME, **other: Any):
@@ -83,18 +83,18 @@ class PymoeConfig(QuantizationConfigMixin):
         self.version = version
         self.quant_method = quant_method
         self.folder: Path | None = None
-        """Where packed weights are until they are saved, in files that have no name any more; None for memory."""
+        """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``config.json`` holds."""
+        """Return the configuration for ``config.json``."""
         return {"quant_method": self.quant_method, "bits": self.bits, "version": self.version}
 
 
 class PymoeQuantizer(HfQuantizer):
-    """What transformers asks about a model with a :class:`PymoeConfig`.
+    """The quantizer that transformers calls for a model with a :class:`PymoeConfig`.
 
-    Errors of operations are kept until the model is loaded, and raised then, as transformers would put them into a
-    table that it logs.
+    Errors of operations are kept and raised after the model has been loaded, since transformers would only write them
+    into a table that it logs.
     """
 
     is_trainable = False
@@ -102,18 +102,18 @@ class PymoeQuantizer(HfQuantizer):
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
         self.weights: set[str] = set()
-        """Names, in the model, of the weights that it must have packed when it is loaded."""
+        """Names, in the model, of the weights that must be packed once it is loaded."""
         self.packed: set[str] = set()
-        """Those that it has."""
+        """Names of the weights that have been packed."""
         self.faults: dict[str, str] = {}
-        """What is wrong with others."""
+        """Errors of other weights, by name."""
         self._hooks: list[RemovableHandle] = []
 
     def is_serializable(self) -> bool:
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Refuse another implementation of experts; this is called before the model is made."""
+        """Refuse another implementation of experts; transformers calls this before it makes the model."""
         name = interface.requested_implementation(config)
         if name not in (None, interface.NAME):
             raise ValueError(
@@ -137,7 +137,7 @@ class PymoeQuantizer(HfQuantizer):
             for name in self.weights:
                 layer = model.get_submodule(name)
                 interface.mark_initialized(layer)
-                # transformers waits for all keys of the state as for tensors of modules, which sizes are not.
+                # transformers expects every key of the state to be a tensor of a module, and sizes are not.
                 self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
@@ -149,7 +149,7 @@ class PymoeQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         if not self.pre_quantized:
             return weight_conversions
-        # First, as the first that knows a name takes it.
+        # These come first, because the first converter that knows a name takes it.
         take = [
             interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
             for name in WEIGHTS
@@ -166,7 +166,7 @@ class PymoeQuantizer(HfQuantizer):
             raise ValueError(f"from_pretrained: {first}" + (f" (and {len(others)} more)" if others else ""))
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return what ``save_pretrained`` writes, under the names that the files have."""
+        """Return the state that ``save_pretrained`` writes, under the names in the files, and metadata."""
         if interface.saves_adapter_alone(model):
             return None, {}
         state = model.state_dict()
@@ -178,9 +178,9 @@ class PymoeQuantizer(HfQuantizer):
 
 
 class _Known(ConversionOps):
-    """An operation that knows its quantizer, by the name for which transformers looks.
+    """An operation that holds its quantizer, under the attribute name that transformers expects.
 
-    transformers copies operations, with all that they hold.
+    transformers copies operations, with everything that they hold.
     """
 
     def __init__(self, quantizer: PymoeQuantizer) -> None:
@@ -194,12 +194,12 @@ class Pack(_Known):
     """Packs the stacked weights that transformers has made of a checkpoint's tensors."""
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, missing_keys: set[str], **_: Any) -> dict[str, Any]:
-        """Return the packed bytes by the name that the model then has for them.
+        """Return the packed bytes by their new name in the model.
 
         Args:
             input_dict: weights, or lists of one weight, by their names in the model.
             model: gets a :class:`QuantizedLinear` in the place of each weight's parameter.
-            missing_keys: names of tensors that the model still waits for.
+            missing_keys: names of the tensors that the model still lacks.
         """
         found: dict[str, Any] = {}
         for name in list(input_dict):
@@ -237,7 +237,7 @@ class Pack(_Known):
 
 
 class Take(_Known):
-    """Takes packed weights as a file has them."""
+    """Takes packed weights from a file unchanged."""
 
     def convert(
         self,
@@ -249,7 +249,7 @@ class Take(_Known):
         missing_keys: set[str],
         **_: Any,
     ) -> dict[str, Tensor]:
-        """Return the packed bytes by their name in the model, or nothing if they are not those of this model."""
+        """Return the packed bytes by their name in the model, or nothing if they do not fit this model."""
         name = full_layer_name.removesuffix(".packed")
         missing_keys.discard(full_layer_name)
         layer = model.get_submodule(name)
@@ -266,7 +266,7 @@ class Take(_Known):
 
     @property
     def reverse_op(self) -> AsNamed:
-        """Return what transformers asks for when it saves, and then has no tensor for."""
+        """Return the reverse operation that transformers requires for saving; no tensor goes through it."""
         return AsNamed()
 
 
@@ -289,11 +289,11 @@ def register() -> None:
 
 
 def prepare_to_save(model: nn.Module) -> None:
-    """Have ``save_pretrained`` write files that ``from_pretrained`` reads, also of what ``quantize_experts`` has made.
+    """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:
-        ValueError: the model has quantised weights, and files cannot say all that it is: some experts are quantised
-            and others not, they have several numbers of bits, or another method quantised the model.
+        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised,
+            their numbers of bits differ, or another method quantised the model.
     """
     layers = dict(_quantised(model))
     quantizer = interface.quantizer_of(model)
@@ -329,7 +329,7 @@ def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 def _unquantised(module: nn.Module) -> list[str]:
-    """Return the stacked weights of an experts module that are parameters still."""
+    """Return the names of an experts module's stacked weights that are still parameters."""
     if not interface.is_behind(module):
         return []
     return [name for name in WEIGHTS if isinstance(getattr(module, name, None), Tensor)]
@@ -352,8 +352,8 @@ def _check_file(file: str) -> None:
 
 
 def _in_file(packed: Tensor, folder: Path) -> Tensor:
-    """Return the bytes in a file that is gone once nobody holds them."""
+    """Return the bytes as a tensor in a file without a name, which is deleted with the last reference to the tensor."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises where the disk is full; writing would kill
+        os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises if the disk is full; a write would kill us
         mapped = torch.from_file(file.name, shared=True, size=packed.numel(), dtype=torch.uint8)
     return mapped.view(packed.shape).copy_(packed)

@@ -259,7 +259,7 @@ def _is_in_autocast_block() -> bool:
 
 @contextmanager
 def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRecorder) -> Iterator[None]:
-    """Within the block, refuse calls that a graph would lose: they raise CaptureError, without a place.
+    """Refuse calls that a graph would lose, within the block: they raise a CaptureError that does not say where.
 
     ``torch.inference_mode`` acts as ``torch.no_grad`` there, which a graph can contain. Conditions on the sizes of
     ``tensors`` remember the line that tested them; ``held`` gets the tensors that ``Held`` describes, and ``recorder``
