@@ -135,6 +135,7 @@ def test_facts_name_no_host_and_no_path(run):
     assert platform.node() not in facts
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_right_operator_is_exact(run, backward):
     status, result, out = run(operator_of(scale, backward=backward, baseline=lambda x: x + x))
@@ -144,6 +145,7 @@ def test_a_right_operator_is_exact(run, backward):
     assert "WRONG" not in out.replace("WRONG, ERROR", "")
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_wrong_operator_is_called_wrong(run, exact):
     status, result, out = run(operator_of(wrong_scale, exact=exact))

@@ -62,6 +62,7 @@ def test_planted_faults_are_found(tmp_path, monkeypatch, capsys, source, complai
     assert complaint in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_source_is_compiled_again_where_a_header_that_it_includes_has_changed(tmp_path):
     nvcc = gate.find_nvcc()
     if nvcc is None:

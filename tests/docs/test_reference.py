@@ -108,6 +108,7 @@ print(json.dumps(texts))
 """
 
 
+@pytest.mark.thinned(usual=8)
 @pytest.mark.parametrize(("module", "command"), [(module, one) for module in COMMANDS for one in COMMANDS[module]])
 def test_every_option_of_a_command_is_described(module: str, command: str, help_of: dict[str, str]) -> None:
     text = help_of[f"{module} {command}"]

@@ -6,7 +6,7 @@ import pytest
 WAYS = [((4,), None, "adamw"), ((4,), "ddp", "momentum"), ((2, 2), "ddp", "adamw"), ((2, 2), "fsdp", "amsgrad")]
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize(("shape", "kind", "optimizer"), WAYS)
 def test_training_goes_on_as_if_experts_had_stayed(ranks, shape, kind, optimizer):
     for (still, moving), differing, moves in ranks.run(moved.training, shape=shape, kind=kind, optimizer=optimizer):

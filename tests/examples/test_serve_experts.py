@@ -71,6 +71,7 @@ def test_an_error_of_a_client_ends_in_an_error_of_the_run(tmp_path, monkeypatch)
         run(tmp_path, "--steps", "2")
 
 
+@pytest.mark.slow
 def test_from_the_command_line_with_the_live_view(tmp_path):
     found = subprocess.run(
         [sys.executable, str(EXAMPLES / "serve_experts.py"), *SMALL, "--steps", "25", "--out", str(tmp_path)],

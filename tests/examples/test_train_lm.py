@@ -50,6 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("name", ["native", "reference", "dense"])
 def test_loss_falls(runs: dict[str, Path], name: str) -> None:
     losses = record_of(runs[name])["loss"]

@@ -134,6 +134,7 @@ def test_a_score_that_is_none_is_refused_where_losses_are_injected(score):
         layer(x)
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("options", INJECTED.values(), ids=INJECTED)
 def test_compiled_autograd_runs_the_node(options):
     results = []

@@ -11,7 +11,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 CALLS = {f"{call.operator}-{call.name}": call for call in all_raw_calls()}
 
 
-@pytest.mark.thinned(usual=80)
+@pytest.mark.thinned(usual=40)
 @pytest.mark.only_on("cpu", "cuda")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_opcheck(call, device):

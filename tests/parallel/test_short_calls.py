@@ -50,6 +50,7 @@ def both_passes() -> torch.Tensor:
     return x.grad
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("meeting", [0, 1], ids=["forward", "backward"])
 def test_calls_that_were_short_and_then_wait_for_each_other_get_workers(
     meeting: int, trusted: dict[Any, bool], monkeypatch: pytest.MonkeyPatch

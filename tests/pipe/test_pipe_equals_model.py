@@ -69,7 +69,7 @@ def test_training_equals_that_of_the_model(stages, schedule, checkpoint):
         torch.testing.assert_close(pipe(x), plain(x), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.thinned(usual=4, deep=8)
+@pytest.mark.thinned(usual=2, deep=8)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 4])

@@ -137,6 +137,7 @@ def test_shapes_may_change_from_step_to_step():
         pipe.step(x, target=torch.randn(rows, 4), loss_fn=F.mse_loss)
 
 
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_is_left_of_a_step(schedule):
     """Tensors of a step go with it, without the garbage collector."""

@@ -70,7 +70,7 @@ def with_layer(kind):
     return nn.Sequential(nn.Linear(4, 4), kind(), nn.Tanh(), nn.Linear(4, 1))
 
 
-@pytest.mark.thinned(usual=80)
+@pytest.mark.thinned(usual=40)
 @pytest.mark.filterwarnings("ignore:Pipe. a forward:UserWarning")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("way", ["gpipe", "1f1b", "zero-bubble", "forward"])

@@ -108,6 +108,7 @@ def test_streams_that_wait_do_not_hold_up_a_drain() -> None:
             a.forward_pool(X)
 
 
+@pytest.mark.slow
 def test_a_stream_that_ended_while_it_was_idle_is_not_used_again() -> None:
     """Without retries a request would fail though the server is there again."""
     with ExpertServer(mlp("a")) as server:

@@ -19,7 +19,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.thinned(usual=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_program_may_end_while_daemon_threads_make_maps(loop: str) -> None:
     """Exit code -6: CPython unwound the threads through destructors and a catch (...) that wanted the GIL."""

@@ -178,6 +178,7 @@ def test_what_a_callback_raises_on_a_worker_is_logged(
 # --- cycles ---
 
 
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("kind", ["object", "dict", "list"])
 def test_a_result_that_refers_to_its_future_is_collected(kind: str) -> None:
     class Box:

@@ -26,7 +26,7 @@ def run_in_a_process_of_its_own(body: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize(
     "change",
     [

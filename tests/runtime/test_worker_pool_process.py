@@ -21,7 +21,7 @@ EXITS: dict[str, str] = {
 }
 
 
-@pytest.mark.thinned(usual=10)
+@pytest.mark.thinned(usual=5)
 @pytest.mark.parametrize("live", EXITS)
 @pytest.mark.parametrize("repeat", range(4))
 def test_exit_with_live_work(live: str, repeat: int) -> None:

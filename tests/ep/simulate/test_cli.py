@@ -23,6 +23,7 @@ def run(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_a_process_of_its_own(tmp_path):
     words = [sys.executable, "-m", "pymoe.ep", *OWN, "--load", str(RECORDED), "--json", str(tmp_path / "costs.json")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)

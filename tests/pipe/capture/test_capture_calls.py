@@ -169,7 +169,7 @@ def attention(config_class, model_class, **options):
 SMALL = {"vocab_size": 17, "attn_implementation": "eager", "use_cache": False}
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize(
     "build",
     [

@@ -49,7 +49,7 @@ def forwards(rank, world, name):
     ]
 
 
-@pytest.mark.thinned(usual=1)
+@pytest.mark.slow
 @every_schedule
 def test_no_forward_is_run_but_those_of_the_micro_batches(ranks, schedule):
     for found in ranks(2).run(forwards, name=schedule):

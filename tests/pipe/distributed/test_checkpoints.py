@@ -120,7 +120,7 @@ def test_the_unsplit_models_optimizer_loads_it_with_torchs_own_calls(saved):
             are_equal(state["optimizer"][f"state.{name}.{key}"], value)
 
 
-@pytest.mark.thinned(usual=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_pipe_in_one_process_loads_it_with_any_split(saved, stages):
     folder, whole = saved

@@ -114,7 +114,7 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
         results.send(("other", repr(error)))
 
 
-@pytest.mark.thinned(usual=3)
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize(("phase", "rank"), [("forward", 1), ("backward", 2), ("backward", 0), ("loss", 2)])
 @pytest.mark.parametrize("is_in_block", [True, False])
 def test_an_error_of_a_layer_or_of_the_loss_ends_the_other_ranks(phase, rank, is_in_block):

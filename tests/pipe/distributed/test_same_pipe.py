@@ -41,7 +41,7 @@ def retied(rank, world, kind, ties):
     return worst
 
 
-@pytest.mark.thinned(usual=2)
+@pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("kind", ["sequential", "stages"])
 @pytest.mark.parametrize("ties", [[True, False, False, True], [False, True, True, False]])
 def test_gradients_of_parameters_that_are_tied_or_untied_between_steps(ranks, kind, ties):

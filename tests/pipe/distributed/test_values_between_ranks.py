@@ -279,7 +279,7 @@ def test_an_edit_of_a_value_that_shares_memory_is_refused_as_in_one_process(rank
         ranks(2).run(edits, kind=kind)
 
 
-@pytest.mark.thinned(usual=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["apart", "counts"])
 def test_an_edit_of_a_value_is_seen_where_the_model_sees_it(ranks, kind):
     assert max(ranks(2).run(edits, kind=kind)) <= EXACT

@@ -142,7 +142,7 @@ def fresh(name):
     return pipe, model
 
 
-@pytest.mark.thinned(usual=6, deep=22)
+@pytest.mark.thinned(usual=3, deep=22)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_that_of_the_model(name, schedule):
@@ -196,6 +196,7 @@ def test_a_loss_outside_of_the_pipe_leaves_the_models_gradients(name, checkpoint
     assert_same(tensors(model), tensors(plain), "what forward leaves")
 
 
+@pytest.mark.thinned(usual=8)
 @pytest.mark.parametrize("name", CASES)
 def test_the_pipe_has_the_models_parameters_and_keys_and_leaves_it_as_it_is(name):
     case = CASES[name]
