@@ -127,7 +127,7 @@ def test_the_router_and_the_launches_have_their_part(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu.parts", "--device", "cpu", "--budget", "0.05", "--output", file]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     found = json.loads(file.read_text())
-    assert found["launches"]["forward"]["pymoe::combine"] == 1
+    assert found["launches"]["forward"]["pymoe::apply_chosen_experts_recorded"] == 1
     assert found["launches"]["backward"]["pymoe::combine_backward"] == 1
     ways = found["router"]["ways"]
     assert len(ways) == 4
