@@ -64,7 +64,8 @@ def build() -> Path:
         *(Source(one.file, "-O1") for one in kernel_sources()),
     ]
     flags = f"-O1 -g0 -I{ROOT / 'tests'} -DPYMOE_WITH_CUDA=1 -DPYMOE_CUDA_ON_CPU=1"
-    link = f"-Wl,--no-as-needed {interpreter} -Wl,-rpath,{interpreter.parent}"
+    # torch's CUDA build brings the real runtime, whose functions would be called in the place of this library's own.
+    link = f"-Wl,-Bsymbolic-functions -Wl,--no-as-needed {interpreter} -Wl,-rpath,{interpreter.parent}"
     return build_library(FOLDER / f"compute_{ARCHITECTURE}", flags, sources, link)
 
 
