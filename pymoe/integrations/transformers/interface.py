@@ -99,9 +99,9 @@ def is_behind(module: Any) -> bool:
     return hasattr(module, GATE) and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
-def implementation(experts: Any) -> str | None:
-    """Return the name of the implementation that an experts module runs."""
-    name: str | None = experts.config._experts_implementation
+def implementation(config: Any) -> str | None:
+    """Return the implementation of experts that a configuration asks for: of a model, or of its experts modules."""
+    name: str | None = config._experts_implementation
     return name
 
 
@@ -167,12 +167,6 @@ def register_quantizer(config: type, quantizer: type) -> None:
     if auto.AUTO_QUANTIZER_MAPPING.get(NAME) is not quantizer:
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = config
         auto.AUTO_QUANTIZER_MAPPING[NAME] = quantizer
-
-
-def requested_implementation(config: Any) -> str | None:
-    """Return the implementation of experts that a model's configuration asks for, before the model is made."""
-    name: str | None = config._experts_implementation
-    return name
 
 
 def converter(sources: list[str], target: str, operation: Any) -> Any:

@@ -43,10 +43,10 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
         isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 3 for weight in weights.values()
     ):
         return None
-    if interface.implementation(module) != interface.NAME:
+    if interface.implementation(module.config) != interface.NAME:
         raise ValueError(
             f"quantize_experts: model must run with experts_implementation='pymoe', got "
-            f"{interface.implementation(module)!r}; call model.set_experts_implementation('pymoe') first"
+            f"{interface.implementation(module.config)!r}; call model.set_experts_implementation('pymoe') first"
         )
     return {
         name: weight.transpose(1, 2) if flags.transposed else weight

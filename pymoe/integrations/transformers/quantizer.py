@@ -114,7 +114,7 @@ class PymoeQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Refuse another implementation of experts; transformers calls this before it makes the model."""
-        name = interface.requested_implementation(config)
+        name = interface.implementation(config)
         if name not in (None, interface.NAME):
             raise ValueError(
                 f"from_pretrained: expected experts_implementation='pymoe' for quantised experts, got {name!r}"

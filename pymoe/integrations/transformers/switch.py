@@ -60,7 +60,7 @@ def enable(model: nn.Module) -> list[str]:
     changed = []
     marks: dict[int, dict[str, str | None]] = {}
     for name, module in behind:
-        before = interface.implementation(module)
+        before = interface.implementation(module.config)
         if before != interface.NAME:
             setattr(module, _BEFORE, marks.setdefault(id(module.config), {_BEFORE: before}))
             changed.append(name)
@@ -94,7 +94,7 @@ def disable(model: nn.Module) -> list[str]:
     behind = [
         (name, module, mark[_BEFORE])
         for name, module, mark in marked
-        if mark and interface.implementation(module) == interface.NAME
+        if mark and interface.implementation(module.config) == interface.NAME
     ]
     outside = [(name, module, _off_pymoe(type(module))) for name, module in named if isinstance(module, OnPymoe)]
     for name, module, before in outside:
