@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,15 +43,13 @@ class Walk(NamedTuple):
     turns: int
 
 
-def walk(call: Callable[[], object]) -> Walk:
-    """Return what the third call of ``call`` runs."""
-    for _ in range(2):
-        call()
-    entered: list[tuple[str, str]] = []
+def entered(call: Callable[[], object]) -> list[tuple[str, CodeType]]:
+    """Return module and code of every function of Python that a call runs on this thread, in order."""
+    found: list[tuple[str, CodeType]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            entered.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+        if event == "call":
+            found.append((frame.f_globals.get("__name__", ""), frame.f_code))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -59,8 +57,16 @@ def walk(call: Callable[[], object]) -> Walk:
         call()
     finally:
         sys.setprofile(before)
-    files = [file for file, _ in entered]
-    return Walk(len(entered), len(set(entered)), len(set(files)), sum(a != b for a, b in pairwise(files)))
+    return found
+
+
+def walk(call: Callable[[], object]) -> Walk:
+    """Return what the third call of ``call`` runs."""
+    for _ in range(2):
+        call()
+    found = [(code.co_filename, code.co_qualname) for _, code in entered(call) if code.co_filename.startswith(PACKAGE)]
+    files = [file for file, _ in found]
+    return Walk(len(found), len(set(found)), len(set(files)), sum(a != b for a, b in pairwise(files)))
 
 
 def calls_of(layer: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Calls:

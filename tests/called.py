@@ -1,8 +1,8 @@
 """What a call runs, in order: the operators that reach the dispatcher, and the functions of Python."""
 
-import sys
-
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.walks import entered
 
 
 class Operators(TorchDispatchMode):
@@ -20,16 +20,4 @@ class Operators(TorchDispatchMode):
 def functions_of(call):
     """Return module and name of every function of Python that a call runs the second time."""
     call()  # what is looked up once is there
-    found = []
-
-    def note(frame, event, argument):
-        if event == "call":
-            found.append((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return found
+    return [(module, code.co_name) for module, code in entered(call)]
