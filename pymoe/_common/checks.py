@@ -44,6 +44,11 @@ def is_matrix(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype in FLOATING and value.dim() == 2
 
 
+def is_like(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether ``value`` is a tensor of this shape and dtype on ``device``."""
+    return isinstance(value, Tensor) and value.shape == shape and value.dtype == dtype and value.device == device
+
+
 def is_index(value: object, dims: int, device: torch.device) -> bool:
     """Return whether ``value`` is an int32 tensor with ``dims`` dimensions on ``device``."""
     return isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == dims and value.device == device

@@ -21,6 +21,7 @@ from pymoe._common.dtypes import FLOATING
 from pymoe._common.types import (
     GATED,
     KINDS,
+    SCORES,
     ActivationKind,
     ClampedSwiglu,
     QuantizedWeight,
@@ -107,7 +108,7 @@ def check_gate_topk(
     # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
     if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
-    checks.choice(name, "score", score, ("softmax", "sigmoid"))
+    checks.choice(name, "score", score, SCORES)
     if not isinstance(renormalize, bool):
         raise TypeError(f"{name}: renormalize must be a bool, got {type(renormalize).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
@@ -142,7 +143,7 @@ def _gate_topk_fits(logits: Tensor, k: int, score: Score, renormalize: bool, bia
         and 1 <= k <= logits.shape[1]
         and (torch.compiler.is_compiling() or logits.shape[0] * k < 2**31)
         and type(score) is str
-        and score in ("softmax", "sigmoid")
+        and score in SCORES
         and type(renormalize) is bool
         and type(scale) is float
         and -sys.float_info.max <= scale <= sys.float_info.max
@@ -281,10 +282,7 @@ def check_grouped_linear(
     checks.rank(name, "weight", weight, "(E, N, H)")
     checks.size(name, "weight", weight, 2, x.shape[1], "H of x")
     checks.same_device(name, "weight", weight, "x", x)
-    checks.dtype(name, "offsets", offsets, torch.int32)
-    checks.rank(name, "offsets", offsets, "(E + 1,)")
-    checks.size(name, "offsets", offsets, 0, weight.shape[0] + 1, "E + 1 of weight")
-    checks.same_device(name, "offsets", offsets, "x", x)
+    _check_bounds(name, x, offsets, weight.shape[0], "weight")
     if bias is not None:
         check_bias(name, x, bias, weight.shape[0], "E of weight", weight.shape[1], "N of weight")
     if order is not None:
@@ -306,16 +304,16 @@ def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tenso
         and x.shape[1] == inputs
         and checks.is_index(offsets, 1, device)
         and offsets.shape[0] == experts + 1
-        and (
-            bias is None
-            or (
-                isinstance(bias, Tensor)
-                and bias.dtype == dtype
-                and bias.shape == (experts, outputs)
-                and bias.device == device
-            )
-        )
+        and (bias is None or checks.is_like(bias, (experts, outputs), dtype, device))
     )
+
+
+def _check_bounds(operator: str, x: Tensor, offsets: Tensor, experts: int, weight: str) -> None:
+    """Raise unless ``offsets`` is an (E + 1,) index for ``x`` and the E experts of the argument ``weight``."""
+    checks.dtype(operator, "offsets", offsets, torch.int32)
+    checks.rank(operator, "offsets", offsets, "(E + 1,)")
+    checks.size(operator, "offsets", offsets, 0, experts + 1, f"E + 1 of {weight}")
+    checks.same_device(operator, "offsets", offsets, "x", x)
 
 
 def check_bias(
@@ -430,10 +428,7 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, 
     packed, _, outputs, inputs = weight
     checks.size(name, "x", x, 1, inputs, "weight.input_features")
     checks.same_device(name, "weight.packed", packed, "x", x)
-    checks.dtype(name, "offsets", offsets, torch.int32)
-    checks.rank(name, "offsets", offsets, "(E + 1,)")
-    checks.size(name, "offsets", offsets, 0, packed.shape[0] + 1, "E + 1 of weight.packed")
-    checks.same_device(name, "offsets", offsets, "x", x)
+    _check_bounds(name, x, offsets, packed.shape[0], "weight.packed")
     if bias is not None:
         check_bias(name, x, bias, packed.shape[0], "E of weight.packed", outputs, "weight.output_features")
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
@@ -460,7 +455,7 @@ def check_router_losses(name: str, logits: Tensor, load: Tensor, score: Score) -
     checks.rank(name, "load", load, "(E,)")
     checks.size(name, "load", load, 0, logits.shape[1], "E of logits")
     checks.same_device(name, "load", load, "logits", logits)
-    checks.choice(name, "score", score, ("softmax", "sigmoid"))
+    checks.choice(name, "score", score, SCORES)
 
 
 def _router_losses_fits(logits: Tensor, load: Tensor, score: Score) -> bool:
@@ -472,5 +467,5 @@ def _router_losses_fits(logits: Tensor, load: Tensor, score: Score) -> bool:
         and load.shape[0] == logits.shape[1] > 0
         and load.device == logits.device
         and type(score) is str
-        and score in ("softmax", "sigmoid")
+        and score in SCORES
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 Score = Literal["softmax", "sigmoid"]
 """Function that turns a router's logits into scores."""
+SCORES = ("softmax", "sigmoid")
 
 
 class ClampedSwiglu(NamedTuple):

@@ -181,7 +181,7 @@ def _fits(
     capacity: object,
     foreign_experts: object,
 ) -> bool:
-    """Return true only if :func:`_check` accepts the arguments, in one expression; see :mod:`pymoe.reference.checks`.
+    """Return true only if :func:`_check` accepts the arguments, in one expression; see :mod:`pymoe._common.contracts`.
 
     This covers only activations with a name, and calls without a capacity.
     """
@@ -206,15 +206,11 @@ def _fits(
         and number == w_out.shape[0] > 0
         and activation in KINDS
         and inner == factor * w_out.shape[2]
-        and (b_in is None or _is_bias(b_in, (number, inner), dtype, device))
-        and (b_out is None or _is_bias(b_out, (number, w_out.shape[1]), dtype, device))
+        and (b_in is None or checks.is_like(b_in, (number, inner), dtype, device))
+        and (b_out is None or checks.is_like(b_out, (number, w_out.shape[1]), dtype, device))
         and capacity is None
         and type(foreign_experts) is bool
     )
-
-
-def _is_bias(bias: object, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    return isinstance(bias, Tensor) and bias.shape == shape and bias.dtype == dtype and bias.device == device
 
 
 def _check(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from pymoe._common import checks
 from pymoe._common.contracts import check_gate_topk, check_kind
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled
 from pymoe._common.types import KINDS
@@ -114,12 +115,9 @@ def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -
         and weight.device == device
         and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
         and not autocast_enabled(device.type)
-        and (bias is None or _is_bias(bias, experts, accumulate_dtype(dtype), device))
+        and (bias is None or bias.is_contiguous())
+        and (bias is None or checks.is_like(bias, (experts,), accumulate_dtype(dtype), device))
     )
-
-
-def _is_bias(bias: Tensor, experts: int, dtype: torch.dtype, device: torch.device) -> bool:
-    return bias.shape == (experts,) and bias.dtype == dtype and bias.device == device and bias.is_contiguous()
 
 
 def _networks(layer: Any, experts: Any, x: Tensor) -> Any:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._common import checks
-from pymoe._common.types import Gate, RouterLosses, Score
+from pymoe._common.types import SCORES, Gate, RouterLosses, Score
 from pymoe.nn.options import Backend, check_backend, check_model, check_number, operators
 from pymoe.ops.function_calls import call
 from pymoe.ops.router_losses import router_losses_backward
 
-_SCORES = ("softmax", "sigmoid")
 _NUMBERS = (float, int)
 
 
@@ -90,7 +89,7 @@ class AuxiliaryLosses(nn.Module):
         super().__init__()
         check_number("AuxiliaryLosses", "aux_loss_coef", aux_loss_coef, minimum=0)
         check_number("AuxiliaryLosses", "z_loss_coef", z_loss_coef, minimum=0)
-        checks.choice("AuxiliaryLosses", "score", score, _SCORES)
+        checks.choice("AuxiliaryLosses", "score", score, SCORES)
         check_backend("AuxiliaryLosses", backend)
         self.aux_loss_coef = aux_loss_coef
         self.z_loss_coef = z_loss_coef
@@ -123,14 +122,12 @@ class AuxiliaryLosses(nn.Module):
             weights_TK = inject_loss(weights_TK, self._weighted(losses, self.scale * share))
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
-    def injected(self, logits_TE: Tensor) -> Injected | None:
-        """Return the losses that :meth:`forward` injects, before the choice is known; None if there are none.
+    def injected(self, logits_TE: Tensor) -> Injected:
+        """Return the losses that :meth:`forward` injects, before the choice is known.
 
         Args:
             logits_TE: (T, E).
         """
-        if not self.injects():
-            return None
         scale, zero = self.scale, logits_TE.new_zeros(())
         one = scale.to(logits_TE.dtype) if isinstance(scale, Tensor) else logits_TE.new_full((), scale)
         factors = [coefficient * one if coefficient > 0 else zero for coefficient in self._coefficients()]
@@ -145,7 +142,7 @@ class AuxiliaryLosses(nn.Module):
         scale = self.scale
         return (
             self.backend == "native"
-            and self.score in _SCORES
+            and self.score in SCORES
             and type(self.aux_loss_coef) in _NUMBERS
             and type(self.z_loss_coef) in _NUMBERS
             and (

@@ -136,37 +136,13 @@ def gate_topk(
     scale: float = 1.0,
 ) -> Gate:
     check_gate_topk(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
-    return raw(
-        logits,
-        k,
-        score=score,
-        renormalize=renormalize,
-        bias=bias,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        scale=scale,
-    )
-
-
-gate_topk.__doc__ = reference.__doc__
-
-
-def raw(
-    logits: Tensor,
-    k: int,
-    *,
-    score: Score,
-    renormalize: bool,
-    bias: Tensor | None,
-    num_groups: int | None,
-    topk_groups: int | None,
-    scale: float,
-) -> Gate:
-    """Return :func:`gate_topk` of arguments that are known to fit."""
     if bias is not None:
         bias = bias.detach().to(accumulate_dtype(logits.dtype)).contiguous()
     groups = (num_groups or 0, topk_groups or 0)
     return Gate(*call(GateTopk, logits.contiguous(), bias, k, score, renormalize, *groups, float(scale)))
+
+
+gate_topk.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::gate_topk")

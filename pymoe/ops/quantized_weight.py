@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_quantize_weight
-from pymoe._common.types import (
-    QuantizedWeight,
-    packed_shape,  # unpacking has no kernel
-)
-from pymoe.reference.quantized_weight import dequantize_weight
+from pymoe._common.types import QuantizedWeight, packed_shape
+from pymoe.reference.quantized_weight import dequantize_weight  # unpacking has no kernel
 from pymoe.reference.quantized_weight import quantize_weight as reference
 
 __all__ = ["dequantize_weight", "quantize_weight"]

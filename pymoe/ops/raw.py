@@ -8,8 +8,7 @@ corrupt memory, since the native operators guard against that; the errors then h
 from pymoe.ops.build_routing import raw as build_routing
 from pymoe.ops.combine import raw as combine
 from pymoe.ops.expert_activation import raw as expert_activation
-from pymoe.ops.gate_topk import raw as gate_topk
 from pymoe.ops.grouped_linear import raw as grouped_linear
 from pymoe.ops.row_moves import spread_rows as dispatch
 
-__all__ = ["build_routing", "combine", "dispatch", "expert_activation", "gate_topk", "grouped_linear"]
+__all__ = ["build_routing", "combine", "dispatch", "expert_activation", "grouped_linear"]

@@ -65,7 +65,7 @@ FUNCTIONS = {
             "forward",
         ),
     ],
-    "gate_topk": ["gate_topk", *checked("gate_topk"), "raw", "call", "_any_requires_grad", "forward"],
+    "gate_topk": ["gate_topk", *checked("gate_topk"), "call", "_any_requires_grad", "forward"],
     "grouped_linear": [
         *("grouped_linear", "cast_operands", "autocast_enabled", *checked("grouped_linear"), "is_index"),
         *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "_any_requires_grad", "forward"),
