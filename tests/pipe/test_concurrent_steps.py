@@ -2,7 +2,9 @@
 
 import copy
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ pytestmark = [
 ]
 OPAQUE = {"GeneratorFunction", "Cycles", "ReversedArray"}
 """Nobody can tell whether these are written to."""
+WRITING = sorted({*KINDS} - OPAQUE - {"NormalisedByData"})
+"""Kinds whose every forward changes their state."""
 
 
 class Meet(nn.Module):
@@ -61,7 +65,7 @@ def loss_fn(output):
 
 @pytest.mark.thinned(usual=40)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("kind", sorted({*KINDS} - OPAQUE - {"NormalisedByData"}))
+@pytest.mark.parametrize("kind", WRITING)
 def test_steps_at_the_same_time_that_share_a_layer_to_which_a_forward_writes_are_refused(kind, checkpoint):
     torch.manual_seed(0)
     models, pipes = pair(KINDS[kind]().float(), checkpoint)
@@ -99,15 +103,23 @@ def test_steps_that_share_a_layer_to_which_nobody_writes_run_at_the_same_time(ki
             torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_with_it():
+@pytest.mark.parametrize("kind", WRITING)
+def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_with_it(kind):
+    """The states of random number generators, and arrays of numpy, were put back without a note: a step may have drawn
+    the numbers of another, and both ended well.
+    """
     torch.manual_seed(0)
-    layer = Norm(nn.BatchNorm1d(4))
+    layer = KINDS[kind]().float()
     barriers = [threading.Barrier(2) for _ in range(2)]
     trained = Pipe(nn.Sequential(nn.Linear(4, 4), layer), 2, "always", balance=[1, 1])
-    output = trained(torch.randn(6, 4))  # writes to it, alone
-    layer.on = False
-    layer.norm.eval()
     other = Pipe(nn.Sequential(*map(Meet, barriers), layer), 1, balance=[2, 1])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):  # some begin to write later, and some are copied only once they were found to be written
+            output = trained(torch.ones(6, 4))  # writes to it, alone
+    expected = pytest.raises(RuntimeError, match="ran at the same time")
+    if any("keeps its graphs" in str(one.message) for one in said):  # so nothing is recomputed, nor put back
+        expected = nullcontext()
 
     def evaluate():
         try:
@@ -119,12 +131,13 @@ def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_wi
         waiting = thread.submit(evaluate)
         barriers[0].wait(LONG)
         try:
-            with pytest.raises(RuntimeError, match=r"ran at the same time.*running_"):
+            with expected:
                 output.sum().backward()
         finally:
             barriers[1].wait(LONG)
-        assert "ran at the same time" in str(waiting.result(LONG))
-    assert all(parameter.grad is None for parameter in trained.parameters())
+        is_refused = not isinstance(expected, nullcontext)
+        assert is_refused == ("ran at the same time" in str(waiting.result(LONG)))
+    assert is_refused == all(parameter.grad is None for parameter in trained.parameters())
     assert isinstance(evaluate(), torch.Tensor)
 
 

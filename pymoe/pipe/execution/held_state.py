@@ -164,8 +164,7 @@ class HeldState:
         written = layout.written(seen.stamps, layout.stamps())
         unseen = seen.rewritten() | _differing(seen)
         names += map(layout.name, dict.fromkeys([*written, *sorted(unseen)]))
-        drawn = zip(layout.generators, seen.generators, strict=True)
-        return names + [layout.names[id(one)] for one, was in drawn if not _drawn_alike(one.get_state(), was)]
+        return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
         """Return what a recomputation needs, after the forward that saw this state; None: the state cannot be
@@ -211,11 +210,14 @@ class HeldState:
             self.written.update(map(seen.layout.identity, lost))
             raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
 
-    def exchanged(self, seen: Seen) -> set[int]:
-        """Return the ids of the tensors and containers that would now be put back for a recomputation."""
+    def exchanged(self, seen: Seen) -> set[Any]:
+        """Return the keys of the tensors and generators, and the ids of the containers, that would now be put back for
+        a recomputation.
+        """
         layout = seen.layout
         written = {*layout.written(seen.stamps, layout.stamps())} | _differing(seen)
-        return {id(layout.tensors[n]) for n in written} | {id(cell.place) for cell, _ in self.changed_cells(seen)}
+        values = [*(layout.tensors[number] for number in written), *_drawn(seen)]
+        return {*map(layout.key, values), *(id(cell.place) for cell, _ in self.changed_cells(seen))}
 
     def restore(
         self,
@@ -412,5 +414,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _alike(one, other) and torch.equal(one, other)
 
 
-def _drawn_alike(one: Any, other: Any) -> bool:
+def _drawn(seen: Seen) -> list[Any]:
+    """Return the random number generators that are in another state now."""
+    both = zip(seen.layout.generators, seen.generators, strict=True)
+    return [one for one, state in both if not _are_equal_states(one.get_state(), state)]
+
+
+def _are_equal_states(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

@@ -135,7 +135,7 @@ class HeldLayout:
         """The names of values that may change unnoticed."""
         self._found: dict[int, Any] = {}  # values by id; keeps them alive, so that ids stay unique
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
-        self._arrays: dict[int, Any] = {}  # arrays of numpy, by the ids of their tensors
+        self._originals: dict[int, Any] = {}  # arrays and generators, by the ids of what stands for them in this layout
         self._all_tensors: list[torch.Tensor] = []
         pending = deque((root, name, False) for name, root in roots)
         while pending:
@@ -191,6 +191,7 @@ class HeldLayout:
             yield from self._visit_class(value)
         elif (source := _random_of(value)) is not None:
             self.generators.append(source)
+            self._originals[id(source)] = value
             self.names[id(source)] = name
             self.shareable[id(value)] = name, value
         elif is_numpy_array(value):
@@ -296,7 +297,7 @@ class HeldLayout:
             if tensor is None:
                 self.opaque.append(name)
             else:
-                self._arrays[id(tensor)] = value
+                self._originals[id(tensor)] = value
                 self.shareable[id(value)] = name, value
                 self._note_tensor(tensor, name)
 
@@ -322,7 +323,12 @@ class HeldLayout:
         array.
         """
         tensor = self.tensors[number]
-        return id(self._arrays.get(id(tensor), tensor))
+        return id(self._originals.get(id(tensor), tensor))
+
+    def key(self, value: Any) -> Any:
+        """Return what identifies a tensor or a generator in all layouts, as in :attr:`shareable`."""
+        original = self._originals.get(id(value), value)
+        return ("memory of", memory_of(original)) if isinstance(original, torch.Tensor) else id(original)
 
     def name(self, number: int) -> str:
         """Return the name of a tensor."""

@@ -217,7 +217,7 @@ class _Overlap:
         self._held = HeldState(roots, next(_moments))
         self._seen = self._held.seen(to_compare=True)
         layout = self._seen.layout
-        self._names = {id(tensor): layout.name(number) for number, tensor in enumerate(layout.tensors)}
+        self._names = {layout.key(one): layout.names[id(one)] for one in [*layout.tensors, *layout.generators]}
         self._names.update((id(cell.place), cell.name) for cell in layout.cells)
 
     def end(self) -> None:
@@ -225,8 +225,8 @@ class _Overlap:
         if names := self._held.changes(self._seen):
             self.fail(names[0])
 
-    def note(self, exchanged: set[int]) -> None:
-        """Note the ids of tensors and containers that were put back for a recomputation."""
+    def note(self, exchanged: set[Any]) -> None:
+        """Note what was put back for a recomputation, as :meth:`HeldState.exchanged` returns it."""
         if names := [self._names[one] for one in exchanged if one in self._names]:
             self.fail(names[0])
 
@@ -270,7 +270,7 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Note that earlier state was put back, and is no longer there."""
+    """Note what a recomputation puts back: the earlier state that is not there now, before it or after it."""
     if _overlaps:
         exchanged = held.exchanged(seen)
         with _lock:

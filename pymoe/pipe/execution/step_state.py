@@ -191,11 +191,12 @@ class Activation(GradAccumulator):
         about, received = self._micro_batch.in_run(recomputing=True), recomputation.inputs(again)
         stage, seen = recomputation.stage, recomputation.seen
         with stage.lock:
+            note_put_back(stage.held, seen)  # while what is put back can be told from what is there
             try:
                 with stage.held.put_back(seen):
                     graph.end(self._call(graph.stream, about, graph.begin(received)), self)
             finally:
-                note_put_back(stage.held, seen)
+                note_put_back(stage.held, seen)  # for steps that have begun meanwhile
 
 
 # Recomputation.
