@@ -32,7 +32,7 @@ from pymoe.bench.report import Table, plain
 from pymoe.bench.timing import WallTimer, measure
 from pymoe.integrations.transformers.activations import activation_of
 from pymoe.nn import apply_experts
-from pymoe.nn.networks import activate
+from pymoe.nn.apply_experts import activate
 
 Record = dict[str, Any]
 Calls = dict[str, Callable[[], object]]

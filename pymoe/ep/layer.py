@@ -27,11 +27,10 @@ from pymoe.ep.failures import while_others_wait
 from pymoe.ep.sharding import ExpertSharding, local_tensor
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
+from pymoe.nn.operands import as_rows, check_parameter
 from pymoe.nn.options import operators
-from pymoe.nn.parameters import check_parameter
 from pymoe.nn.record import Record
 from pymoe.nn.router import Router
-from pymoe.nn.rows import as_rows
 
 
 class ShardedMoE(MoE):

@@ -21,7 +21,7 @@ from pymoe.ep.redistribute import watch_optimizers
 from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
-from pymoe.nn.quantize import lost_with
+from pymoe.nn.quantized_experts import lost_with
 
 
 def shard(

@@ -4,14 +4,12 @@ The path of a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :clas
 """
 
 from pymoe.nn.apply_experts import apply_experts
-from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
-from pymoe.nn.quantize import Quantized, quantize_experts
-from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
+from pymoe.nn.quantized_experts import Quantized, QuantizedExperts, QuantizedLinear, quantize_experts
 from pymoe.nn.quantized_files import load_quantized, save_quantized
-from pymoe.nn.router import Router
+from pymoe.nn.router import Router, update_expert_biases
 
 __all__ = [
     "Experts",

@@ -1,8 +1,12 @@
-"""apply_experts: runs chosen expert networks over tokens, in one native call and at most one node of autograd."""
+"""apply_experts: runs chosen expert networks over tokens, in one native call and at most one node of autograd.
+
+Code that differentiates or replaces the operators runs them one after the other (:func:`apply_networks`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,23 +14,13 @@ from torch import Tensor
 
 from pymoe import ops
 from pymoe._common import checks
-from pymoe._common.dtypes import FLOATING, cast_operands
-from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight
-from pymoe.nn.apply_experts_checks import (
-    NAME,
-    check_biases,
-    check_choice,
-    check_inner,
-    check_options,
-    check_quantized_networks,
-    choice_for_kernels,
-)
-from pymoe.nn.apply_quantized_experts import apply_quantized_experts
-from pymoe.nn.networks import apply_networks, grouped_networks
+from pymoe._common.contracts import QUANTIZED_FLOATING, ROW_LIMIT, check_grouped_linear, check_kind, check_quantized
+from pymoe._common.dtypes import FLOATING, accumulate_dtype, cast_operands
+from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight, Routing, is_gated
 from pymoe.nn.recorded import apply_experts_recorded, is_one_call
-from pymoe.ops import raw
+from pymoe.ops import index_checks, raw
 from pymoe.ops.expert_activation import kernel_options
-from pymoe.ops.function_calls import is_differentiated
+from pymoe.ops.function_calls import is_differentiated, is_recorded
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
 APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default
@@ -238,3 +232,244 @@ def _check(
     check_biases(x, b_in, (number, inner), b_out, (number, w_out.shape[1]))
     check_options(activation, capacity, foreign_experts)
     check_inner(activation, tuple(w_in.shape), w_out.shape[2])
+
+
+# Checks of the arguments, with plain and with quantised weights, and their conversion for the native calls.
+
+
+NAME = "apply_experts"
+
+
+def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """Raise unless tokens, their chosen experts and the weights of the choices fit each other."""
+    checks.floating(NAME, "x", x)
+    checks.rank(NAME, "x", x, "(T, H)")
+    checks.dtype(NAME, "experts", experts, torch.int32, torch.int64)
+    checks.rank(NAME, "experts", experts, "(T, K)")
+    checks.size(NAME, "experts", experts, 0, x.shape[0], "T of x")
+    checks.same_device(NAME, "experts", experts, "x", x)
+    checks.floating(NAME, "weights", weights)
+    if weights.dtype == torch.float64 != x.dtype:
+        raise TypeError(f"{NAME}: weights must not have dtype float64 for x of {x.dtype}, whose sums are float32")
+    if weights.shape != experts.shape:
+        raise ValueError(
+            f"{NAME}: weights must have the shape of experts ({tuple(experts.shape)}), got {tuple(weights.shape)}"
+        )
+    checks.same_device(NAME, "weights", weights, "x", x)
+
+
+def choice_for_kernels(
+    x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool
+) -> tuple[Tensor, Tensor, int | None]:
+    """Return experts, weights and capacity as the native calls take them; in debug mode check every expert."""
+    if not experts.is_cpu:  # on the CPU the kernel checks them
+        index_checks.experts_in_range(NAME, experts, num_experts, foreign_experts)
+    wide = accumulate_dtype(x.dtype)
+    if weights.dtype != wide:  # usually they are equal, and comparing costs less than a cast that changes nothing
+        weights = weights.to(wide)
+    return experts.contiguous(), weights.contiguous(), None if capacity is None else min(capacity, ROW_LIMIT)
+
+
+def check_biases(
+    x: Tensor, b_in: Tensor | None, shape_in: tuple[int, int], b_out: Tensor | None, shape_out: tuple[int, int]
+) -> None:
+    """Raise unless each bias is None, or has its shape and the dtype and the device of ``x``."""
+    for argument, bias, expected in (("b_in", b_in, shape_in), ("b_out", b_out, shape_out)):
+        if bias is not None:
+            checks.dtype(NAME, argument, bias, x.dtype)
+            checks.same_device(NAME, argument, bias, "x", x)
+            if bias.shape != expected:
+                raise ValueError(f"{NAME}: {argument} must have shape {expected}, got {tuple(bias.shape)}")
+
+
+def check_options(activation: object, capacity: object, foreign_experts: object) -> None:
+    """Raise unless the options are of their kinds."""
+    if not callable(activation):
+        check_kind(NAME, "activation", activation)
+    if capacity is not None:
+        checks.integer(NAME, "capacity", capacity, 0, None, "None or at least 0")
+    checks.flag(NAME, "foreign_experts", foreign_experts)
+
+
+def check_inner(activation: object, shape_in: tuple[int, ...], ffn_size: int) -> None:
+    """Raise unless the activation turns the outputs of ``w_in``, whose shape (E, N, H) is given, into F features."""
+    if not callable(activation) and shape_in[1] != ffn_size * (2 if is_gated(activation) else 1):
+        rule = "2F" if is_gated(activation) else "F"
+        raise ValueError(
+            f"{NAME}: w_in must have shape (E, {rule}, H) with the F of w_out ({ffn_size}) for {activation!r}, "
+            f"got {shape_in}"
+        )
+
+
+def check_quantized_networks(
+    x: Tensor,
+    w_in: QuantizedWeight,
+    w_out: QuantizedWeight,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: object,
+) -> None:
+    """Raise unless quantised weights fit ``x`` and each other."""
+    checks.dtype(NAME, "x", x, *QUANTIZED_FLOATING)
+    for argument, weight in (("w_in", w_in), ("w_out", w_out)):
+        check_quantized(NAME, argument, weight)
+        checks.same_device(NAME, f"{argument}.packed", weight[0], "x", x)
+    number, inner, outputs = w_in[0].shape[0], w_in[2], w_out[2]
+    checks.size(NAME, "x", x, 1, w_in[3], "w_in.input_features")
+    checks.size(NAME, "w_out.packed", w_out[0], 0, number, "E of w_in.packed")
+    if number == 0:
+        raise ValueError(
+            f"{NAME}: w_in.packed must have shape (E, tiles, bytes) with E >= 1, got {tuple(w_in[0].shape)}"
+        )
+    check_biases(x, b_in, (number, inner), b_out, (number, outputs))
+    check_inner(activation, (number, inner, w_in[3]), w_out[3])
+
+
+# The networks by one operator after the other.
+
+
+Activation = ActivationKind | Callable[[Tensor], Tensor]
+"""A kind of :func:`pymoe.ops.expert_activation`, or a function of rows (S, N) that returns rows (S, F)."""
+
+Networks = Callable[[Tensor, Tensor], Tensor]
+"""Takes rows (S, H), sorted by expert, and their offsets (E + 1,); returns rows (S, O), each from its own row."""
+
+
+def apply_networks(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    networks: Networks,
+    *,
+    capacity: int | None = None,
+    foreign_experts: bool = False,
+    operators: ModuleType = ops,
+    routing: Routing | None = None,
+) -> Tensor:
+    """Send every token through the networks chosen for it, and sum their weighted outputs.
+
+    Args:
+        x: (T, H).
+        experts: (T, K), as :func:`pymoe.ops.build_routing` takes them, with ``capacity`` and ``foreign_experts``.
+        weights: (T, K).
+        num_experts: E.
+        networks: all E networks.
+        capacity: the most slots that an expert takes, or None.
+        foreign_experts: allow values of E and above, which add nothing.
+        operators: :mod:`pymoe.ops`, which checks what ``networks`` returns, :mod:`pymoe.reference`, or
+            :mod:`pymoe.ops.raw` if the arguments have been checked and ``networks`` are pymoe's own.
+        routing: the routing of ``experts`` with ``capacity``, if it has been built.
+
+    Returns:
+        (T, O), the dtype of the rows that ``networks`` returns.
+    """
+    if routing is None:
+        if operators is raw:
+            index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
+        routing = operators.build_routing(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
+    rows = networks(operators.dispatch(x, routing), routing.offsets)
+    y: Tensor = operators.combine(rows, routing, weights)
+    return y
+
+
+def grouped_networks(
+    w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, activation: Activation, *, whole: bool
+) -> Networks:
+    """Return the networks of :func:`pymoe.nn.apply_experts`, with its arguments, for :func:`apply_networks` to call.
+
+    Args:
+        w_in: (E, N, H).
+        w_out: (E, O, F).
+        b_in: (E, N), or None.
+        b_out: (E, O), or None.
+        activation: the activation between the two products.
+        whole: true if every choice has a row: there is no capacity, and no expert is elsewhere.
+    """
+
+    def networks(rows: Tensor, offsets: Tensor) -> Tensor:
+        inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
+        weight, bias = w_out, b_out
+        if callable(activation):  # the rows that it returns have not been checked
+            inner, weight, bias = cast_operands(inner, w_out, b_out)  # type: ignore[assignment]
+            check_grouped_linear(inner, weight, offsets, bias)
+        return raw.grouped_linear(inner, weight, offsets, bias, whole=whole)
+
+    return networks
+
+
+def activate(rows: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation, either one of pymoe's or a function, to (S, N) rows; return (S, F)."""
+    return activation(rows) if callable(activation) else raw.expert_activation(rows, activation)
+
+
+# Quantised weights.
+
+
+_APPLY_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_quantized_experts.default
+APPLY_CHOSEN_QUANTIZED_EXPERTS = torch.ops.pymoe.apply_chosen_quantized_experts.default
+"""The native call that also runs the gate: it takes logits and the options of ``GATE_TOPK`` in place of a choice."""
+
+
+def apply_quantized_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: QuantizedWeight,
+    w_out: QuantizedWeight,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: Activation,
+    capacity: int | None,
+    foreign_experts: bool = False,
+) -> Tensor:
+    """Return the result of :func:`apply_experts` for quantised weights and arguments that fit.
+
+    It is differentiable in ``weights`` alone: ``x`` and the biases must not require a gradient while gradients are
+    recorded.
+    """
+    if callable(activation) or is_recorded(x, weights, b_in, b_out):
+
+        def networks(rows: Tensor, offsets: Tensor) -> Tensor:
+            inner = activate(ops.quantized_linear(rows, w_in, offsets, b_in), activation)
+            return ops.quantized_linear(inner, w_out, offsets, b_out)
+
+        number = w_in[0].shape[0]
+        return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
+    experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in[0].shape[0], capacity, foreign_experts)
+    number, *numbers = kernel_options(activation)
+    return _APPLY_QUANTIZED_EXPERTS(  # type: ignore[no-any-return]
+        x.contiguous(),
+        experts,
+        weights,
+        w_in[0].contiguous(),
+        None if b_in is None else b_in.contiguous(),
+        w_out[0].contiguous(),
+        None if b_out is None else b_out.contiguous(),
+        [w_in[1], w_in[2], w_out[1], w_out[2]],
+        number,
+        capacity,
+        foreign_experts,
+        *numbers,
+    )
+
+
+@torch.library.register_fake("pymoe::apply_quantized_experts")
+def _(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    layout: list[int],
+    *_: object,
+) -> Tensor:
+    return x.new_empty((x.shape[0], layout[3]))
+
+
+@torch.library.register_fake("pymoe::apply_chosen_quantized_experts")
+def _(x: Tensor, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    layout = others[11]
+    return x.new_empty((x.shape[0], layout[3])), logits.new_empty((logits.shape[1],), dtype=torch.int32)

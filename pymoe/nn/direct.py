@@ -17,17 +17,15 @@ from pymoe._common import checks
 from pymoe._common.contracts import check_gate_topk, check_kind
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled
 from pymoe._common.types import KINDS
-from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS
-from pymoe.nn.apply_quantized_experts import APPLY_CHOSEN_QUANTIZED_EXPERTS
+from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS, APPLY_CHOSEN_QUANTIZED_EXPERTS
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.parameters import networks_fit
+from pymoe.nn.operands import as_rows, networks_fit
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
 from pymoe.nn.router import Router
 from pymoe.nn.router_product import is_one_node as routes
-from pymoe.nn.rows import as_rows
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_transformed

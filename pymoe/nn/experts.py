@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from pymoe._common.types import ActivationKind, is_gated
 from pymoe.nn import options
+from pymoe.nn.operands import check_networks, linear
 from pymoe.nn.options import Backend, check_dtype, check_size, operators
-from pymoe.nn.parameters import check_networks
-from pymoe.nn.rows import linear
 
 
 class _FeedForward(nn.Module):

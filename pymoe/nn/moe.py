@@ -18,22 +18,24 @@ from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
 from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score
 from pymoe._torch_private import FakeTensor
 from pymoe._transforms import in_torch_func, is_exporting
-from pymoe.nn.apply_experts import apply_experts_fused
-from pymoe.nn.apply_experts_checks import check_choice
-from pymoe.nn.apply_quantized_experts import apply_quantized_experts
+from pymoe.nn.apply_experts import (
+    Networks,
+    apply_experts_fused,
+    apply_networks,
+    apply_quantized_experts,
+    check_choice,
+    grouped_networks,
+)
 from pymoe.nn.direct import forward_directly
-from pymoe.nn.expert_bias import update_expert_biases
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.networks import Networks, apply_networks, grouped_networks
+from pymoe.nn.operands import as_rows, check_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
-from pymoe.nn.parameters import check_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.record import LastCall
 from pymoe.nn.recorded import is_one_call
-from pymoe.nn.router import Router
-from pymoe.nn.rows import as_rows
+from pymoe.nn.router import Router, update_expert_biases
 from pymoe.ops import raw
 
 MOST_HELD_LOGITS = 1 << 22

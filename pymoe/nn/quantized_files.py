@@ -14,8 +14,7 @@ from pymoe.nn.experts import SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.plain_calls import attached_to
-from pymoe.nn.quantize import quantize_experts
-from pymoe.nn.quantized_experts import QuantizedExperts
+from pymoe.nn.quantized_experts import QuantizedExperts, quantize_experts
 from pymoe.nn.router import Router
 
 FORMAT = 1

@@ -4,7 +4,7 @@ from planting import PythonFault as Fault
 
 PRODUCTS = "csrc/kernels/quantized_linear_cpu_body.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
-QUANTIZE = "pymoe/nn/quantize.py"
+QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 LAYERS = "tests/nn/test_quantized_experts.py"
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import pymoe
 from pymoe import reference
-from pymoe.nn import Experts, MoE, QuantizedExperts, QuantizedLinear, apply_experts, quantize, quantize_experts
+from pymoe.nn import Experts, MoE, QuantizedExperts, QuantizedLinear, apply_experts, quantize_experts, quantized_experts
 from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -254,7 +254,7 @@ def test_a_layer_with_a_weight_that_is_not_finite_stays_as_it_was(monkeypatch):
     def weights(module):
         return dict(module.named_parameters(recurse=False)) if isinstance(module, TwoWeights) else None
 
-    monkeypatch.setattr(quantize, "handlers", [weights])
+    monkeypatch.setattr(quantized_experts, "handlers", [weights])
     model = torch.nn.Sequential(TwoWeights(), TwoWeights()).eval()
     with torch.no_grad():
         model[1].second[0, 1, 2] = torch.nan

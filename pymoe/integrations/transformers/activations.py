@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pymoe._common.types import ActivationKind, ClampedSwiglu
 from pymoe.integrations.transformers import interface
-from pymoe.nn.networks import Activation
+from pymoe.nn.apply_experts import Activation
 from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
 
 _ACTIVATIONS = "transformers.activations"

@@ -17,7 +17,7 @@ from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
 from pymoe.integrations.transformers.quantized import run_quantized_experts
 from pymoe.nn import QuantizedLinear, apply_experts
-from pymoe.nn.networks import Activation, apply_networks, grouped_networks
+from pymoe.nn.apply_experts import Activation, apply_networks, grouped_networks
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pymoe import ops
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import gated_activation, place
 from pymoe.integrations.transformers.experts import as_operand, run_experts
-from pymoe.nn.networks import activate, apply_networks
+from pymoe.nn.apply_experts import activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
 
 

@@ -15,9 +15,9 @@ from pymoe._common.dtypes import cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import followed_by_cast
 from pymoe.nn import QuantizedLinear, apply_experts
-from pymoe.nn.networks import Activation, activate, apply_networks
+from pymoe.nn.apply_experts import Activation, activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly
-from pymoe.nn.quantize import handlers
+from pymoe.nn.quantized_experts import handlers
 
 
 def register() -> None:
