@@ -18,7 +18,7 @@ from pymoe.ep.agreement import HEADER, CountExchange, raise_for_difference
 from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, capacity, start_dispatch, wait_dispatch
 from pymoe.ep.clones import RowPlanWithClones
 from pymoe.ep.sharding import ExpertSharding
-from pymoe.nn.record import Record
+from pymoe.nn.local_tensors import LocalTensors
 
 
 class TokenDispatcher:
@@ -278,7 +278,7 @@ class PaddedDispatcher(IndexedDispatcher):
     """
 
     def __init__(
-        self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType, notes: Record
+        self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType, notes: LocalTensors
     ) -> None:
         super().__init__(sharding, gate, capacity_factor, ops)
         self._notes = notes
@@ -378,11 +378,11 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
     return kept
 
 
-def device_notes(sharding: ExpertSharding, device: torch.device) -> Record:
+def device_notes(sharding: ExpertSharding, device: torch.device) -> LocalTensors:
     """Return the notes of a layer on its device: the number of rows that overflowed, and the headers of ranks that
     disagreed.
     """
-    return Record(
+    return LocalTensors(
         overflowed=torch.zeros((), dtype=torch.int64, device=device),
         headers=torch.zeros(sharding.ranks, HEADER, dtype=torch.int32, device=device),
     )
@@ -403,7 +403,7 @@ def check_calls(model: nn.Module) -> None:
     Raises:
         GroupError: ranks disagreed, or one failed before it sent rows; the error describes one layer.
     """
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(getattr(layer, "notes", None), Record)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(getattr(layer, "notes", None), LocalTensors)]
     if not layers:
         return
     differ = torch.stack([layer.notes["headers"].flatten().any() for layer in layers]).tolist()

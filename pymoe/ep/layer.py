@@ -25,11 +25,11 @@ from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, Token
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.failures import while_others_wait
 from pymoe.ep.sharding import ExpertSharding, local_tensor
+from pymoe.nn.local_tensors import LocalTensors
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.operands import as_rows, check_parameter
 from pymoe.nn.options import operators
-from pymoe.nn.record import Record
 from pymoe.nn.router import Router
 
 
@@ -57,7 +57,7 @@ class ShardedMoE(MoE):
     last_rows: list[int] | None = None
     """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
     first call, and with ``transport="padded"``."""
-    notes: Record
+    notes: LocalTensors
     """Notes of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
     ``transport="padded"`` uses them."""
     _loads: list[list[int]] | Tensor | None = None

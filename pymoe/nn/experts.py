@@ -32,7 +32,7 @@ class _FeedForward(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        options.check_networks(layer, hidden_size, ffn_size, activation, bias, backend)
+        options.check_network_options(layer, hidden_size, ffn_size, activation, bias, backend)
         check_dtype(layer, dtype)
         self.hidden_size = hidden_size
         self.ffn_size = ffn_size

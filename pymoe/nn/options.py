@@ -70,7 +70,7 @@ def check_flag(layer: str, argument: str, value: object) -> None:
     checks.flag(layer, argument, value)
 
 
-def check_networks(
+def check_network_options(
     layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object
 ) -> None:
     """Raise unless the options that all feed-forward networks have are of their kinds and in range."""

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from pymoe._common.contracts import check_bits
 from pymoe._common.types import ActivationKind, QuantizedWeight, is_gated, packed_shape
 from pymoe.nn.experts import Experts
-from pymoe.nn.options import Backend, check_backend, check_model, check_networks, check_size, operators
+from pymoe.nn.options import Backend, check_backend, check_model, check_network_options, check_size, operators
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
 
 _NO_TENSOR = (
@@ -202,7 +202,7 @@ class QuantizedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_networks("QuantizedExperts", hidden_size, ffn_size, activation, bias, backend)
+        check_network_options("QuantizedExperts", hidden_size, ffn_size, activation, bias, backend)
         check_size("QuantizedExperts", "num_experts", num_experts)
         check_bits("QuantizedExperts", "bits", bits)
         self.hidden_size = hidden_size

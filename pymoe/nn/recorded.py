@@ -379,7 +379,7 @@ class _CountAndInject(torch.autograd.Function):
 
 def count_and_inject(logits: Tensor, load: list[Tensor], total: Tensor | None, injected: Injected | None) -> Tensor:
     """Return the values of ``logits``. When the gradient of the gate's weights comes back to them, count the load as
-    :func:`pymoe.nn.record.count_on_backward` does, and add the gradient of the injected losses.
+    :func:`pymoe.nn.local_tensors.count_on_backward` does, and add the gradient of the injected losses.
 
     This cannot be attached to the weights, which the node makes and uses itself, nor to its output, which may be
     changed in place.

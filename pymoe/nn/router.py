@@ -13,6 +13,7 @@ from pymoe._common import checks
 from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.types import Gate, Routing, Score
 from pymoe._transforms import in_torch_func
+from pymoe.nn.local_tensors import LocalTensors, count_on_backward
 from pymoe.nn.operands import check_place, linear
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
@@ -26,7 +27,6 @@ from pymoe.nn.options import (
     operators,
     warn_once,
 )
-from pymoe.nn.record import Record, count_on_backward
 from pymoe.nn.router_product import is_one_node, route, takes, wide_product, without_autocast
 from pymoe.ops.gate_topk import Options
 
@@ -130,7 +130,7 @@ class Router(nn.Module):
         if bias_update_rate > 0:
             bias = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
         self.register_buffer("expert_bias", bias)
-        self.counted = Record(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
+        self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.row_invariant = False
         self.bias_was_updated = False
         """True once ``update_expert_biases`` has changed the bias, or it was loaded and may be meant to stay fixed."""

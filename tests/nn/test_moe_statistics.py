@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pymoe import ops
 from pymoe.nn import moe
-from pymoe.nn.record import LastCall
+from pymoe.nn.local_tensors import LastCall
 
 
 @pytest.fixture

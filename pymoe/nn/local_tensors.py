@@ -14,7 +14,7 @@ from pymoe._transforms import in_torch_func
 from pymoe.ops.function_calls import call
 
 
-class Record(nn.Module):
+class LocalTensors(nn.Module):
     """Named tensors that follow the device of the module that holds them.
 
     They are not buffers on purpose. ``DistributedDataParallel`` would broadcast a buffer from rank 0 before every
@@ -54,12 +54,12 @@ class Record(nn.Module):
         return ", ".join(self.tensors)
 
 
-class LastCall(Record):
-    """A :class:`Record` of the values of a layer's last call.
+class LastCall(LocalTensors):
+    """The values of a layer's last call.
 
-    The record holds the tensors of the call themselves, or computes the values when they are read, so that a call costs
+    This holds the tensors of the call themselves, or computes the values when they are read, so that a call costs
     nothing more. It never writes to the tensors that it holds, since a backward pass may need them. But a CUDA graph
-    and code of :func:`torch.compile` run without Python: there the values of a call are copied into the record's own
+    and code of :func:`torch.compile` run without Python: there the values of a call are copied into its own
     tensors. After a capture this is done in all calls, since a replay leaves its values only in these tensors.
     """
 
@@ -114,7 +114,7 @@ class LastCall(Record):
                 self.held, self.pending = held, None
 
     def copies(self) -> dict[str, Tensor]:
-        """Return fresh copies of the values, in the dtypes of the record."""
+        """Return fresh copies of the values, in the dtypes of the tensors of its own."""
         return {name: self[name].to(tensor.dtype, copy=True) for name, tensor in self.tensors.items()}
 
     def zero_(self) -> None:
