@@ -343,7 +343,8 @@ class _ChosenExperts(_Node):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dy, _, drows, dinner, dactive, douter, dweights = grads
         del grads
-        run, (*saved, logits, experts) = _Node.start(ctx)
+        run, saved = _Node.start(ctx)
+        experts, logits = saved.pop(), saved.pop()  # torch 2.11, when it traces this, makes a tuple of a starred name
         dx, through, *of_parameters = _Node.go_back(ctx, run, saved, dy, drows, dinner, dactive, douter)
         dlogits, dweights = None, _added(dweights, through)
         if dweights is not None and ctx.needs_input_grad[1]:

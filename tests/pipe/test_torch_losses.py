@@ -190,7 +190,7 @@ def variants(thing, name, target):
 
 
 @pytest.mark.filterwarnings("ignore:size_average")
-@pytest.mark.parametrize("row", LOSSES, ids=lambda row: row[1])
+@pytest.mark.parametrize("row", [row for row in LOSSES if hasattr(F, row[1])], ids=lambda row: row[1])
 def test_a_step_has_the_gradients_of_every_loss_of_torch_or_raises(row):
     of_nn, name, plain_target, call = row
     thing = getattr(F, name)
