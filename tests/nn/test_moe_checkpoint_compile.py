@@ -92,6 +92,7 @@ def test_compiles_with_generated_code(monkeypatch):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.slow
 def test_compiles_for_any_number_of_tokens():
     layer = everything(dtype=torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)

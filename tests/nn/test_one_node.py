@@ -60,6 +60,7 @@ def assert_same_results(found, expected):
     assert torch.equal(counted, counted_expected)
 
 
+@pytest.mark.thinned(usual=60)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_layer_has_the_bits_of_its_operators(options, dtype):

@@ -69,6 +69,7 @@ def of_square(y):
     return y.square().sum()
 
 
+@pytest.mark.thinned(usual=40)
 @pytest.mark.parametrize("options", INJECTED.values(), ids=INJECTED)
 @pytest.mark.parametrize("objective", [of_sum, of_square])
 @pytest.mark.parametrize("wrt", ["x", "router.weight", "experts.w_in", "experts.w_out", "everything"])

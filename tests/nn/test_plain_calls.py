@@ -251,7 +251,7 @@ def test_a_patch_is_heard_by_torch_compile():
     torch._dynamo.reset()
 
 
-@pytest.mark.thinned(usual=5)
+@pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "no_grad"])
 @pytest.mark.parametrize(
     "way", [class_forward, own_forward, derived_class, module_around, parametrized], ids=lambda way: way.__name__

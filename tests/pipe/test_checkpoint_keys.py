@@ -115,6 +115,7 @@ def build(seed, layer, pipe, first):
     return model, PIPES[pipe](model, first)
 
 
+@pytest.mark.thinned(usual=15)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("pipe", PIPES)
 def test_a_checkpoint_has_all_that_state_dict_has_and_loading_restores_it(pipe, layer, tmp_path):

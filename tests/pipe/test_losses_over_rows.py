@@ -308,6 +308,7 @@ OF_SEVERAL_ROWS |= {"first row", "first of the rows", "worst row", "quantiles of
 """They need an even number of rows, or compute something else of one row."""
 
 
+@pytest.mark.thinned(usual=60)
 @pytest.mark.parametrize("chunks", [2, 3, ROWS])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_mean_over_rows_is_refused(name: str, chunks: int) -> None:

@@ -54,6 +54,7 @@ class FailsAt(nn.Module):
 CASES = [("forward", "never"), ("backward", "never"), ("repetition", "always"), ("backward", "always")]
 
 
+@pytest.mark.thinned(usual=16)
 @pytest.mark.parametrize("pause", [0.0, 0.001])  # on one thread, and on several
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("where", "checkpoint"), CASES)

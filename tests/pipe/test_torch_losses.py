@@ -189,6 +189,7 @@ def variants(thing, name, target):
                 yield options, A_PART_PADDED, False
 
 
+@pytest.mark.thinned(usual=12)
 @pytest.mark.filterwarnings("ignore:size_average")
 @pytest.mark.parametrize("row", [row for row in LOSSES if hasattr(F, row[1])], ids=lambda row: row[1])
 def test_a_step_has_the_gradients_of_every_loss_of_torch_or_raises(row):

@@ -83,6 +83,7 @@ def test_every_plan_is_tested():
     assert not set(PLANS) & set(DIFFERENT)
 
 
+@pytest.mark.thinned(usual=20)
 @pytest.mark.parametrize(("model", "name"), MODELS.items(), ids=MODELS.keys())
 def test_a_block_becomes_a_layer_and_comes_back(model, name):
     block, config = block_of(model, name)

@@ -62,6 +62,7 @@ def assert_same_model(got, expected):
     assert not got.training
 
 
+@pytest.mark.thinned(usual=6)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", models(EVERY_MODEL))
 def test_a_checkpoint_is_read_in_few_bits_and_comes_back(name, bits, tmp_path):

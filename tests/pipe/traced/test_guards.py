@@ -194,7 +194,7 @@ def assert_is_model_of_chunks(pipe, model, x):
     assert torch.equal(pipe(x), torch.cat([model(chunk) for chunk in x.chunk(2)]))
 
 
-@pytest.mark.thinned(usual=12, deep=36)
+@pytest.mark.thinned(usual=6, deep=36)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_what_the_forward_has_read_is_seen(name, training, as_before):

@@ -54,6 +54,7 @@ class Early(Pair):
         return {"loss": loss, "out": self.second(x.detach())}
 
 
+@pytest.mark.thinned(usual=8)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [

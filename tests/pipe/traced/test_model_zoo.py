@@ -165,7 +165,7 @@ def test_training_equals_that_of_the_model(name, schedule):
     assert_same(tensors(model), trained, "after training")
 
 
-@pytest.mark.thinned(usual=6)
+@pytest.mark.thinned(usual=3)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_of_the_model(name):
     case = CASES[name]

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 class TestHooks:
     """Hooks run for every micro-batch, as if the model ran on it."""
 
+    @pytest.mark.thinned(usual=8)
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize(
         "kind", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"]

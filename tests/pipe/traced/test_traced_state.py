@@ -232,7 +232,7 @@ def test_layers_with_a_state_of_their_own_are_called_as_they_are():
 class TestTied:
     """A parameter that two stages use."""
 
-    @pytest.mark.thinned(usual=12)
+    @pytest.mark.thinned(usual=6)
     @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
     @pytest.mark.parametrize("checkpoint", ["never", "always"])
     @pytest.mark.parametrize(

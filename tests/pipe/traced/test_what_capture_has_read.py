@@ -368,6 +368,7 @@ def assert_follows(model, change):
     assert len(pipe.staged._variants) == 2
 
 
+@pytest.mark.thinned(usual=9)
 @pytest.mark.parametrize("name", PLACES)
 def test_no_place_hides_a_change(name, as_before):
     how, change, held = PLACES[name]
@@ -406,6 +407,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.thinned(usual=8)
 @pytest.mark.parametrize("name", TAKEN)
 def test_numbers_made_of_a_tensor_that_is_no_buffer_are_followed(name):
     how, value = TAKEN[name]
