@@ -88,7 +88,8 @@ class Rows:
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of the model's outputs on which the loss depends."""
     of_numbers: list[str] = field(default_factory=list)
-    """Steps that no mean over rows has, whichever dimension has the rows; phrases that follow "the loss" in messages.
+    """Steps that no mean over rows has, whichever dimension has the rows; phrases that follow "the loss" in
+    messages.
     """
     of_rows: list[str] = field(default_factory=list)
     """Steps that no mean over rows has, if dimension 0 of the shapes has the rows."""

@@ -105,7 +105,9 @@ class StagedModel(ABC):
 
     @property
     def loss(self) -> int | None:
-        """Return the index of the loss among the pipeline's outputs; None if the model is not known to return a loss."""
+        """Return the index of the loss among the pipeline's outputs; None if the model is not known to return a
+        loss.
+        """
         return None
 
     @abstractmethod

@@ -47,7 +47,8 @@ class Applied:
     """The outcome of a backward request that has run."""
 
     update: int | None
-    """Number of the first update that contains any row of the request, or :data:`IN_PART`; None: nothing was applied.
+    """Number of the first update that contains any row of the request, or :data:`IN_PART`; None: nothing was
+    applied.
     """
     answer: Sequence[Tensor] | None = None
     error: BaseException | None = None

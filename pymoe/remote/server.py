@@ -406,7 +406,9 @@ class ExpertServer:
         return saved
 
     def _raise_not_saved(self, where: str) -> None:
-        """Raise an error for the experts that the last ``_save_all`` did not save; after a drain, release the others."""
+        """Raise an error for the experts that the last ``_save_all`` did not save; after a drain, release the
+        others.
+        """
         if self._drained.is_set():
             self._release()
         if self._not_saved:

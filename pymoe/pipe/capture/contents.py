@@ -263,7 +263,9 @@ def _glance_at_class(value: type) -> list[Any]:
 
 
 def _of_function(function: Any) -> list[Any]:
-    """Return the values that a function holds; none if it belongs to a package, whose files are assumed not to change."""
+    """Return the values that a function holds; none if it belongs to a package, whose files are assumed not to
+    change.
+    """
     if not is_users_file(function.__code__.co_filename):
         return []
     return _glance_at_function(function)

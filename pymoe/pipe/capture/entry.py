@@ -132,7 +132,9 @@ class ModelRun:
         }
 
     def _moved(self, before: dict[tuple[str, str], Snapshots]) -> list[str]:
-        """Return the names of values that the run both read and changed, such as iterators from which it took values."""
+        """Return the names of values that the run both read and changed, such as iterators from which it took
+        values.
+        """
         reads = self.recorder.reads.attributes
         found = (snapshots.change() for place, snapshots in before.items() if place in reads)
         return [name for name in found if name is not None]

@@ -108,7 +108,8 @@ class HeldState:
         self.written: set[int] = set()
         """The tensors that forwards have written to. They are copied regardless of size."""
         self.fixed: set[str] = set()
-        """Names of state that forwards change and that cannot be restored. If there is any, no forward is recomputed.
+        """Names of state that forwards change and that cannot be restored. If there is any, no forward is
+        recomputed.
         """
         self._moment = moment
 

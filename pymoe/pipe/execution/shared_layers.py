@@ -269,7 +269,9 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Note what a recomputation restores. Called before and after it, since the earlier state is absent at both times."""
+    """Note what a recomputation restores. Called before and after it, since the earlier state is absent at both
+    times.
+    """
     if _overlaps:
         exchanged = held.exchanged(seen)
         with _lock:

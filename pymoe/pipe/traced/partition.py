@@ -545,7 +545,9 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument that a region returns unchanged as output ``number``; the region if it computes that output."""
+    """Return the argument that a region returns unchanged as output ``number``; the region if it computes that
+    output.
+    """
     if not isinstance(node.target, Region):
         return node
     block = node.target.graph.graph
