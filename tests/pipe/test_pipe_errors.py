@@ -1,4 +1,4 @@
-"""When a stage fails, and when a pipe is used wrongly."""
+"""Failing stages, and wrong uses of pipes."""
 
 import time
 
@@ -18,14 +18,12 @@ class Wrong(Exception):
 
 
 class FailsAt(nn.Module):
-    """Fails in the pass and the micro-batch that it is told."""
+    """Fails in the given pass and micro-batch."""
 
     def __init__(self, where=None, index=1, pause=0.0):
         super().__init__()
         self.index, self.pause = index, pause
-        self.told = unseen(
-            [where]
-        )  # no state of the model: a recomputation is told, too, and not what the first run was
+        self.told = unseen([where])  # not part of the model's state: recomputations count, too
 
     @property
     def where(self):
@@ -54,7 +52,7 @@ class FailsAt(nn.Module):
 CASES = [("forward", "never"), ("backward", "never"), ("repetition", "always"), ("backward", "always")]
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.001])  # on one thread, and on several
+@pytest.mark.parametrize("pause", [0.0, 0.001])  # inline, and on several threads
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("where", "checkpoint"), CASES)
 def test_the_exception_of_a_stage_comes_out_with_its_place_and_the_pipe_works_on(where, checkpoint, schedule, pause):

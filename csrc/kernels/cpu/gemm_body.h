@@ -3,13 +3,13 @@
 // For every block of k and every block of rows: pack A; multiply every panel of B, which stays in the first-level
 // cache, with every panel of A, which streams from the second level. The first block of rows packs B, a few panels
 // ahead of their use; if it is the only block, only these few panels are kept. The length of a block of k
-// is fixed, so an element is the same sum of partial sums however C is cut. clang-format off: each depends on those
-// before it
-#include "kernels/cpu/gemm_in_place.h"
+// is fixed, so an element is the same sum of partial sums however C is cut.
+// clang-format off: each depends on those before it
 #include "kernels/cpu/gemm_micro_kernel.h"
+#include "kernels/cpu/gemm_pack.h"
+#include "kernels/cpu/gemm_in_place.h"
 #include "kernels/cpu/gemm_nt.h"
 #include "kernels/cpu/gemm_nt_packed.h"
-#include "kernels/cpu/gemm_pack.h"
 #if PYMOE_ISA_HAS_BF16
 #include "kernels/cpu/gemm_amx.h"
 #endif
