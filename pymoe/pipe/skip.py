@@ -420,7 +420,9 @@ def _run(module: Skippable, output: Any) -> Any:
 def _drive(
     module: Skippable, output: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Return ``output`` or, if it is a generator of commands, its result. Errors are raised at the command's ``yield``."""
+    """Return ``output`` or, if it is a generator of commands, its result. Errors are raised at the command's
+    ``yield``.
+    """
     if not isinstance(output, Generator):
         return output
     outer, _running.innermost = _running.innermost, module

@@ -24,8 +24,8 @@ def test_the_bubble_of_gpipe_and_1f1b(name, p, m):
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SHAPES if m >= p])
 def test_interleaving_divides_the_bubble_by_the_virtual_stages(v, p, m):
-    """This also holds if the number of micro-batches is not a multiple of the workers. A stage takes 1/v of the
-    time.
+    """The formula also holds if the number of micro-batches is not a multiple of the workers. A stage takes 1/v of
+    the time.
     """
     whole = simulate(build("1f1b", p, m), Times(v, v, v))
     record = simulate(build("interleaved-1f1b", p * v, m, virtual_stages=v), Times(1, 1, 1))

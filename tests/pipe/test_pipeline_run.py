@@ -84,7 +84,7 @@ def waits(thread: threading.Thread) -> bool:
 def test_every_run_of_a_plan_keeps_to_orders_and_dependencies(
     schedule: Schedule, kinds: frozenset[Kind], at: int
 ) -> None:
-    """This also holds if the first actions were performed inline."""
+    """The order also holds if the first actions were performed inline."""
     run = run_of(schedule, kinds)
     done = run._done = frozenset(ActionPlan(schedule, kinds).in_order[:at])
     run.begin_threads()
@@ -107,7 +107,7 @@ def test_an_end_wakes_who_waits_and_nobody_else_starts_before() -> None:
 
 
 def test_an_action_that_can_start_keeps_the_gil() -> None:
-    """This also holds if it depends on another worker's action that has ended."""
+    """It starts at once even if it depends on another worker's action that has ended."""
     schedule = build("gpipe", 2, 5_000)
     turns = 0
     stop = threading.Event()

@@ -26,7 +26,7 @@ X = torch.randn(2, WIDTH)
      "ipv4:127.0.0.1:7000,127.0.0.1"],
 )  # fmt: skip
 def test_an_address_that_is_none_is_named(address: str) -> None:
-    """gRPC took port 99998 for 34462, -5 for 65531, and a missing port for 443."""
+    """Port numbers were changed: gRPC took port 99998 for 34462, -5 for 65531, and a missing port for 443."""
     for use in (lambda: ExpertServer(mlp("a"), address), lambda: connect(address, timeout=1)):
         with pytest.raises(ValueError, match=r"expected (HOST:PORT|unix:PATH)"):
             use()  # type: ignore[no-untyped-call]

@@ -218,7 +218,7 @@ def test_requests_that_wait_for_their_call_end_with_the_connection() -> None:
 
 @pytest.mark.parametrize("coalesce", [True, False])
 def test_a_request_may_have_all_the_time_there_is(coalesce: bool) -> None:
-    """gRPC took an infinite deadline for one that had passed."""
+    """An infinite deadline was taken by gRPC for one that had passed."""
     with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce) as there:
         (a,) = there.backends()
         assert a.forward_pool.submit_task(X, timeout=math.inf).result(LONG)[0].shape == X.shape

@@ -236,7 +236,9 @@ def test_these_are_refused_when_the_server_is_made(tmp_path: Path, kind: str) ->
 
 
 def test_a_sibling_that_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This would fail if torch alone loaded optimizer states, or if other numbers than the state's were written."""
+    """The test above would fail if torch alone loaded optimizer states, or if other numbers than the state's were
+    written.
+    """
     monkeypatch.setattr(checkpoints, "load_exactly", lambda backend, state: backend.load_state_dict(state))
     with pytest.raises(AssertionError):
         outcome(tmp_path / "cast", PLACES[3], DTYPES["torch.int64"])

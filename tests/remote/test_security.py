@@ -181,7 +181,7 @@ def test_a_client_accepts_only_a_server_whose_authority_it_knows(
 
 
 def test_a_certificate_without_the_name_of_its_host_is_no_wrong_token(certificates: Certificates) -> None:
-    """gRPC gives it the same status as a wrong token."""
+    """The status from gRPC is the same as for a wrong token."""
     tls = TLS(certificates.file("127.0.0.1.crt"), certificates.file("127.0.0.1.key"))
     with (
         ExpertServer(mlp("a"), "127.0.0.1:0", tls=tls, token=TOKEN) as server,

@@ -259,7 +259,7 @@ def test_a_copy_trains_by_itself(duplicate: Any) -> None:
     before = expert.weight.detach().clone()
     with Runtime([twin]):
         twin.backward_pool(ONES, ONES)
-        backend.backward(ONES, ONES)  # is not checked
+        backend.backward(ONES, ONES)  # an unserved backend may be called directly
         assert (twin.updates, backend.updates) == (2, 2)
     assert not torch.equal(before, expert.weight)
     assert torch.equal(twin.expert.weight, expert.weight)

@@ -76,7 +76,7 @@ class Counting(torch.overrides.TorchFunctionMode):
     ],
 )
 def test_a_clients_modes_do_not_reach_the_batch(mode: Callable[[], Any]) -> None:
-    """This holds for any thread that runs the batch: a worker, or a waiting client."""
+    """Any thread may run the batch: a worker, or a waiting client."""
     seen: list[tuple[bool, ...]] = []
 
     def process(x: Tensor) -> Tensor:

@@ -156,7 +156,9 @@ def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
 def _refusal(
     run: ModelRun, trial: Trial, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]
 ) -> CaptureError:
-    """Return the error for something that a graph cannot do, with the line of code that does it, as found by ``run``."""
+    """Return the error for something that a graph cannot do, with the line of code that does it, as found by
+    ``run``.
+    """
     with suppress(Exception, Stopped):
         _export(run, trial)
     if side_effects:

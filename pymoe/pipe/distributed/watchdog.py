@@ -287,7 +287,9 @@ class FailureDetector:
             raise copy.copy(self._failure)
 
     def _show(self, at: Position | None, steps: float = 0) -> None:
-        """Note this rank's position and that it has made ``steps`` more steps; show both to other ranks on this host."""
+        """Note this rank's position and that it has made ``steps`` more steps; show both to other ranks on this
+        host.
+        """
         with self._page_lock:  # the rank's thread may be here while the watchdog thread reports a failure
             self._heartbeat.steps += steps
             self._heartbeat.at = at

@@ -178,7 +178,9 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps the graph's inputs, outputs and leaves."""
+    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps the graph's inputs, outputs and
+    leaves.
+    """
 
     __slots__ = (
         "_aliases",

@@ -319,7 +319,9 @@ class HeldLayout:
         self._all_tensors.append(tensor)
 
     def identity(self, number: int) -> int:
-        """Return the id that identifies a tensor in all layouts while it lives; for an array's tensor, the array's id."""
+        """Return the id that identifies a tensor in all layouts while it lives; for an array's tensor, the array's
+        id.
+        """
         tensor = self.tensors[number]
         return id(self._originals.get(id(tensor), tensor))
 

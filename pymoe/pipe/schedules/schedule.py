@@ -241,7 +241,9 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follow the chain of waiting workers from ``worker`` until it closes; return an error that names one of its waits."""
+    """Follow the chain of waiting workers from ``worker`` until it closes; return an error that names one of its
+    waits.
+    """
     chain: dict[int, str] = {}
     while worker not in chain:
         head = schedule.orders[worker][position[worker]]

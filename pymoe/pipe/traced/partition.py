@@ -277,7 +277,9 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def split_regions(graph: fx.Graph) -> None:
-    """Split regions (blocks without gradients, or in autocast) at their markers, so that markers lie between regions."""
+    """Split regions (blocks without gradients, or in autocast) at their markers, so that markers lie between
+    regions.
+    """
     for node in list(graph.nodes):
         if isinstance(node.target, Region):
             split_regions(node.target.graph.graph)

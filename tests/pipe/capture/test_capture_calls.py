@@ -108,7 +108,7 @@ class Branches(nn.Module):
 
 
 def test_branches_on_sizes_are_conditions_of_the_graph():
-    """This includes branches on size 1, which torch.export takes for granted."""
+    """Branches on size 1, which torch.export takes for granted, become conditions, too."""
     captured = assert_captured(Branches(), (torch.ones(3, 4),), None, ((torch.ones(2, 5),), {}))
     for rows in (5, 1):
         with pytest.raises(ValueError, match=rf"dimension 0 of x = {rows} \({__file__}:\d+\)"):

@@ -282,7 +282,7 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_layers_leave_batch_and_length_free():
-    """This holds even if the width equals the number of rows or the length of the example."""
+    """The result is the same even if the width equals the number of rows or the length of the example."""
     for hidden in (3, 5, 7):
         call = (torch.randn(3, 5, 4),)
         captured = assert_captured(Recurrent(hidden), call, None, ((torch.randn(6, 2, 4),), {}))
