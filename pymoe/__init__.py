@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
 
 warn_of_newer_torch(torch.__version__)
-# MoE(expert_parallel=...) calls a package that is built on the package of MoE.
+# Set here, because MoE(expert_parallel=...) calls a package that is itself built on pymoe.nn.
 nn.MoE._shard = lambda layer, ranks: importlib.import_module("pymoe.ep").shard(layer, ranks)
 
-__version__ = "0.1.0"  # pyproject.toml takes it from here
+__version__ = "0.1.0"  # pyproject.toml reads the version from here
 
 __all__ = [
     "BatchTensorProto",
@@ -85,7 +85,7 @@ __all__ = [
 
 _LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe", "ep")
 _NEED_MORE = ("remote", "integrations")
-"""Packages with further requirements; no name of theirs is re-exported here."""
+"""Packages with further requirements, whose names are not re-exported here."""
 
 
 def __getattr__(name: str) -> Any:

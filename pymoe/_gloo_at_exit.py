@@ -1,10 +1,10 @@
 """Lets the threads of gloo finish before the interpreter is finalized.
 
-A thread of gloo still has the tensors of a collective for a moment after the rank has been told that it is done, and
-needs the interpreter's lock to let go of them. Before 3.14, CPython ends a thread that asks for this lock during
-finalization, and the process aborts: "terminate called without an active exception".
-``torch.distributed.destroy_process_group`` does not help: such threads live until the group is freed, and the caches of
-DTensor keep it. See https://github.com/pytorch/pytorch/pull/179291.
+For a moment after a collective is reported as done, a thread of gloo still holds its tensors, and it needs the
+interpreter's lock to release them. Before 3.14, CPython ends a thread that asks for this lock during finalization, and
+the process aborts: "terminate called without an active exception". ``torch.distributed.destroy_process_group`` does not
+help: such threads live until the group is freed, and the caches of DTensor keep it. See
+https://github.com/pytorch/pytorch/pull/179291.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["wait_for_gloo_at_exit"]
 
 THREAD_NAME = "pt_gloo_runloop"
 LONGEST_WAIT_S = 5.0
-IDLE_LOOKS = 3  # consecutive readings: a thread that waits for a lock sleeps, too
+IDLE_LOOKS = 3  # several, since a thread that waits for a lock sleeps, too
 
 _waiting: set[int] = set()
-"""The processes that will wait at exit: this one, and parents that it was forked from."""
+"""The processes that will wait at exit: this one, and those from which it was forked."""
 
 
 def wait_for_gloo_at_exit() -> None:
@@ -31,7 +31,7 @@ def wait_for_gloo_at_exit() -> None:
     """
     if os.getpid() not in _waiting:  # multiprocessing drops a parent's functions in the children that it forks
         _waiting.add(os.getpid())
-        # The priority is lower than those of the pipes' failure detectors, which still use their groups.
+        # Runs after the pipes' failure detectors, which have higher priorities and still use their groups.
         Finalize(None, _wait, exitpriority=0)
 
 
@@ -40,7 +40,7 @@ def _wait() -> None:
     idle_looks = 0
     while idle_looks < IDLE_LOOKS and time.monotonic() < end:
         idle_looks = 0 if _is_busy() else idle_looks + 1
-        time.sleep(0.001)  # this releases the interpreter's lock
+        time.sleep(0.001)  # also releases the interpreter's lock
 
 
 def _is_busy() -> bool:

@@ -1,4 +1,4 @@
-"""Loads the native modules, reports how they were built, and explains failures to load them, with the remedy."""
+"""Loads the native modules, reports how they were built, and explains failures to load them and their remedies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 DISTRIBUTION = "pymoe-runtime"  # the package index has another project called `pymoe`
-PROCESS = os.getpid()  # the process that imported pymoe; a forked child may be the first to import a part of it
+PROCESS = os.getpid()  # process that imported pymoe; a forked child may import further parts
 
 
 def load_operators() -> ModuleType:
@@ -77,7 +77,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _installed_elsewhere(package: Path) -> Path | None:
-    """Return the folder of an installed, built pymoe, if it is another folder than ``package``."""
+    """Return the folder of an installed, built pymoe other than ``package``; None if there is none."""
     for distribution in metadata.distributions(name=DISTRIBUTION):
         folder = Path(str(distribution.locate_file("pymoe"))).resolve()
         if folder != package.resolve() and any(folder.glob("_ops*so")):

@@ -24,7 +24,7 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return a text that is equal in processes that see each other's process ids; empty if that cannot be known."""
+    """Return an ID of the host that is equal in processes that see each other's process IDs; empty if unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -37,7 +37,7 @@ class Process(NamedTuple):
     """The result of :func:`this_host` in that process."""
     id: int
     started: str
-    """The time of its start, since another process may get the same id later. Empty if that cannot be known."""
+    """The process's start time, since its ID may be reused later. Empty if unknown."""
 
     @classmethod
     def own(cls) -> Process:
@@ -46,7 +46,7 @@ class Process(NamedTuple):
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
     def is_here(self) -> bool:
-        """Return whether the process is or was on this host; :meth:`has_ended` works only then."""
+        """Return whether the process is or was on this host, without which :meth:`has_ended` does not work."""
         return bool(self.host) and self.host == this_host()
 
     def has_ended(self) -> bool:
@@ -77,26 +77,26 @@ class GroupStore:
         timeout_s: the longest time that a call waits for the store.
 
     Raises:
-        RuntimeError: the group has no store, or one to which there is no second connection.
+        RuntimeError: the group has no store, or its store allows no second connection.
     """
 
     def __init__(self, group: dist.ProcessGroup, prefix: str, timeout_s: float) -> None:
-        self._shared = cast("Any", group.get_group_store())  # the store's server ends with the last reference to it
+        self._shared = cast("Any", group.get_group_store())  # keeps the store's server alive
         if self._shared is None:
             raise RuntimeError("the group has no store")
-        # This object has a connection of its own, since a wait of another thread may block the shared one.
+        # A separate connection, since another thread's wait may block the shared one.
         self._store = dist.PrefixStore(prefix, self._shared.clone())  # type: ignore[attr-defined]
         before = self._shared.timeout
         self._store.set_timeout(timedelta(seconds=timeout_s))
-        if self._shared.timeout != before:  # a HashStore is its own clone
+        if self._shared.timeout != before:  # a HashStore returns itself as its clone
             self._shared.set_timeout(before)
         self.lost: str | None = None
-        """Why the store cannot be reached any more: its process or host has ended. None if it can be reached."""
+        """The reason why the store is lost, such as the end of its process; None while it can be reached."""
 
     def write(self, key: str, record: object) -> None:
         """Write a record. The store holds it when this returns."""
         self._call("set", key, pickle.dumps(record))
-        self._call("check", [key])  # setting does not wait for the store
+        self._call("check", [key])  # set() does not wait for the store
 
     def write_first(self, key: str, record: object) -> Any:
         """Write a record unless the key has one already; return the record that the key has now."""
@@ -113,7 +113,7 @@ class GroupStore:
         self._call("delete_key", key)
 
     def _call(self, method: str, *args: Any) -> Any:
-        if self.lost is None:  # torch would print a page of warnings for any further call
+        if self.lost is None:  # torch would print many warnings for each further call
             try:
                 return getattr(self._store, method)(*args)
             except RuntimeError as error:
@@ -130,13 +130,13 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = getattr(backend, "wrapped_pg", backend)  # wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL
         if backend.name() != "gloo":
             with contextlib.suppress(RuntimeError):
                 backend.abort()
             continue
-        # There is a context for every network device, which the tag chooses. A connection that is already broken raises
-        # at once, and the others stay open, so every peer must be tried.
+        # Gloo has a context per network device, chosen by the tag. A wait on an already broken connection raises at
+        # once and leaves the others open, so every peer must be tried.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
         others = set(range(group.size())) - {group.rank()}
         for peer, context in itertools.product(others, range(contexts)):

@@ -1,4 +1,4 @@
-"""Exercises private names of torch before any result depends on them.
+"""Tests private names of torch before any result depends on them.
 
 A name may still exist in another version of torch and do something else: a method may never be called, a function may
 always return the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
@@ -32,7 +32,8 @@ Exercises = Iterator[tuple[str, bool]]
 
 
 def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
-    """Decorate a function that exercises names of torch: it runs once in a process, and again after it has raised.
+    """Decorate a function that tests names of torch, so that it runs once per process, and again only after it has
+    raised.
 
     Args:
         exercise: yields names, each with whether it works as pymoe expects. Its docstring says what depends on them.
@@ -55,8 +56,8 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
                 failure.append(error)
 
         try:
-            # Not a daemon: the interpreter waits for it when it exits, because torch aborts if one of its functions is
-            # cut off.
+            # Not a daemon, so that the interpreter waits for it at exit: torch aborts if one of its functions is cut
+            # off.
             thread = threading.Thread(target=run, name="pymoe canary", daemon=False)
             thread.start()
         except RuntimeError:  # the interpreter is about to end
@@ -221,7 +222,7 @@ def thread_states() -> Exercises:
 
 
 def _function_modes() -> Exercises:
-    class CountingTensor(Tensor):  # one for each thread that tries this at the same time
+    class CountingTensor(Tensor):  # a class per thread, as several may try this at once
         calls = 0
 
         @classmethod
@@ -338,7 +339,7 @@ def transforms() -> Exercises:
     cleared, inside = seen
     yield "are_functorch_transforms_active", inside and not private.are_functorch_transforms_active()
     yield "temporarily_clear_interpreter_stack", cleared is False
-    # The level belongs to the process, which may be at one already, and torch refuses another: none is entered here.
+    # The level belongs to the process. torch refuses a second one, so no level is entered here.
     sets_level = [
         ("STORE_GLOBAL", "_current_level") in [(step.opname, step.argval) for step in dis.get_instructions(function)]
         for function in (forward_ad.enter_dual_level, forward_ad.exit_dual_level)
@@ -373,7 +374,7 @@ class _Called(nn.Module):
 
 @canary
 def modules() -> Exercises:
-    """Exercise the names for what calls of modules run, what modules hold, and how they are moved, saved and loaded."""
+    """Exercise the names of modules' parts, and of the functions that call, move, save and load modules."""
     part = _Called()
     yield "_parameters", list(part._parameters) == ["weight"] and part._parameters["weight"] is part.weight
     yield "_buffers", list(part._buffers) == ["kept", "passing"] and part._buffers["kept"] is part.kept
@@ -388,7 +389,7 @@ def modules() -> Exercises:
     part.to(torch.float64)
     yield "_apply", "_apply" in part.heard and part.weight.dtype == torch.float64
 
-    # Hooks of a call. They are registered and not called: other modules would run hooks that are set for all modules.
+    # Hooks are registered but not called, since other modules would run hooks that are set for all modules.
     part.__dict__["_call_impl"] = lambda *args: ("called", *args)
     yield "_call_impl", part(1) == ("called", 1)
     part.__dict__["_compiled_call_impl"] = lambda *args: ("compiled", *args)

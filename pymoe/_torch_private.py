@@ -1,4 +1,4 @@
-"""Private names of torch on which pymoe depends: what each does, and why no public name serves.
+"""Lists the private names of torch on which pymoe depends, with the reason why no public name will do.
 
 No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``). The
 reference imports only torch, and uses a ``FakeTensor``. All of these names exist in torch 2.11.0, 2.13.0 and 2.15.0.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Nested tuples, lists and dicts, taken apart and put together. The public ``torch.utils.pytree`` has other functions,
 # and torch.export uses the specs of the private module.
 pytree = _pytree
-# Tensors without numbers, which torch.compile and torch.export create, their mode, and the mode of given tensors.
+# Tensors without data, which torch.compile and torch.export create; their mode; a function that finds their mode.
 FakeTensor = _fake_tensor.FakeTensor
 FakeTensorMode = _fake_tensor.FakeTensorMode
 detect_fake_mode = _guards.detect_fake_mode
@@ -64,7 +64,7 @@ _C: Any = torch._C
 # --- Graphs of autograd
 # Runs a backward pass; ``autograd.grad`` checks and converts its arguments for several microseconds first.
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-# Has the running backward pass call a function at its end, if it does not raise.
+# Makes the running backward pass call a function at its end, unless it raises.
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 # The class of nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is the class of all nodes.
 FunctionBase = torch._C._FunctionBase
@@ -72,9 +72,10 @@ FunctionBase = torch._C._FunctionBase
 DelayedError: Any = _C._functions.DelayedError
 # The number of the next node that this thread creates: the engine runs nodes in the order of their numbers.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
-# Tells whether the running backward pass of this thread was started with ``retain_graph``; nodes do not learn it.
+# Tells whether the running backward pass of this thread was started with ``retain_graph``; nodes are not told.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
-# Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private too, and is a block.
+# Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
+# manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
 # The base of ``autograd.Function``, whose own base has the inner ``apply`` that the public one calls, and the metaclass
 # of both, which ``apply`` asks for the function to run.
@@ -87,7 +88,7 @@ set_grad_enabled: Any = _C._set_grad_enabled
 InferenceMode: Any = _C._InferenceMode
 is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
 set_fwd_grad_enabled: Any = _C._set_fwd_grad_enabled
-is_multithreading_enabled: Any = _C._is_multithreading_enabled  # in the backward pass
+is_multithreading_enabled: Any = _C._is_multithreading_enabled  # whether backward passes may use several threads
 set_multithreading_enabled: Any = _C._set_multithreading_enabled
 is_view_replay_enabled: Any = _C._is_view_replay_enabled
 set_view_replay_enabled: Any = _C._set_view_replay_enabled
@@ -96,7 +97,7 @@ is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
 set_torch_function_state: Any = _C._set_torch_function_state
 TorchFunctionState: Any = _C._TorchFunctionState
-DisableTorchFunction: Any = _C.DisableTorchFunction  # a block that does not call tensor subclasses and modes
+DisableTorchFunction: Any = _C.DisableTorchFunction  # a context without __torch_function__ of subclasses and modes
 len_torch_function_stack: Any = _C._len_torch_function_stack
 push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
 pop_torch_function_stack: Any = _C._pop_torch_function_stack
@@ -106,7 +107,7 @@ get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stac
 push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
 TorchDispatchMode = _dispatch.TorchDispatchMode  # sees every operator; its public name is not documented
-disable_current_modes: Any = _dispatch._disable_current_modes  # a block without dispatch modes
+disable_current_modes: Any = _dispatch._disable_current_modes  # a context without dispatch modes
 GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the ``torch.set_default_device`` of the thread, as a mode
 top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_default_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
@@ -114,7 +115,7 @@ pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_h
 saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
 saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
 saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
-profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` only knows its own profiles
+profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` knows only its own profiles
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active

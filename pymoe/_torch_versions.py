@@ -1,4 +1,4 @@
-"""Warns if torch is newer than every version that the tests have run with."""
+"""Warns if torch is newer than every version that was tested."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ def is_exporting() -> bool:
 
 
 def torch_func_is_active() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active: maps then call in order."""
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active, in which case maps call in
+    order.
+    """
     canaries.transforms()
     return are_functorch_transforms_active()  # type: ignore[no-any-return]
 

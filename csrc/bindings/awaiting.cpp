@@ -11,7 +11,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Lets the task that sleeps on `waiter` continue. Runs in its loop.
+// Wakes the task that sleeps on `waiter`. Runs in the task's loop.
 void wake(const py::object& waiter) {
   try {
     if (!waiter.attr("done")().cast<bool>()) waiter.attr("set_result")(py::none());
@@ -53,7 +53,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     with_gil([&] {
       bool interrupted = false;
       if (!call_loop(interrupted) && !call_loop(interrupted)) {
-        // The waiters stay in the mailbox, and are delivered with the next one.
+        // On failure the waiters stay in the mailbox, and are delivered with the next one.
         const std::lock_guard lock(mutex_);
         called_ = false;
       }
@@ -61,7 +61,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     });
   }
 
-  // Ctrl-C must interrupt only the main thread's own code, so the loop is called first.
+  // Ctrl-C must interrupt only the main thread's own code. So call the loop first, then raise the interrupt again.
   bool call_loop(bool& interrupted) {
     try {
       const py::object self = py::cast(shared_from_this());
@@ -94,7 +94,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   PyObject* const call_loop_;
   std::mutex mutex_;  // guards the rest
   std::vector<PyObject*> waiters_;
-  bool called_ = false;  // the loop will look
+  bool called_ = false;  // the loop was called and will look
 };
 
 }  // namespace

@@ -38,7 +38,7 @@ class Column {
       : batch_(batch), index_(position), position_(request_of(batch[0]).signature->positions[position]), shape_{rows} {
     shape_.insert(shape_.end(), position_.row_shape.begin(), position_.row_shape.end());
   }
-  bool on_host() const { return position_.device.type != dlpack::kCuda; }  // other devices are refused
+  bool on_host() const { return position_.device.type != dlpack::kCuda; }  // tensors on other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
   // May be called with or without the GIL.
@@ -73,8 +73,8 @@ class Column {
     if (torch.gather_batch == nullptr) {
       raise(PyExc_RuntimeError, "torch.ops.pymoe.gather_batch is missing: import pymoe");
     }
-    // For the client, the batch is done once its work is queued here. Memory of another stream, which the client may
-    // release then, must not be reused before this stream has read it.
+    // The client's request ends when the work is queued, and the client may then release its memory. Memory from
+    // another stream must not be reused before this stream has read it.
     const py::object stream = py::handle(torch.cuda).attr("current_stream")(position_.device.index);
     const GradMode none(false);
     py::list tensors;
@@ -132,9 +132,9 @@ class Range {
   const py::object range_;
 };
 
-// A separate context for a batch, whatever thread it runs on: during the object's lifetime context variables (decimal's
-// precision, numpy's error state, those of web frameworks) are as in a new thread. The client's values are not visible,
-// and values that are set are forgotten.
+// Gives a batch its own context on any thread: during the object's lifetime, context variables (decimal's precision,
+// numpy's error state, web frameworks' variables) have the values of a new thread. The client's values are hidden, and
+// values that the batch sets are discarded.
 class EmptyContext {
  public:
   EmptyContext() : context_(own(PyContext_New())) {
@@ -150,8 +150,8 @@ class EmptyContext {
   const py::object context_;
 };
 
-// A separate stack depth: during the object's lifetime the calls in which the thread already is do not count towards
-// the recursion limit, so that a client that waits near its limit runs other clients' requests as a worker would. The
+// Restarts the recursion count: during the object's lifetime the thread's present calls do not count towards the
+// recursion limit, so that a client that waits near its limit can run other clients' requests as a worker would. The
 // limit may change meanwhile.
 class WholeStack {
  public:
@@ -188,7 +188,7 @@ class Running {
   const Batch outer_;
 };
 
-// Under the GIL, like all code that reads `dropped`.
+// Call it under the GIL, like all code that reads `dropped`.
 std::optional<double> patience_of_batch() {
   std::optional<Clock::time_point> latest;
   for (const Slice& slice : running) {
@@ -201,8 +201,8 @@ std::optional<double> patience_of_batch() {
   return std::chrono::duration<double>(*latest - Clock::now()).count();
 }
 
-// Gives every request of the batch its part; requests that are complete no longer need their inputs. All or nothing:
-// steps that may raise come first, since requests whose batch raised may run again.
+// Gives every request of the batch its part; requests that are complete no longer need their inputs. It gives out all
+// parts or none: steps that may raise come first, since a batch that raised may run again.
 void hand_out(Batch batch, std::vector<py::object> results) {
   for (size_t i = 0; i < batch.size(); ++i) {
     if (batch[i].whole()) continue;
@@ -229,7 +229,7 @@ void hand_out(Batch batch, std::vector<py::object> results) {
   }
 }
 
-// Memory that a client has released since it submitted would be read after it was freed.
+// Raises if a tensor's memory or shape has changed since it was submitted: freed memory would be read.
 void require_unchanged(Batch batch, const char* where) {
   for (const Slice& slice : batch) {
     if (request_of(slice).unchanged()) continue;
@@ -240,7 +240,7 @@ void require_unchanged(Batch batch, const char* where) {
   }
 }
 
-// Fewer bytes are gathered faster than the GIL could be reacquired.
+// Gathering fewer bytes than this takes less time than reacquiring the GIL.
 constexpr int64_t kGatheredUnderGil = 64 << 10;
 
 void gather(std::vector<Column>& columns) {
@@ -256,7 +256,7 @@ void gather(std::vector<Column>& columns) {
 // Ends a batch with a Python exception.
 [[noreturn]] void fail(Batch batch, const py::error_already_set& raised) {
   const py::object error = exception_of(raised);
-  // On the main thread an interrupt is meant for the code that waits there, not for the batch.
+  // An interrupt on the main thread is meant for the code that waits there, not for the batch.
   if (is_interrupt(error)) {
     Py_XSETREF(interrupt, error.inc_ref().ptr());
     throw runtime::Interrupted();
@@ -268,7 +268,7 @@ void gather(std::vector<Column>& columns) {
   throw BatchRaised(says.ptr() != Py_False);
 }
 
-// Runs the batch in a plain state. An interrupt that arrives meanwhile is raised again.
+// Runs the batch in a plain state. An interrupt that arrives meanwhile is raised afterwards.
 void run_elsewhere(const std::function<void()>& work) {
   bool ended = false;
   std::exception_ptr error;

@@ -1,12 +1,12 @@
 // PyBatchFunction: runs a batch of requests. Rows are gathered into pooled memory, many of them without
 // the GIL; the Python function is called on tensors over it; its output is cut into views, one structure per request.
 //
-// GPU batches call the project's own operator through Python while CPU rows use cpu::gather_batch directly, because
-// this module includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds.
-// It can allocate memory of the host and pass it to torch (DLPack). Memory of a GPU belongs to torch's caching
-// allocator, and work on it to torch's current stream; the operator handles both. For the same reason grad modes,
-// profiler ranges, torch.cat and torch.split are called through Python (torch_calls.h). This costs a few microseconds
-// per batch, compared with the start of a kernel and a copy.
+// CPU rows use cpu::gather_batch directly, while GPU batches call the project's operator through Python: this module
+// includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds. It can
+// allocate memory of the host and pass it to torch (DLPack). Memory of a GPU belongs to torch's caching allocator, and
+// work on it to torch's current stream; the operator handles both. For the same reason grad modes, profiler ranges,
+// torch.cat and torch.split are called through Python (torch_calls.h). This costs a few microseconds per batch,
+// compared with the start of a kernel and a copy.
 #pragma once
 
 #include "bindings/gil.h"
@@ -42,7 +42,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   const bool pin_memory_;
 };
 
-// The memory that batches are gathered into: one pool for the process, which outlives every tensor over it.
+// The memory into which batches are gathered: one pool per process, which outlives every tensor over it.
 runtime::BufferPool& buffers();
 
 // Raises the KeyboardInterrupt that ended a batch on this thread, in the code that waited there.

@@ -39,7 +39,7 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 PyObject* base_name = nullptr;  // "_base"
 
-// The memory, together with the description that torch keeps.
+// A block of memory, with the description of it that torch keeps.
 struct Owned {
   Managed managed;
   void (*release)(void*) noexcept;
@@ -54,7 +54,7 @@ void delete_owned(Managed* managed) {
 PyTypeObject* type_of(const py::module_& module, const char* name) {
   py::object type = module.attr(name);
   if (!PyType_Check(type.ptr())) raise(PyExc_ImportError, "pymoe: torch's %s is not a type", name);
-  return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept for the process
+  return reinterpret_cast<PyTypeObject*>(type.release().ptr());  // kept until the process ends
 }
 
 // Throws the error for a request whose tensor could not be read.
@@ -74,7 +74,7 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
         said.substr(0, said.find('\n')).c_str());  // the remaining names are torch's own functions
 }
 
-// Rows are gathered in the kinds of memory that are accepted here; memory of other devices cannot be read here.
+// Accepts the kinds of memory from which rows can be gathered, and refuses other devices' memory.
 void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
   if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), object, where, position);
   const int32_t type = tensor.device.type;
@@ -83,13 +83,13 @@ void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
         where, position, static_cast<int>(type));
 }
 
-// True if memory holds the values with the other sign (torch's "neg bit"). Only views have it. Asking only views saves
-// most requests the question, for which torch releases the GIL.
+// True if memory holds the values with the other sign (torch's "neg bit"). Only views can have it, so only views are
+// asked: torch releases the GIL for the answer.
 bool is_negated(PyObject* object) {
   return !own(PyObject_GetAttr(object, base_name)).is_none() && py::handle(object).attr("is_neg")().ptr() == Py_True;
 }
 
-// A dense plain tensor of the same values, for all unusual tensors.
+// Converts an unusual tensor to a plain, dense one with the same values.
 py::object plain(PyObject* object, const char* where, Py_ssize_t position) {
   if (!is_tensor(object)) {
     raise(PyExc_TypeError, "%s: argument %zd must be a tensor, got %s", where, position, Py_TYPE(object)->tp_name);
@@ -118,7 +118,7 @@ int64_t Tensor::row_bytes() const {
 }
 
 bool Tensor::dense() const {
-  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // as in torch, for any strides
+  if (std::find(shape, shape + ndim, 0) != shape + ndim) return true;  // as in torch: an empty tensor is dense
   int64_t expected = 1;
   for (int32_t i = ndim - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;
@@ -128,8 +128,8 @@ bool Tensor::dense() const {
 }
 
 bool Tensor::contiguous() const {
-  // A single element may be the imaginary part of a conjugate, whose sign is not in memory. (is_negated would detect
-  // it, except for tensors of inference mode, which do not record their base.)
+  // A one-element tensor may be the imaginary part of a conjugate, whose memory has the other sign. (is_negated would
+  // detect it, except for tensors of inference mode, which do not record their base.)
   const auto is_one = [](int64_t size) { return size == 1; };
   return dense() && !std::all_of(shape, shape + ndim, is_one);
 }

@@ -40,7 +40,7 @@ struct Tensor {
   int64_t row_bytes() const;
   // True for rows one after the other, without gaps.
   bool dense() const;
-  // True if dense, with the values as they are in memory.
+  // True if dense, and memory holds the values themselves.
   bool contiguous() const;
 };
 
@@ -51,14 +51,14 @@ void load();
 // of it. Throws a TypeError that begins with `where` and names argument `position` for anything else.
 py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
-// The same for a tensor that this module made, which needs no checks.
+// The same without checks, for a tensor that this module made.
 void read_plain(PyObject* object, Tensor& tensor);
 
 // Reads a tensor that was read before. False if it cannot be read any more; then no error is set.
 bool reread(PyObject* object, Tensor& tensor) noexcept;
 
-// A tensor of torch over `data`, contiguous, in the CPU's memory. `release(data)` runs when torch releases it, on
-// any thread, with or without the GIL, or at once if this fails.
+// Makes a contiguous CPU tensor of torch over `data`. `release(data)` runs when torch releases it, on any thread, with
+// or without the GIL, or at once if this fails.
 py::object make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim);
 
 bool is_tensor(PyObject* object);

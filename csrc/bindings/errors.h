@@ -7,13 +7,13 @@
 
 namespace pymoe::bindings {
 
-// Looks up concurrent.futures.CancelledError once, when the module is made: an import at interpreter exit, when
-// requests are cancelled, would run Python in threads that must not run any.
+// Looks up concurrent.futures.CancelledError when the module is made. Requests are cancelled at interpreter exit, where
+// an import would run Python in threads that must not run any.
 void find_cancelled_error();
 
 // Sets the Python exception for a C++ exception.
 void set_python_error(const std::exception_ptr& error) noexcept;
-// The exception object, with its traceback, of an error that was thrown or that is set (which is cleared).
+// Returns the exception object, with its traceback, of a thrown error, or of the error that is set, which it clears.
 py::object exception_of(const py::error_already_set& error);
 py::object take_error();
 

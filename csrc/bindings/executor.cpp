@@ -27,7 +27,8 @@ Strands strands_of(const py::iterable& pools) {
   return strands;
 }
 
-// Attaches all of them or none: false if one is served elsewhere. The GIL excludes other threads that attach.
+// Attaches all strands, or none and returns false if one is served elsewhere. The GIL keeps other threads from
+// attaching.
 bool attach(ServerThreads& threads, const Strands& strands) {
   if (std::any_of(strands.begin(), strands.end(), [](const auto& strand) { return strand->attached(); })) return false;
   threads.threads.attach(strands);
@@ -36,7 +37,7 @@ bool attach(ServerThreads& threads, const Strands& strands) {
 
 class PyExecutor {
  public:
-  // Also checks the pools; they are not served before start.
+  // Also checks the pools, which are not served before start().
   PyExecutor(int workers, const py::iterable& pools) : workers_(workers) {
     strands_of(pools);
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
@@ -65,7 +66,7 @@ class PyExecutor {
     const Strands strands = strands_of(pools);
     std::shared_ptr<ServerThreads> threads;
     {
-      const WithoutGil released;  // lives longer than the threads, which a late call joins without the GIL
+      const WithoutGil released;  // outlives `threads`, which may join without the GIL
       auto made = std::make_shared<ServerThreads>(workers_, serve_with_thread_state);
       keep_until_stopped(made);
       threads = std::move(made);

@@ -21,18 +21,18 @@ struct FutureObject {
   PyObject_HEAD PyObject* weak_references;
   std::shared_ptr<TensorRequest> request;
   std::shared_ptr<Pool> pool;
-  PyObject* standard;  // the view for functions of concurrent.futures; null until one asks for it
+  PyObject* standard;  // the view for concurrent.futures' functions; null until used
   int created;
   bool may_help;
 };
 
-// The name of these two functions in signatures.
+// These types only give the arguments readable names in signatures.
 struct MaybeException : py::object {
   explicit MaybeException(py::object object) : py::object(std::move(object)) {}
 };
 struct DoneCallback : py::object {
   PYBIND11_OBJECT_DEFAULT(DoneCallback, object, any)
-  static bool any(PyObject*) { return true; }  // the code that uses the value reports what it expected
+  static bool any(PyObject*) { return true; }  // accepts anything: the code that uses the value checks it
 };
 
 PyTypeObject* future_type = nullptr;
@@ -75,7 +75,7 @@ void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
 
-// True if a result may come to refer to its future. A plain tensor does only if someone gives it attributes.
+// True if a result may come to refer to its future. A plain tensor can do so only through added attributes.
 bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
@@ -83,7 +83,7 @@ bool may_refer(PyObject* outcome) {
 // A thread that waits for a pool without a runtime is warned after this time.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// If no runtime serves the pool, waits a while and then warns. Returns true if the request has ended.
+// If no runtime serves the pool, waits for a while and then warns. Returns true if the request has ended.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
@@ -110,7 +110,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();
-      // A thread that may be the only one able to continue waits with the pool.
+      // A thread that must help waits through the pool, since it may be the only one that can continue.
       if (help != runtime::Help::kYes) return self->pool->wait(self->request, until, help);
       if (!place) {
         if (self->pool->help(self->request)) return true;
@@ -176,7 +176,7 @@ MaybeException exception(FutureObject& self, std::optional<double> timeout) {
   return MaybeException(self.request->exception());
 }
 
-// False if its only or last batch has started, or if it is done.
+// Cancels the request; false if its only or last batch has started, or if it is done.
 bool cancel(FutureObject& self) {
   const auto request = self.request;
   if (request->done()) return request->was_cancelled();
@@ -240,10 +240,10 @@ PyObject* repr(PyObject* object) {
   return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
 }
 
-// isinstance() uses this if the type itself differs.
+// isinstance() asks for __class__ if the type itself differs.
 PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
 
-// _condition, _waiters and _state, as used by wait() and as_completed() of concurrent.futures.
+// Gets _condition, _waiters or _state, which wait() and as_completed() of concurrent.futures use.
 PyObject* get_standard(PyObject* object, void* name) {
   return guarded([&] {
     FutureObject* self = self_of(object);
@@ -278,7 +278,7 @@ int clear(PyObject* object) {
   FutureObject* self = self_of(object);
   Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
-    // The future stays without its outcome, which is None for code that finds the future in a finaliser.
+    // Takes away the outcome: code that finds the future in a finaliser gets None.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
     if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
     Py_XDECREF(outcome);
@@ -287,7 +287,7 @@ int clear(PyObject* object) {
   return 0;
 }
 
-// Objects of the type that were freed, kept for reuse.
+// Freed objects of the type, kept for reuse.
 #ifdef Py_GIL_DISABLED
 constexpr size_t kMostFree = 0;
 #else
@@ -312,7 +312,7 @@ void dealloc(PyObject* object) {
       Py_CLEAR(request->traceback);
       if (request->done()) request->drop_inputs();
     }
-    // In the child of a fork, objects of the parent are not destroyed: its locks may be held for ever.
+    // A forked child does not destroy the parent's objects, whose locks may be held for ever.
     if (self->created != generation()) new std::pair(request, pool);
   }
   PyTypeObject* type = Py_TYPE(object);
@@ -397,7 +397,7 @@ void bind_request_future(py::module_& module) {
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   py::object type = own(PyType_FromSpec(&spec));
   module.attr("RequestFuture") = type;
-  future_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());  // kept for the process
+  future_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());  // kept until the process ends
 
   const auto def = [&](const char* name, auto function, const auto&... extra) {
     type.attr(name) = py::cpp_function(function, py::name(name), py::is_method(type), extra...);

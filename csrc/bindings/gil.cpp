@@ -40,7 +40,7 @@ void raise(py::handle exception) {
   throw py::error_already_set();
 }
 
-// These two catch only the unwinding of a thread whose interpreter is gone, because both calls are C.
+// Both calls are C, so the only exception here is the unwinding of a thread whose interpreter is gone.
 WithoutGil::~WithoutGil() {
   try {
     PyEval_RestoreThread(state_);
@@ -66,7 +66,8 @@ void drop_later(PyObject* object) noexcept {
     first = !any_deferred.exchange(true, std::memory_order_relaxed);
   }
   if (!first) return;
-  // In case the runtime is not called for long. If the table of pending calls is full, the next call suffices.
+  // A pending call drops them even if the runtime is not called for long. If the table of pending calls is full, the
+  // runtime's next call does.
   const auto pending_call = [](void*) {
     drop_deferred();
     return 0;

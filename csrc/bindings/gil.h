@@ -10,7 +10,7 @@
 //     CPython does so itself. Earlier versions unwind the thread through all C++ frames on its stack, wherever Python
 //     code that they have called takes the GIL again. So the GIL is taken only by with_gil() and released only by
 //     WithoutGil, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing in
-//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such
+//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such an
 //     unwinding.
 //   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once
@@ -36,7 +36,7 @@ inline py::object own(PyObject* returned) {
   if (returned == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(returned);
 }
-// Releases an object that is kept for the process: an interpreter that ends may need it to the last.
+// Keeps an object until the process ends, since an exiting interpreter may need it to the last.
 inline PyObject* forever(py::object object) { return object.release().ptr(); }
 inline py::object borrow(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
@@ -63,8 +63,8 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Returns body(), a call of Python code: a thread that is unwound in there stays. If a catch (...) surrounds Python
-// code, this belongs into its try block.
+// Returns body(), a call of Python code; a thread that is unwound in it stays here. A catch (...) around Python code
+// needs this inside its try block.
 template <typename Body>
 decltype(auto) or_stay(const Body& body) {
 #ifdef PYMOE_FORCED_UNWIND
@@ -89,14 +89,14 @@ class GilTaken {
   PyGILState_STATE state_;
 };
 
-// Returns body(), called with the GIL: from any thread, even from one that holds the GIL already.
+// Returns body(), called with the GIL. Any thread may call this, even one that holds the GIL already.
 template <typename Body>
 decltype(auto) with_gil(const Body& body) {
   const GilTaken gil;
   return or_stay(body);
 }
 
-// A Python object that may be moved and destroyed without the GIL; everything else needs the GIL.
+// A Python object that may be moved and destroyed without the GIL; all other uses need it.
 class GilObject {
  public:
   GilObject() = default;
@@ -123,9 +123,9 @@ class GilObject {
 // Gives up a reference from any thread, with or without the GIL, under any lock, in places where the GIL must not be
 // taken: it is dropped soon, under the GIL.
 void drop_later(PyObject* object) noexcept;
-// Drops the references that were given up so far. Under the GIL, under no lock; cheap if there are none.
+// Drops the references that were given up so far. Call it under the GIL and without locks; cheap if there are none.
 void drop_deferred();
-// Called around a fork: the child drops references, too.
+// Called around a fork, so that the child can drop references, too.
 void hold_deferred();
 void release_deferred();
 
@@ -141,13 +141,13 @@ constexpr std::chrono::milliseconds kSlice{50};
 // ValueError for a timeout that is not a number.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
-// Calls ended(until), which waits at most to `until` and returns whether its end was reached, until it was or the
-// deadline has passed. Call it with the GIL; `ended` runs without. Throws the exception of a signal handler.
+// Calls ended(until), which waits at most to `until` and returns true at the end, repeatedly until it is true or the
+// deadline has passed. Call it with the GIL; `ended` runs without it. Throws the exception of a signal handler.
 template <typename Ended>
 bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> deadline = std::nullopt) {
   const bool serves_signals = on_main_thread();
   for (;;) {
-    // A day for other threads: with some condition variables, a wait until time_point::max() overflows.
+    // Other threads wait for a day at a time: with some condition variables, a wait until time_point::max() overflows.
     auto until = Clock::now() + (serves_signals ? Clock::duration(kSlice) : Clock::duration(std::chrono::hours(24)));
     if (deadline && *deadline < until) until = *deadline;
     bool reached;

@@ -11,7 +11,7 @@ namespace {
 auto* waits = new runtime::Waits<SystemSync>;
 
 void enter(const runtime::Turn& turn) {
-  // With the GIL: no thread asks for it under the lock that this takes.
+  // Safe with the GIL, because no thread asks for the GIL under the lock that this takes.
   if (waits->enter(turn, Clock::time_point::min())) return;
   wait_interruptibly([&](Clock::time_point until) {
     leave_turnstile();

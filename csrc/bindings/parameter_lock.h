@@ -10,8 +10,8 @@ namespace pymoe::bindings {
 // Called in a forked child: no thread waits, and no thread holds anything.
 void forget_waits();
 
-// A wait of this thread for a request of the pool (null: for room), during the object's lifetime. Created and destroyed
-// under the GIL. Throws std::logic_error if the wait could never end.
+// Registers, during its lifetime, that this thread waits for a request of the pool (null: for room). Created and
+// destroyed under the GIL. Throws std::logic_error if the wait could never end.
 class RegisteredWait {
  public:
   RegisteredWait(const Pool& pool, const TensorRequest* request, bool limited);

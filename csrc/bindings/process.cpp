@@ -83,7 +83,7 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// Also false on a thread that runs one of its batches in its place, which cannot call this.
+// Also false on a thread that runs one of its batches in a worker's place, where stopped_by throws.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());
@@ -95,7 +95,7 @@ bool has_stopped(Stoppable& stoppable) {
 }  // namespace
 
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable) {
-  std::vector<std::shared_ptr<Stoppable>> ended;  // destroyed after the lock is released
+  std::vector<std::shared_ptr<Stoppable>> ended;  // declared first, so destroyed after the unlock
   const std::lock_guard lock(registry->mutex);
   std::erase_if(registry->kept, [&](std::shared_ptr<Stoppable>& other) {
     if (other.use_count() > 1 || other->on_worker() || !has_stopped(*other)) return false;

@@ -1,4 +1,4 @@
-// The process around the runtime: work that must end before the interpreter does, and the state after a fork.
+// Interpreter exit and fork: ends the runtime's work before the interpreter ends, and resets state after a fork.
 //
 //   - Importing starts no thread. At interpreter exit an atexit hook cancels queued work and joins all workers, because
 //     a thread that asks for the GIL of an interpreter that is gone never gets it.
@@ -21,11 +21,11 @@ namespace pymoe::bindings {
 class Stoppable {
  public:
   virtual ~Stoppable() = default;
-  // Requests a stop and returns at once; work that has not started runs or is dropped.
+  // Requests a stop and returns at once; `how` says whether work that has not started still runs or is dropped.
   virtual void request_stop(runtime::Stop how) = 0;
   // True once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
-  // True on one of its threads, which cannot wait for its end.
+  // True on one of the object's own threads, which cannot wait for its end.
   virtual bool on_worker() const = 0;
 };
 

@@ -12,10 +12,10 @@ namespace pymoe::bindings {
 namespace {
 
 // The profiler watches a thread through two things that torch keeps there: a chain of debug information, which is
-// shared, and a list of callbacks, which is copied. torch carries both to its own threads; from outside only these C++
-// functions reach them. No header of torch is needed: a shared pointer is handled the same way whatever it points to,
-// and this code never reads the list. (torch's enableProfilerInChildThread takes one thread, and leaves a callback
-// behind on the first.)
+// shared, and a list of callbacks, which is copied. torch carries both to its own threads; code outside torch can reach
+// both only through these C++ functions. No header of torch is needed: a shared pointer is handled the same way
+// whatever it points to, and this code never reads the list. (torch's enableProfilerInChildThread takes one thread, and
+// leaves a callback behind on the first.)
 using DebugInfo = std::shared_ptr<void>;
 using Callbacks = void;
 
@@ -31,7 +31,7 @@ struct TorchProfiler {
 
 template <typename Function>
 void find(Function& function, const char* library, const char* name) {
-  // Only libraries that are already loaded.
+  // Searches only libraries that are already loaded.
   if (void* handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY)) {
     function = reinterpret_cast<Function>(dlsym(handle, name));
     dlclose(handle);

@@ -54,8 +54,8 @@ py::object TensorRequest::exception() const {
     std::rethrow_exception(error());
   } catch (const BatchRaised&) {
     if (outcome != nullptr && PyExceptionInstance_Check(outcome)) {
-      // Every request of a batch raises the same exception, in several threads. Without this its traceback would
-      // grow by the frames of each.
+      // Every request of a batch raises the same exception, in several threads. Without a reset, its traceback would
+      // grow by each thread's frames.
       PyException_SetTraceback(outcome, traceback != nullptr ? traceback : Py_None);
       return borrow(outcome);
     }
@@ -84,15 +84,15 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   }
   std::vector<Position> positions(tensors, tensors + count);
   if (const auto found = known_.find(positions); found != known_.end()) return last_ = found->second;
-  if (schema_) check(tensors, count);  // this runs Python code only if it throws
+  if (schema_) check(tensors, count);  // runs Python code only if it throws
   if (known_.size() >= most_known_) forget_unused();
   last_ = std::make_shared<Signature>(next_kind_++, positions);
   known_.emplace(std::move(positions), last_);
   return last_;
 }
 
-// Ragged requests come in any number of shapes. A forgotten shape is a new kind when it comes back, so shapes with
-// requests are kept: a queued request and a new one can then still share a batch.
+// Ragged requests come in any number of shapes. A forgotten shape becomes a new kind when it comes back. So shapes with
+// queued requests are kept, and new requests can still join those in a batch.
 void Signatures::forget_unused() {
   std::erase_if(known_, [](const auto& entry) { return entry.second.use_count() == 1; });
   most_known_ = std::max(kKept, 2 * known_.size());

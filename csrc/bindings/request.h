@@ -54,7 +54,7 @@ struct Signature {
 
   const uint64_t kind;
   const std::vector<Position> positions;
-  const bool on_cpu;  // true if every tensor is
+  const bool on_cpu;  // true if every tensor is on the CPU
 
  private:
   static bool is_on_cpu(const Position& position) { return position.device.type == dlpack::kCpu; }
@@ -71,7 +71,7 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   // Takes over the inputs' references.
   TensorRequest(std::shared_ptr<const Signature> signature, Input* inputs, int64_t tensor_rows,
                 std::optional<Time> deadline, Duration head_start);
-  // May be called on any thread, even under a lock.
+  // May run on any thread, even under a lock.
   ~TensorRequest() override;
 
   const Input* inputs() const { return many_ ? many_.get() : few_.data(); }
@@ -91,18 +91,19 @@ class TensorRequest final : public runtime::Request<SystemSync> {
 
   PyObject* outcome = nullptr;    // the result, or the exception that its batch raised
   PyObject* traceback = nullptr;  // traceback of that exception when the batch ended
-  std::vector<PyObject*> parts;   // owned: results of the finished slices, for a request larger than a batch
+  std::vector<PyObject*> parts;   // owned results of finished slices, if the request is larger than a batch
   bool dropped = false;           // true if the outcome will not be read
 
  private:
   std::array<Input, 2> few_;
-  std::unique_ptr<Input[]> many_;  // used if there are more than two
+  std::unique_ptr<Input[]> many_;  // used for more than two inputs
 };
 
-// The signatures that a pool has seen, with their numbers. Guarded by the GIL: calls into Python leave them consistent.
+// The signatures that a pool has seen, with their numbers. Guarded by the GIL, and consistent whenever Python is
+// called.
 class Signatures {
  public:
-  // `schema`: what every request must look like, if given.
+  // `schema`: the types that every request's tensors must have, if given.
   Signatures(std::string pool, std::optional<std::vector<Position>> schema)
       : pool_(std::move(pool)), schema_(std::move(schema)) {}
 

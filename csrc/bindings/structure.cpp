@@ -9,7 +9,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Limits the depth, because a structure may contain itself.
+// Limits the nesting depth, because a structure may contain itself.
 class Deeper {
  public:
   Deeper() {
@@ -37,8 +37,8 @@ class Split {
   Split(const std::vector<int64_t>& rows, const char* where)
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
-  // Finds the memory that several tensors of an output share. In separate clones, an edit of one would not show in the
-  // others, as it does in a direct call of the function, and nobody could notice.
+  // Finds the memory that several tensors of an output share. These must not be cloned separately: an edit of one would
+  // then silently not show in the others, as it does after a direct call.
   void find_shared(const py::object& output) {
     if (dlpack::is_tensor(output.ptr())) {
       const size_t memory = memory_of(output);
@@ -76,8 +76,8 @@ class Split {
             static_cast<long long>(total_), shape.ptr());
     }
     const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
-    // Clients may change their results. They never get the function's own memory (a table, a cache, its parameters), a
-    // view of it, or several rows that are one row in memory (an expanded tensor).
+    // Clients may change their results, so they never get the function's own memory (a table, a cache, its parameters),
+    // a view of it, or several rows that are one row in memory (an expanded tensor).
     const py::object apart = shares(output) ? output : own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
     if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);
@@ -96,7 +96,7 @@ class Split {
   std::vector<py::object> sequence(const py::object& output) {
     const Deeper deeper;
     std::vector<py::list> items(rows_.size());
-    for (py::handle item : py::tuple(output)) {  // code that the calls below run may change a list
+    for (py::handle item : py::tuple(output)) {  // a copy, since code that is called below may change a list
       const std::vector<py::object> parts = (*this)(py::reinterpret_borrow<py::object>(item));
       for (size_t i = 0; i < parts.size(); ++i) items[i].append(parts[i]);
     }
@@ -162,7 +162,7 @@ py::object cat_structures(const py::list& parts) {
   const py::object first = parts[0];
   if (dlpack::is_tensor(first.ptr())) return own(PyObject_CallOneArg(torch_calls().cat, parts.ptr()));
 
-  // The values of all parts at `key`, concatenated.
+  // Returns the values of all parts at `key`, concatenated.
   const auto cat_at = [&](const py::object& key) {
     py::list column;
     for (py::handle part : parts) column.append(own(PyObject_GetItem(part.ptr(), key.ptr())));

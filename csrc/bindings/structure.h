@@ -11,8 +11,8 @@
 
 namespace pymoe::bindings {
 
-// One structure per part, with views of its own rows: `rows[i]` rows of the output, in order. Throws
-// ValueError that begins with `where` if a tensor's first dimension is not the sum of rows.
+// Returns one structure per part, with views of its own rows: `rows[i]` rows of the output, in order. Throws ValueError
+// that begins with `where` if a tensor's first dimension is not the sum of rows.
 std::vector<py::object> split_structure(const py::object& output, const std::vector<int64_t>& rows, const char* where);
 
 // The parts, structures of one kind, with their tensors' rows concatenated.

@@ -1,5 +1,5 @@
 // TaskPool of pymoe._runtime: Python clients submit tensors here. submit_task uses CPython's own calling
-// convention, because pybind11 would take longer to read its arguments than the queue takes.
+// convention, because pybind11 would spend more time on the arguments than the queue takes.
 #include <pybind11/typing.h>
 
 #include <array>
@@ -78,7 +78,7 @@ class PyTaskPool {
     pool = Pool::create(name, options, function, std::move(strand));
   }
 
-  // In the child of a fork, objects of the parent are not destroyed: its locks may be held for ever.
+  // A forked child does not destroy the parent's objects, whose locks may be held for ever.
   ~PyTaskPool() {
     if (created != generation()) {
       new std::pair(std::move(function), std::move(pool));
@@ -120,7 +120,8 @@ void let_collector_in(PyHeapTypeObject* heap_type) {
   };
 }
 
-// The native pool of a Python object of the type. pybind11's own way takes longer, and does not check that it exists.
+// The native pool of a Python object of the type. (pybind11's own lookup takes longer, and does not check that there is
+// one.)
 PyTaskPool& native(PyObject* object) {
   const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
@@ -154,7 +155,7 @@ Options read_options(PyObject* const* values, PyObject* names) {
   return options;
 }
 
-// Reads the tensors of one call, and holds them.
+// Reads one call's tensors, and holds them.
 class Arguments {
  public:
   Arguments(const PyTaskPool& state, PyObject* const* args, Py_ssize_t count) : count_(static_cast<size_t>(count)) {
@@ -223,7 +224,7 @@ void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
-// Memory bounds the number of batches that a request takes, unless its rows take no memory.
+// Rejects huge requests whose rows take no memory: nothing else would bound their number of batches.
 void require_elements(const PyTaskPool& state, const Signature& signature, int64_t rows) {
   for (const Position& position : signature.positions) {
     if (position.row_bytes > 0) return;
@@ -248,7 +249,7 @@ std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, 
   auto request =
       std::make_shared<TensorRequest>(std::move(signature), arguments.inputs(), rows, deadline,
                                       priority == 0 ? SystemSync::Duration::zero() : to_duration(priority, "priority"));
-  // With the GIL: this takes no longer than releasing and reacquiring it. It waits only for the strand's lock, under
+  // Keeps the GIL: releasing and reacquiring it takes longer than this. It waits only for the strand's lock, under
   // which no thread asks for the GIL.
   if (state.pool->submit(request, SystemSync::Time::min())) return request;
   if (!may_wait && !state.raise_when_full) return nullptr;

@@ -19,7 +19,7 @@ bool answers_as_usual(const Question& question) {
 
 void set_grad(bool enabled) { own(PyObject_CallOneArg(torch_calls().set_grad_enabled, enabled ? Py_True : Py_False)); }
 
-// A dotted name below torch, kept for the process; null if this torch does not have it.
+// Looks up a dotted name below torch, and keeps the object until the process ends; null if this torch lacks it.
 PyObject* find_optional(const std::string& dotted) {
   try {
     py::object found = py::module_::import("torch");
@@ -41,11 +41,11 @@ PyObject* find(const char* dotted) {
 
 PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromString(name))); }
 
-// Settings that a thread can have in torch, each with the answer of a thread without it. There are few questions, since
-// every client that is alone with its request asks them all: a thread in inference mode is recognised by its
-// forward-mode gradients, which are off. The interpreters belong to torch.func's transforms. Dispatch keys below
-// autograd are excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a
-// frame callback while it runs compiled code.
+// Questions about a thread's settings in torch, with the answers of a thread in its initial state. They are few, since
+// every client that finds no other request asks them all: a thread in inference mode is recognised by its forward-mode
+// gradients, which are off. The interpreters belong to torch.func's transforms. Dispatch keys below autograd are
+// excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a frame
+// callback while it runs compiled code.
 std::vector<Question> plain_state() {
   return {
       {find("_C._is_any_autocast_enabled"), nullptr, Py_False},
@@ -110,7 +110,7 @@ bool thread_is_plain() {
 void adopt_thread_count() {
   thread_local bool adopted = false;
   if (adopted) return;
-  // Workers begin with this, maybe before torch is imported, and must not import it.
+  // Workers begin with this, possibly before torch is imported, and must not import it.
   const py::object torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
   if (!torch || !py::hasattr(torch, "get_num_threads")) return;
   torch.attr("get_num_threads")();

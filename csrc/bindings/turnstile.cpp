@@ -19,7 +19,7 @@ using SeatPointer = std::shared_ptr<Seat>;
 
 namespace {
 
-// The time of a client's step between two waits: to return, to loop, to submit.
+// The time that a client takes between two waits: to return, loop and submit.
 constexpr std::chrono::microseconds kSpin{5};
 
 void relax() {
@@ -32,10 +32,10 @@ void relax() {
 
 }  // namespace
 
-// The threads that wait for the requests of one batch, in their order.
+// The threads that wait for one batch's requests, in the order in which they will return.
 class Turnstile : public std::enable_shared_from_this<Turnstile> {
  public:
-  // `runs` precedes all of them; null if there is no such thread.
+  // `runs` is the seat of a thread that returns before all of them; null if there is none.
   Turnstile(std::vector<SeatPointer> seats, SeatPointer runs) : seats_(std::move(seats)), last_(std::move(runs)) {}
 
   void call_next();
@@ -44,7 +44,7 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
   std::mutex mutex_;
   std::vector<SeatPointer> seats_;
   size_t next_ = 0;
-  SeatPointer last_;  // the seat that was called last, while the next one must be told
+  SeatPointer last_;  // last called seat, until the next one is told
 };
 
 struct Seat {
@@ -52,13 +52,13 @@ struct Seat {
   std::mutex mutex;
   std::condition_variable wake;
   enum { kWaiting, kCalled, kEmpty } state = kWaiting;  // guarded by mutex
-  // Set when it is called.
+  // The seat before this one; set when this seat is called.
   SeatPointer before;
   std::shared_ptr<Turnstile> turnstile;
   std::atomic<bool> owes_call{false};
-  std::atomic<bool> left{false};  // true if its thread waits again, or is gone
+  std::atomic<bool> left{false};  // true once its thread waits again, or is gone
 
-  // True if its thread is ready to return.
+  // Calls this seat; true if its thread is ready to return.
   bool call(SeatPointer predecessor, std::shared_ptr<Turnstile> through) {
     {
       const std::lock_guard lock(mutex);
@@ -72,7 +72,7 @@ struct Seat {
     return true;
   }
 
-  // Makes the call that this seat owes, on its thread or on the one after it.
+  // Makes the call for which this seat is responsible, on its thread or on the next one's.
   void pass_on() {
     if (owes_call.exchange(false)) turnstile->call_next();
   }
@@ -82,7 +82,7 @@ struct Seat {
     pass_on();
   }
 
-  // Called on its own thread after the call.
+  // Runs on the seat's own thread, after it was called.
   void take_turn() {
     const SeatPointer running = std::move(before);
     if (!running) return;
@@ -123,7 +123,7 @@ struct Current {
 thread_local Current current;
 thread_local std::vector<SeatPointer>* delivered = nullptr;
 
-// A request is done, and the thread of this seat waits for it.
+// Notes that the request for which this seat's thread waits is done.
 void arrive(const SeatPointer& seat) {
   if (delivered != nullptr && seat->owner != std::this_thread::get_id()) {
     delivered->push_back(seat);
@@ -136,7 +136,7 @@ void arrive(const SeatPointer& seat) {
 
 void leave_turnstile() {
   const SeatPointer seat = std::move(current.seat);
-  // In the child of a fork the other threads are missing, and their locks may be held for ever.
+  // A forked child lacks the other threads, whose locks may be held for ever.
   if (seat && current.created == generation()) seat->leave();
 }
 
@@ -149,8 +149,7 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // The seat was called, but its thread does not return: it passes on its own call, and the call of the thread before
-  // it.
+  // The seat was called, but its thread does not return: pass on both its own call and the previous thread's.
   if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }

@@ -7,8 +7,8 @@
 //
 // So two are awake at a time: one runs, and the next one spins until the first waits again or is gone (leave), but no
 // longer than kSpin; then it asks for the GIL whatever the first does. A thread that leaves calls the one after next;
-// if the next one has spun in vain, it makes that call instead. So each thread that is called passes the call on within
-// kSpin after it wakes, whatever Python does in between.
+// if the next one has spun in vain, it makes that call instead. So each called thread passes the call on within kSpin
+// after it wakes, whatever Python does in between.
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,7 @@
 
 namespace pymoe::bindings {
 
-// This thread is about to wait: the thread after it may come. Called without the GIL.
+// Tells the turnstile that this thread is about to wait, so that the next one may come. Call it without the GIL.
 void leave_turnstile();
 
 struct Seat;
@@ -32,8 +32,8 @@ class Place {
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
 
-  // Waits until the request is done and it is this thread's turn; false if it is not by `until`. After a true result
-  // the place is used up.
+  // Waits until the request is done and it is this thread's turn; returns false if that takes longer than `until`.
+  // After a true result the place is used up.
   bool wait_until(std::chrono::steady_clock::time_point until);
 
  private:

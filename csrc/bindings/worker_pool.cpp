@@ -82,7 +82,7 @@ class PyWorkerPool {
     const runtime::Growth<SystemSync> growth{
         most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
         seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
-    const WithoutGil released;  // lives longer than the threads, which a late pool joins without the GIL
+    const WithoutGil released;  // outlives the threads, which a late pool joins without the GIL
     auto threads = std::make_shared<Threads>(workers, with_thread_state, growth);
     keep_until_stopped(threads);
     threads_ = std::move(threads);
@@ -117,7 +117,7 @@ class PyWorkerPool {
 
   int workers() const { return threads_->threads.workers(); }
 
-  // Throws std::runtime_error, with `where`, if the pool belongs to the parent of this process.
+  // Returns the threads. Throws std::runtime_error, which begins with `where`, if the pool was created before a fork.
   const std::shared_ptr<Threads>& of_this_process(const char* where) const {
     require_this_process(created_, where, "WorkerPool");
     return threads_;
@@ -139,14 +139,14 @@ struct CallRaised : std::exception {
   std::shared_ptr<GilObject> object;
 };
 
-// State that the innermost parallel_for of a thread shares with the calls that the thread makes for it.
+// State that a thread's innermost parallel_for shares with the calls that this thread makes.
 struct Helped {
   Calls* run = nullptr;
   py::object interrupt;  // an interrupt that arrived in one of these calls
 };
 thread_local Helped* helped = nullptr;
 
-// During the object's lifetime, the thread makes calls of the run.
+// Marks, during its lifetime, that the thread makes calls of a run.
 struct Helping {
   explicit Helping(Helped* now) : before(std::exchange(helped, now)) {}
   ~Helping() { helped = before; }

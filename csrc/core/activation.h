@@ -1,6 +1,6 @@
 // The arithmetic of expert_activation on one element, as one fixed sequence of IEEE operations, so that results do not
-// depend on a library's functions or on the device. The exception is fp64's gelu, which uses the library's erfc. Build
-// without contraction.
+// depend on a library's functions or on the device. The exception is fp64's gelu, which uses the library's erfc.
+// Compile without contraction of a * b + c.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ enum class Activation : int8_t {
   kClampedSwiglu,
 };
 
-// True if the kind takes gate and up, two values for one.
+// True if the kind takes two values, gate and up, for each result.
 constexpr bool is_gated(Activation kind) {
   return kind == Activation::kSwiglu || kind == Activation::kGeglu || kind == Activation::kGegluTanh ||
          kind == Activation::kClampedSwiglu;
@@ -36,8 +36,9 @@ struct SwigluClamp {
   S limit, alpha, up_offset;
 };
 
-// 1 + e^x: the bits of exp_in_fixed_steps(x) + 1 for every x except NaN, for which it is some number. It needs fewer
-// steps, because bits of e^x below the rounding of 1 do not matter: no second factor for subnormals, and none for NaN.
+// Returns 1 + e^x, with the bits of exp_in_fixed_steps(x) + 1 for every x except NaN, for which it is an arbitrary
+// number. It needs fewer steps, because bits of e^x that are lost in the sum do not matter: it handles neither
+// subnormals nor NaN.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   using Steps = ExpSteps<S>;
@@ -51,8 +52,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   const S twice = add_exact_product(p * (r * r) + r, S{2}, S{2});
-  // The lower bits of `shifted` are n; the shift removes its upper bits. The factors are 2 e^r and 2^(n - 1), because
-  // for the greatest x 2^n would overflow before the result does.
+  // The lower bits of `shifted` are n; the shift removes the upper bits. The factors are 2 e^r and 2^(n - 1), because
+  // 2^n would overflow for the greatest x although the result does not.
   using Unsigned = std::make_unsigned_t<Integer>;
   const Unsigned exponent = (bit_cast<Unsigned>(shifted) + static_cast<Unsigned>(Steps::kBias - 1)) << Steps::kMantissa;
   return add_exact_product(twice, bit_cast<S>(exponent), S{1});
@@ -69,7 +70,7 @@ struct NormalTail {
 };
 
 // The constants of gelu_tanh: 2 u = x (kLinear + kCubic x^2) for u = sqrt(2 / pi) (x + 0.044715 x^3). Past kSaturated
-// both e^(-2 u) and e^(2 u) are 0 even in fp64, and x^2 does not overflow before it.
+// e^(-2 |u|) is 0 even in fp64; up to there x^2 does not overflow.
 struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308, kCubic = 0.071354816272600254, kSaturated = 40.0;
 };
@@ -79,7 +80,7 @@ inline constexpr double kInverseSqrt2Pi = 0.39894228040143268, kMinusInverseSqrt
 template <typename S>
 using element_t = S;
 
-// In fp64, with the library's erfc.
+// The same in fp64, with the library's erfc.
 PYMOE_HOST_DEVICE PYMOE_INLINE double normal_cdf(double x, double& gauss) {
   gauss = exp_in_fixed_steps(x * x * -0.5);
   return 0.5 * erfc(x * kMinusInverseSqrt2);

@@ -36,7 +36,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V clamp_both(V x, S limit) {
   return low > limit ? V{} + limit : low;
 }
 
-// One result. Only gated kinds read `up`, only kClampedSwiglu reads `clamp`.
+// Returns one result. Only gated kinds read `up`, and only kClampedSwiglu reads `clamp`.
 template <Activation kind, typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V activate(V x, V up, const SwigluClamp<element_t<V>>& clamp) {
   if constexpr (kind == Activation::kSwiglu) {
@@ -58,7 +58,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V activate(V x, V up, const SwigluClamp<element_t
   }
 }
 
-// One gradient: of x (the gate, for gated kinds), and of up in `grad_up`.
+// Returns the gradient of x (of the gate, for gated kinds), and stores the gradient of up in `grad_up`.
 template <Activation kind, typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V differentiate(V grad, V x, V up, V& grad_up, const SwigluClamp<element_t<V>>& clamp) {
   using S = element_t<V>;

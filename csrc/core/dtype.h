@@ -1,8 +1,8 @@
-// Element types of tensors as the kernels see them: a tag, storage structs for the 16-bit floats, and the
-// conversions that both twins (host and device) share.
+// The kernels' element types: a tag, storage structs for 16-bit floats, and conversions that both twins (host and
+// device) share.
 //
 // Widening is exact and rounding is to nearest even; NaN stays NaN (with any payload), infinities and signed zeros stay
-// exact. A GPU has an instruction for each; everything else does the same in integer operations.
+// exact. A GPU has an instruction for each conversion; other processors do the same with integer operations.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(Float16 value) {
   if (magnitude >= 0x7c00u) {  // infinity or NaN: widen the exponent, keep the payload
     return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // fp32 holds every fp16 subnormal as a normal number. No operand below is subnormal, so a thread that flushes
+  // fp32 holds every fp16 subnormal as a normal number. None of the operands is subnormal, so a thread that flushes
   // subnormals to zero gets the same result.
   const float widened = magnitude < 0x400u ? static_cast<float>(magnitude) * bit_cast<float>(0x33800000u)  // * 2^-24
                                            : bit_cast<float>((magnitude << 13) + 0x38000000u);

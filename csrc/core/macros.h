@@ -1,4 +1,4 @@
-// Compiler spellings used by every layer. Nothing here depends on torch or Python.
+// Macros for compiler-specific syntax, used everywhere. Nothing here depends on torch or Python.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -7,7 +7,7 @@
 #define PYMOE_HOST_DEVICE
 #endif
 
-// Functions of the inner loops: inlined whatever the optimiser's size estimate says.
+// For functions of inner loops: always inlined, whatever the optimiser estimates.
 #define PYMOE_INLINE inline __attribute__((always_inline))
 
 #define PYMOE_RESTRICT __restrict__

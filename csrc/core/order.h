@@ -1,8 +1,8 @@
 // The order in which experts are chosen, on integers.
 //
 // order_key(x) is greater for values that are chosen first: numbers by value, -0 equal to +0, every NaN above all
-// numbers and equal to every other NaN. No value has the least integer as its key, so that key can mean "nothing yet".
-// 16-bit floats order as the float that they widen to. Ties between keys go to the lower index.
+// numbers and equal to every other NaN. The smallest integer is no value's key, so it can mean "nothing yet". 16-bit
+// floats are ordered by their values as float. Ties between keys go to the lower index.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace pymoe {
 
-// The key of elements whose sums are kept in S = float or double.
+// The type of keys for elements whose sums are kept in S = float or double.
 template <typename S>
 using order_key_t = std::conditional_t<sizeof(S) == 8, int64_t, int32_t>;
 
@@ -30,7 +30,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE order_key_t<S> order_key(S value) {
   return value != value ? kMagnitude : key;
 }
 
-// The value from which order_key made a key: exact, except that -0 comes back as +0 and a NaN loses its payload.
+// Inverts order_key: exact, except that -0 becomes +0 and a NaN loses its payload.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S value_of_key(order_key_t<S> key) {
   return bit_cast<S>(key < 0 ? key ^ std::numeric_limits<order_key_t<S>>::max() : key);

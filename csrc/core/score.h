@@ -12,7 +12,7 @@ namespace pymoe {
 
 enum class Score : int8_t { kSoftmax, kSigmoid };
 
-// Least divisor: smaller sums of chosen scores, and of sigmoid scores, are replaced by it.
+// Smallest divisor: it replaces smaller sums of chosen scores, and of sigmoid scores.
 inline constexpr double kScoreSumFloor = 1e-20;
 
 // Sums over experts run in this many interleaved lanes: lane i adds values i, i + 16, i + 32, ... in turn; then lanes
@@ -33,7 +33,7 @@ struct ExpSteps<float> {
   static constexpr int kBias = 127, kMantissa = 23;
   // Cephes' expf.
   static constexpr int kTerms = 6;
-  // A function: device code cannot address a static array of the host.
+  // This is a function, because device code cannot address a static array of the host.
   PYMOE_HOST_DEVICE static constexpr float polynomial(int i) {
     constexpr float kCoefficients[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                              4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -49,7 +49,7 @@ struct ExpSteps<double> {
   static constexpr double kLog2E = 1.44269504088896341;
   static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
   static constexpr int kBias = 1023, kMantissa = 52;
-  // Taylor: 1/13!, ..., 1/3!, 1/2!.
+  // Taylor coefficients 1/13!, ..., 1/3!, 1/2!.
   static constexpr int kTerms = 12;
   PYMOE_HOST_DEVICE static constexpr double polynomial(int i) {
     constexpr double kCoefficients[kTerms] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
@@ -59,8 +59,8 @@ struct ExpSteps<double> {
   }
 };
 
-// a * b + c for a product that needs no rounding: a fused multiply-add, which is one instruction on the GPU, then gives
-// the same bits as two operations.
+// Returns a * b + c, if the product is exact: then a fused multiply-add, one instruction on the GPU, gives the same
+// bits as two operations.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S add_exact_product(S a, S b, S c) {
 #if defined(__CUDA_ARCH__)
@@ -83,7 +83,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S exp_in_fixed_steps(S x) {
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
-  // 2^n in two factors: n reaches below the least normal exponent and above the greatest.
+  // 2^n in two factors, since n may lie outside the range of normal exponents.
   const Integer exponent = x == x ? static_cast<Integer>(n) : Integer{0};
   const Integer half = exponent >> 1;
   const S scale_a = bit_cast<S>((half + Steps::kBias) << Steps::kMantissa);
@@ -96,7 +96,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S sigmoid_in_fixed_steps(S x) {
   return S{1} / (exp_in_fixed_steps(-x) + S{1});
 }
 
-// The floor keeps a NaN.
+// Raises a sum to the floor; NaN stays NaN.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;

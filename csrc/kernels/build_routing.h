@@ -5,9 +5,9 @@
 //     token[slot[t, k]] = t;  token[s] = -1 for s >= offsets[E]
 //
 // If `foreign` is set, an expert of E or more belongs to another rank: such a choice gets slot -1 and counts for no
-// expert, and everything else is as if it did not exist. For any other expert outside [0, E) the CPU twin throws
-// std::out_of_range and leaves the outputs unspecified; the CUDA twin never throws for a value, and treats it as
-// foreign. Neither touches memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
+// expert, and nothing else changes. For any other expert outside [0, E) the CPU twin throws std::out_of_range and
+// leaves the outputs unspecified; the CUDA twin never throws for a value, and treats it as foreign. Neither touches
+// memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +22,12 @@ struct BuildRoutingArguments {
   int32_t* slot;         // (T, K)
   int32_t* token;        // (S,), S = T * K
   int32_t* offsets;      // (E + 1,)
-  int32_t* workspace;    // build_routing_workspace(...) values of any content
+  int32_t* workspace;    // build_routing_workspace(...) values; content irrelevant
   int64_t tokens;        // T
   int64_t choices;       // K
   int64_t num_experts;   // E
   int64_t capacity;      // at least 0; T * K or more drops nothing
-  bool foreign = false;  // experts of E or more are not an error
+  bool foreign = false;  // whether experts of E or more are allowed
 };
 
 struct CountedRoutingArguments : BuildRoutingArguments {  // int32 experts, all in [0, E); no workspace

@@ -1,9 +1,9 @@
 // Stable counting sort after the gate, on the GPU, in one launch.
 //
 // Choices are cut into tiles, one block each: the choices of one tile of the gate, or of several. The first row of a
-// tile for an expert follows from two numbers: the number of choices of the expert in all, and in earlier tiles.
-// The gate has counted both tile by tile (choice_counts.h). So every block adds up the gate's counts, instead of
-// counting all choices or needing a launch that does; the first block writes the sums, `load`.
+// tile for an expert follows from two counts of the expert's choices: in all tiles, and in earlier tiles. The gate has
+// counted both tile by tile (choice_counts.h). So every block adds up the gate's counts, instead of counting all
+// choices or needing a launch that does; the first block writes the sums, `load`.
 //
 // Sums are added in pairs in words of 32 bits: a group of threads has a tile's counts, four experts per thread, and
 // takes every groups-th tile; then a thread has four experts and adds the parts of the groups. The rest is as in
@@ -20,9 +20,9 @@ namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
-// Upper limit of blocks: each block reads all counts of the gate, so more blocks read more.
+// Largest number of blocks. Each block reads all of the gate's counts, so more blocks read more.
 constexpr int64_t kMostTiles = 128;
-constexpr int64_t kMostGroups = 32;  // counts that one thread adds
+constexpr int64_t kMostGroups = 32;  // most counts that one thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
 // With this limit every pack has a thread, and half of the warps are left for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
@@ -38,7 +38,7 @@ struct Sort {
   uint64_t reciprocal;  // 1 / choices per token, times 2^kShift, rounded up
   int rows, num_experts, capacity;
   int tiles, packs;  // tiles of the gate; packs per tile
-  int lanes_log2;    // the threads of a group: as many as packs, or up to twice as many; some then have no pack
+  int lanes_log2;    // log2 of threads per group: the number of packs, rounded up to a power of two
   int groups;        // number of groups of threads
   int each;          // tiles of the gate per block
   int tile;          // choices per block
@@ -55,7 +55,7 @@ struct Sort {
   PYMOE_HOST_DEVICE int parts() const { return 2 * groups * packs; }
 };
 
-// The number of choices of experts: in all, and in earlier tiles.
+// The number of each expert's choices: in all tiles, and in earlier tiles.
 struct Counts {
   Sums all{}, earlier{};
 
@@ -69,7 +69,8 @@ PYMOE_DEVICE int count_in(const Sums& sums, int i) {
   return static_cast<int>(i % 2 == 0 ? sums[i / 2] & 0xffffu : sums[i / 2] >> 16);
 }
 
-// Writes the group's part of the sums of the thread's pack; parts of all tiles precede those of earlier tiles.
+// Writes the group's part of the sums of the thread's pack: first the parts for all tiles, then those for earlier
+// tiles.
 PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   constexpr int kLoads = 8;
   const int thread = static_cast<int>(threadIdx.x), group = thread >> s.lanes_log2;
@@ -95,8 +96,8 @@ PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   parts[(s.groups + group) * s.packs + pack] = counts.earlier;
 }
 
-// Turns every warp's count of an expert's choices into the count of all earlier warps. Run by the threads from
-// `first` on.
+// Turns every warp's count of an expert's choices into the count of all earlier warps. The threads from `first` on run
+// it.
 PYMOE_DEVICE void sum_warps(int first, int experts, int32_t* of_warps) {
   for (int expert = static_cast<int>(threadIdx.x) - first; expert < experts; expert += kThreads - first) {
     int32_t counts[kWarps];
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
   auto* const of_warps = reinterpret_cast<int32_t*>(memory);
   int32_t* const limit = of_warps + kWarps * stride;
   int32_t* const first = limit + stride;
-  int32_t* const ends = first + stride;  // for the experts of a warp
+  int32_t* const ends = first + stride;  // of the experts, for each warp
   auto* const parts = reinterpret_cast<Sums*>(ends + kWarps);
 
   const int begin = static_cast<int>(blockIdx.x) * s.tile, end = min(begin + s.tile, s.rows);
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
       if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
       __syncwarp();
     }
-    if (i >= end) continue;  // no collective follows, and all lanes take part in the next round
+    if (i >= end) continue;  // safe: no collective follows in this round
     const bool kept = row < limit[expert];
     s.slot[i] = kept ? row : -1;
     if (kept) s.token[row] = s.token_of(i);

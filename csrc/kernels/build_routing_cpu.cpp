@@ -1,6 +1,6 @@
-// Three passes over blocks of choices, whose size depends only on the sizes: count the experts of each block, scan
-// the counts over (expert, block), then assign rows block by block. Within a block choices are visited in order,
-// and an expert's rows of an earlier block come first: stable, whichever thread runs which block.
+// Three passes over blocks of choices, cut by the input's sizes alone: count each block's choices per expert, scan the
+// counts over (expert, block), then assign rows block by block. Within a block choices are visited in order, and an
+// expert's rows of an earlier block come first: stable, whichever thread runs which block.
 #include <algorithm>
 #include <cstring>
 
@@ -12,7 +12,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// A block costs E counters in the scan; with 8 choices per counter the scan is a small part.
+// A block adds E counters to the scan, which stays cheap with 8 choices per counter.
 int64_t block_size(int64_t rows, int64_t num_experts) {
   return std::min(std::max<int64_t>(8192, 8 * num_experts), std::max<int64_t>(rows, 1));
 }
@@ -46,7 +46,7 @@ void place(const BuildRoutingArguments& a, int64_t begin, int64_t end, int32_t* 
   for (int64_t i = begin; i < end; ++i) {
     slots[i] = -1;
     const auto expert = experts[i];
-    if (expert < a.num_experts) {  // otherwise it is foreign
+    if (expert < a.num_experts) {  // otherwise the choice is foreign
       const int32_t row = next[expert];
       if (row < limits[expert]) {
         next[expert] = row + 1;

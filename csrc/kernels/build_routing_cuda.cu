@@ -32,22 +32,22 @@ namespace {
 
 constexpr const char* kName = "build_routing";
 constexpr int kMostWarps = 32;
-constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16, because counts have 16 bits there
-constexpr int kOneLaunchWarps = 16;                    // fewer warps take too long to count everything
+constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16, because this variant's counts have 16 bits
+constexpr int kOneLaunchWarps = 16;                    // fewer warps would take too long to count all choices
 
-// The cut of the choices; a function of the sizes only.
+// How choices are cut into tiles, which depends only on the sizes.
 struct Plan {
-  bool in_shared;  // the blocks' counters are in shared memory
+  bool in_shared;  // true if the blocks' counters are in shared memory
   bool one_launch;
   int warps;       // per block
-  int64_t rounds;  // of 32 choices per warp
-  int64_t tiles;   // which are also the blocks
+  int64_t rounds;  // rounds of 32 choices per warp
+  int64_t tiles;   // number of tiles, and so of blocks
 
   int64_t tile() const { return warps * rounds * kWarp; }
   int64_t counters(int64_t experts) const { return (warps + 2) * experts; }  // per block
 };
 
-constexpr int64_t kScanWords = kMostWarps;  // words before the counters in shared memory
+constexpr int64_t kScanWords = kMostWarps;  // words for the scan, before the counters in shared memory
 constexpr int64_t kSharedWords = kMostSharedBytes / static_cast<int64_t>(sizeof(int32_t)) - kScanWords;
 
 Plan make_plan(int64_t rows, int64_t experts) {
@@ -57,8 +57,8 @@ Plan make_plan(int64_t rows, int64_t experts) {
   plan.one_launch = plan.in_shared && plan.warps >= kOneLaunchWarps && rows <= kOneLaunchRows;
   plan.rounds = 1;
   if (!plan.one_launch) {
-    // Every block reads the histograms of all tiles, so there are fewer tiles if there are many experts. Counters in
-    // the workspace must pay off: there are at least 8 choices per expert and tile.
+    // Every block reads all tiles' histograms, so many experts call for fewer tiles. Counters in the workspace pay off
+    // only with at least 8 choices per expert and tile.
     const int64_t most_tiles = std::clamp<int64_t>((int64_t{64} << 10) / experts, 32, 128);
     const int64_t fewest = plan.in_shared ? 2 * plan.warps * kWarp : 8 * experts;
     plan.rounds = ceil_div(std::max(fewest, ceil_div(rows, most_tiles)), plan.warps * kWarp);
@@ -70,7 +70,7 @@ Plan make_plan(int64_t rows, int64_t experts) {
 // The expert of a choice, or -1 if it names none.
 template <typename Index>
 PYMOE_DEVICE int expert_of(Index named, int experts) {
-  using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // a negative index is a large one
+  using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // negative indices become large ones
   return static_cast<Unsigned>(named) < static_cast<Unsigned>(experts) ? static_cast<int>(named) : -1;
 }
 
@@ -87,12 +87,12 @@ struct Tile {
 
 // --- the number of choices of an expert: in all, and before this tile ---
 
-// The increment of a count for a choice: one in all, in the low half of a word, and one in the high half if it lies in
-// an earlier tile.
+// The increment for a choice: 1 in the low half of the word (all tiles), and 1 in the high half if it lies in an
+// earlier tile.
 PYMOE_DEVICE unsigned count_of(int choice, int tile_begin) { return choice < tile_begin ? 0x10001u : 1u; }
 
-// Adds choices to a column of counts, `stride` bytes from expert to expert. There is no branch: a choice without an
-// expert is counted before the column, where the scan has its words later.
+// Adds choices to a column of counts, `stride` bytes from expert to expert. To avoid a branch, a choice without an
+// expert is counted in front of the column, in words that only the scan uses, later.
 template <typename Index, int kCount>
 PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count, int experts, int stride,
                                 unsigned char* column) {
@@ -102,8 +102,8 @@ PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count
   }
 }
 
-// total[e], before[e] of all choices, of which there are at most kOneLaunchRows. `scratch` holds experts * warps words.
-// A tile begins at a multiple of a pack.
+// Computes total[e] and before[e] from all choices, at most kOneLaunchRows. `scratch` holds experts * warps words. A
+// tile begins at a multiple of a pack.
 template <typename Index>
 PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int tile_begin, int experts, int32_t* scratch,
                             int32_t* total, int32_t* before) {
@@ -147,7 +147,7 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   __syncthreads();
 }
 
-// The same from the histograms of all tiles. Warp w sums tiles w, w + warps, w + 2 * warps, ...
+// Computes the same from all tiles' histograms. Warp w sums tiles w, w + warps, w + 2 * warps, ...
 PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64_t tiles, int64_t tile, int experts,
                                  int32_t* total, int32_t* before) {
   constexpr int kLoads = 4;
@@ -206,7 +206,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
 
 // Turns every warp's count of an expert's choices into the warp's first row for that expert.
 PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
-  constexpr int kAtOnce = 4;  // counts read together: a read waits for an earlier write. Divides the warps
+  constexpr int kAtOnce = 4;  // counts read at once, before a write. Divides the warps
   const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;
   for (int64_t expert = threadIdx.x; expert < experts; expert += threads) {
     int32_t row = first[expert];
@@ -226,7 +226,7 @@ PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_
 
 // --- the kernels ---
 
-// The memory of a block's counters.
+// Returns the memory of a block's counters.
 template <bool kInShared>
 PYMOE_DEVICE int32_t* block_counters(int32_t* shared, int32_t* workspace, int64_t tiles, int64_t words, int experts) {
   if constexpr (kInShared) return shared;
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   }
 }
 
-// One block per multiprocessor is enough, and is declared: otherwise ptxas makes room for two on sm_80, and spills.
+// Declares that one block per multiprocessor is enough: otherwise ptxas makes room for two on sm_80, and spills.
 template <typename Index, bool kInShared, bool kOneLaunch>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     place_kernel(const Index* PYMOE_RESTRICT named, int32_t* slot, int32_t* token, int32_t* offsets, int32_t* workspace,
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     __syncwarp(kFullWarp);
     if (expert >= 0 && rank == 0) of_warp[expert] += __popc(same);
     __syncwarp(kFullWarp);
-    if (i >= rows) continue;  // no collective follows, and all lanes take part in the next round
+    if (i >= rows) continue;  // safe: no collective follows in this round
     const bool kept = expert >= 0 && row < limit[expert];
     slot[i] = kept ? row : -1;
     if (kept) token[row] = static_cast<int32_t>(static_cast<uint32_t>(i) / static_cast<uint32_t>(choices));

@@ -10,12 +10,12 @@ struct ChoiceCounts {
   uint16_t* values = nullptr;  // (tiles, stride)
   int64_t tiles = 0;
   int64_t tokens = 0;  // tokens per tile; fewer in the last one
-  int64_t stride = 0;  // the number of experts, rounded up to kCountPack; the surplus is zero
+  int64_t stride = 0;  // number of experts, padded with zeros to a multiple of kCountPack
 
   static constexpr int64_t kCountPack = 4;  // loaded at once
   // An expert has at most one choice per token: with at most this many tokens every sum of counts fits into 16 bits.
   static constexpr int64_t kMostTokens = 65535;
-  static constexpr int64_t kMostExperts = 1024;  // build_routing can keep counters of so many in shared memory
+  static constexpr int64_t kMostExperts = 1024;  // build_routing's shared memory has room for their counters
 
   int64_t size() const { return tiles * stride; }
 };

@@ -3,8 +3,8 @@
 //     out[t] = round(sum over k, in order, of weights[t, k] * y[slot[t, k]])
 //
 // Sums are kept in fp32 (fp64 for fp64) and start at +0; product and addition are rounded separately; a choice with
-// slot -1 adds nothing. Every element has this one order, so a result depends neither on the instruction set nor on
-// the number of threads. One pass: K rows are read and one is written, no (T, K, H) temporary.
+// slot -1 adds nothing. The order is the same for every element, so a result depends neither on the instruction set nor
+// on the number of threads. One pass: K rows are read and one is written, no (T, K, H) temporary.
 //
 // combine_backward, in one pass over y and grad:
 //
@@ -20,7 +20,7 @@
 // a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). For any slots and
 // *used, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
 // below *used that no slot names is not written. A row that two slots name gets a gradient of either (on the GPU the
-// elements of such a row may come from both). A row from *used on is 0 even if a slot names it. Row offsets are
+// elements of such a row may come from both). Rows from *used on are 0 even if a slot names them. Row offsets are
 // 64-bit. There is no workspace.
 #pragma once
 
@@ -37,7 +37,7 @@ struct CombineInput {
   const void* weights;  // (T, K) in accumulate type, or null: every weight is one; read by the backward for dy only
   int64_t tokens;       // T
   int64_t choices;      // K
-  int64_t rows;         // S, T * K or any other number
+  int64_t rows;         // S; T * K or any other number
   int64_t hidden;       // H
   DType dtype;          // dtype of everything except weights and dweights
 };

@@ -9,7 +9,7 @@
 // alignment of the tensors, so a result depends on neither grid nor address.
 //
 // Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 144 bytes
-// in flight each are 72 KB per SM, and as much again to be stored; some 25 KB are needed (combine_cuda.cu). Up to two
+// in flight per thread are 72 KB per SM, and as much again to store; some 25 KB are needed (combine_cuda.cu). Up to two
 // and up to four choices have separate kernels, with fewer loads per thread and more blocks. An element costs six to
 // seven instructions per choice (bf16 on sm_90), half of what the SMs can issue meanwhile.
 #include <algorithm>
@@ -22,12 +22,12 @@
 namespace pymoe::cuda {
 namespace {
 
-// The number of choices that fit into the registers at once.
+// The number of choices whose values fit into the registers at once.
 template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
-// A chunk of a row, by accesses of kBytes. If these are narrower than the chunk, the row may end within it, and `count`
-// elements are touched.
+// A chunk of a row, moved by accesses of kBytes. If these are narrower than the chunk, the row may end within it, and
+// only `count` elements are touched.
 template <int kBytes, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
@@ -63,14 +63,14 @@ PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
   return values[0];
 }
 
-// The sums that a lane holds in the end: none, or `count` from `first` on.
+// The sums that a lane holds in the end: `count` sums from number `first` on, or none.
 struct Held {
   int first, count;
 };
 
-// Adds each of kCount sums over the `lanes` of a group in a warp, by the lane bits from the highest down. As long as a
-// lane has several, it gives half of them to its partner and gets the partner's other half: 9 shuffles for 8 sums over
-// 32 lanes, compared with 40 for 8 sums one by one. The sums that the lane holds in the end come first in `sums`.
+// Adds each of kCount sums over the `lanes` of a group in a warp, by the lane bits from the highest down. While a lane
+// has several sums, it swaps half of them for its partner's other half: 9 shuffles for 8 sums over 32 lanes, compared
+// with 40 for 8 sums one by one. The sums that the lane holds in the end come first in `sums`.
 template <typename S, int kCount>
 PYMOE_DEVICE Held add_lanes(S (&sums)[kCount], int lane, int lanes) {
   int bit = lanes / 2, count = kCount;
@@ -101,7 +101,7 @@ struct Rows {
   T* PYMOE_RESTRICT dy;                      // or null
   accumulate_t<T>* PYMOE_RESTRICT dweights;  // or null
   int64_t tokens, choices, rows, hidden;
-  int64_t row_chunks;  // the last may be partial
+  int64_t row_chunks;  // chunks per row; the last may be partial
   int group;           // threads per token
 };
 
@@ -118,7 +118,7 @@ PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int32_t used, int 
   }
 }
 
-// Blocks per multiprocessor: as many registers per thread as keep everything out of local memory.
+// Blocks per multiprocessor; few enough that threads have registers for all values, without local memory.
 template <typename T, int kBytes, int kAtOnce>
 inline constexpr int kResident = kAtOnce <= 2                                    ? 4
                                  : kAtOnce <= 4 && sizeof(T) < 8 && kBytes == 16 ? 3
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
       Chunk<T> of_y[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // If there is nothing to read, grad again: a load behind a branch would not be issued with the others.
+        // Reads grad again if there is nothing to read: a load behind a branch would not be issued with the others.
         const T* const from = with_weights && row[k] >= 0 ? a.y + static_cast<uint32_t>(row[k]) * a.hidden : grad;
         of_y[k] = load_chunk<kBytes>(from + column, count);
       }
@@ -164,15 +164,14 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
       widen(of_grad, g);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // The sum of products is computed even if it does not count: with a branch the compiler would put its load
-        // behind it.
+        // Computes the sum even if it is not used: with a branch, the compiler would move the load behind it.
         S products[kChunk<T>];
         widen(of_y[k], products);
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) products[i] = g[i] * products[i];
         const S sum = sums[k] + tree_sum(products);
         sums[k] = row[k] >= 0 ? sum : sums[k];
-        if (row[k] < 0 || row[k] >= used) continue;  // without dy none is used
+        if (row[k] < 0 || row[k] >= used) continue;  // without dy, `used` is 0
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) products[i] = weight[k] * g[i];
         store_chunk<kBytes>(a.dy + static_cast<uint32_t>(row[k]) * a.hidden + column, narrow<T>(products), count);
@@ -181,8 +180,8 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
     if (!with_weights) continue;
 
     const Held held = add_lanes(sums, lane % kWarp, min(a.group, kWarp));
-    // Two halves of shared memory alternate: the barrier of the next round lies between this round's readers and the
-    // writers after it.
+    // Rounds alternate between two halves of shared memory: the next round's barrier separates this round's reads from
+    // later writes.
     S* const of_block = shared_sums + (round % 2) * kWarps * kAtOnce;
     const int warp = static_cast<int>(threadIdx.x) / kWarp, warps = a.group / kWarp;
 #pragma unroll

@@ -13,7 +13,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// The least number of tokens per thread: some 64 KiB of traffic.
+// The minimum number of tokens per thread, with some 64 KiB of traffic.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
 }
@@ -26,8 +26,8 @@ int64_t grain(int64_t choices, int64_t row_bytes) {
 
 namespace pymoe::cpu {
 
-// Stores go through the caches. The system has just cleared new memory in the caches, so stores that bypass them, as in
-// dispatch, were no faster here.
+// Stores go through the caches: stores that bypass them, as in dispatch, were no faster here, because the system has
+// just cleared new memory in the caches.
 void combine(const CombineArguments& a) {
   if (a.tokens == 0) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);

@@ -2,7 +2,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// total += weight * value, product and addition rounded separately; just value if there are no weights.
+// total += weight * value, product and addition rounded separately; adds just the value if there are no weights.
 template <bool kWeighted, typename Vector, typename Scalar>
 PYMOE_INLINE Vector accumulate(Vector total, Scalar weight, Vector value) {
   if constexpr (kWeighted) {
@@ -20,8 +20,8 @@ struct Choices {
   int64_t count;
 };
 
-// `next` are the rows of the following token: 16-bit rows gain from being prefetched, because converting
-// a block of them takes longer than loading it; wider rows do not.
+// `next` are the next token's rows, which are prefetched if they are 16-bit: converting a block of these takes longer
+// than loading it. Wider rows do not gain.
 template <typename T, bool kWeighted>
 PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* out, int64_t hidden) {
   constexpr int kVectors = 4, kBlock = kVectors * kStep<T>;
@@ -79,7 +79,7 @@ PYMOE_INLINE void combine_tokens(const CombineArguments& a, int64_t begin, int64
   }
 }
 
-// Tokens [begin, end), at least one. `scratch` has room for 2 K pointers and as many doubles.
+// Computes tokens [begin, end), at least one. `scratch` has room for 2 K pointers and as many doubles.
 inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end, void* scratch) {
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     if (a.weights != nullptr) {
@@ -90,7 +90,7 @@ inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end,
   });
 }
 
-// One choice: dy = weight * grad if kRows, and the inner product of grad and y if kWeights.
+// Handles one choice: dy = weight * grad if kRows, and the inner product of grad and y if kWeights.
 template <typename T, bool kRows, bool kWeights>
 PYMOE_INLINE accumulate_t<T> combine_backward_row(const T* grad, const T* y, accumulate_t<T> weight, T* dy,
                                                   int64_t hidden) {

@@ -3,11 +3,11 @@
 // before it uses the first, adds them in the order of the choices, and stores once. Threads share nothing,
 // so there is no barrier and no temporary. The order of every sum, and so every bit, is the same as in the CPU twin.
 //
-// The bytes decide: (S + T) rows move, each once (528 MB for T 4096, K 8, H 7168 in bf16). To keep an H200's memory
-// busy some 25 KB must be in flight in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
+// Memory traffic is the limit: (S + T) rows move, each once (528 MB for T 4096, K 8, H 7168 in bf16). To keep an H200's
+// memory busy some 25 KB must be in flight in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
 // 128 bytes per thread, and 80 registers at most let three blocks of 256 threads share an SM: 96 KB. (nvcc 13 needs 72
-// for bf16 on sm_80, 90 and 100: there a fourth block of 224 threads fits, as H 7168 makes them.) Up to two and up
-// to four choices have separate kernels, with fewer loads per thread and more blocks.
+// for bf16 on sm_80, 90 and 100: there a fourth block of 224 threads fits, as H 7168 makes them.) Up to two and up to
+// four choices have separate kernels, with fewer loads per thread and more blocks.
 //
 // An element costs four to five instructions per choice, three of which are inevitable (widen, multiply, add): a third
 // of what the SMs can issue in the time that the memory takes. So there is no branch between the choices: a choice
@@ -20,14 +20,14 @@
 namespace pymoe::cuda {
 namespace {
 
-// `kAtOnce` choices of a token: their rows of y, or -1 if there is nothing to add.
+// Up to kAtOnce choices of a token: their rows of y, or -1 for those with nothing to add.
 template <typename S, int kAtOnce>
 struct Choices {
   int32_t row[kAtOnce];
-  S weight[kAtOnce];  // 0 if there is nothing to add: an infinite weight times 0 would be NaN
+  S weight[kAtOnce];  // 0 if nothing is added: infinity times 0 would be NaN
 };
 
-// Choices from `begin` on. Reads no slot past the token's last.
+// Reads the choices from `begin` on, but no slot past the token's last.
 template <typename S, int kAtOnce>
 PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, const S* weights, int64_t begin,
                                int64_t choices, int64_t rows) {
@@ -51,7 +51,7 @@ inline constexpr int kResident = kAtOnce <= 2   ? 5
                                  : kAtOnce <= 4 ? 4
                                                 : 3;
 
-// kInRounds: there are more choices than kAtOnce, so slots and weights are read again for every column.
+// kInRounds: tokens have more choices than kAtOnce, so slots and weights are read again for every column.
 template <typename T, int kBytes, int kAtOnce, bool kInRounds>
 __global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,

@@ -7,7 +7,7 @@
 // *used that no slot names is not written.
 //
 // Source-major: a token's row is read once and written K times, so a call moves (T + S) * row_bytes bytes. Rows are
-// opaque bytes; any dtype is served by one kernel. Row offsets are 64-bit.
+// opaque bytes, so one kernel serves any dtype. Row offsets are 64-bit.
 //
 // `slot` must hold -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range otherwise; the CUDA twin
 // skips such a choice. *used is clamped to [0, S]; an unused row is zero even if a slot names it. Neither

@@ -13,9 +13,9 @@ namespace pymoe::cpu {
 namespace {
 
 // Rows of an output that is larger than the caches are stored with non-temporal stores: a cached store would first read
-// the line that it overwrites, which is half as much traffic again.
+// the line that it overwrites, which adds half as much traffic.
 #if defined(__SSE2__)
-// Outputs from this size on are streamed: they would evict everything else from a last-level cache.
+// Outputs of at least this size are streamed, since they would evict everything else from a last-level cache.
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;
 
 bool can_stream(const void* base, int64_t row_bytes, int64_t total_bytes) {

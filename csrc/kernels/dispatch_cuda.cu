@@ -4,9 +4,9 @@
 // words, so every store of a warp is 512 contiguous bytes. A block has as many groups as 256 threads hold; the group is
 // fitted to the row, so that H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
 //
-// With K = 8 the bytes written exceed those read 8 to 1: stores must be wide and never wait. A
-// token's slots are therefore read once per thread, 8 at a time, together with the row. If input and output together
-// are larger than a GPU's L2 the stores are streaming: later reads would not find them there anyway.
+// With K = 8, eight times as many bytes are written as read, so stores must be wide and never wait. A token's slots are
+// therefore read once per thread, 8 at a time, together with the row. If input and output together are larger than a
+// GPU's L2 the stores are streaming: later reads would not find them there anyway.
 //
 // The same threads then clear the rows from *used on, a share each: nothing if no choice was dropped, and with the
 // bandwidth of the whole GPU if many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
@@ -44,7 +44,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   }
 }
 
-// The number of the words 0, group, 2 * group, ... that are among the first `left`, kUnroll at most.
+// Counts those of the words 0, group, 2 * group, ... that are among the first `left`; at most kUnroll.
 PYMOE_DEVICE int words_left(int64_t left, int group) {
   int count = 0;
 #pragma unroll
@@ -102,11 +102,11 @@ template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
   using Word = word_of_bytes<kBytes>;
   Shape shape{a.tokens, a.choices, a.rows, a.row_bytes / kBytes, 0, 0, 0};
-  // Use few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
+  // Uses few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
   const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));
-  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);  // without tokens there may still be rows to clear
+  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);  // even without tokens, there may be rows to clear
   shape.groups = static_cast<int>(std::min<int64_t>(kThreads / shape.group, tokens));
   launch("dispatch", dispatch_kernel<Word, kStreaming>,
          {ceil_div(tokens, shape.groups) * shape.stretches, shape.groups * shape.group}, stream, a.x, a.slot, a.used,

@@ -1,4 +1,4 @@
-// expert_activation: the element-wise middle of an expert, fused forward and fused backward.
+// expert_activation: the element-wise function between an expert's two products, in fused forward and backward kernels.
 //
 //     swiglu   h (S, 2F) = [gate | up]    out = silu(gate) * up          silu(x) = x / (1 + e^-x)
 //     gelu     h (S, F)                   out = h * Phi(h)               Phi: the normal distribution function
@@ -35,8 +35,8 @@ struct ExpertActivationArguments {
   int64_t features;  // F
   Activation kind;
   DType dtype;
-  SwigluClamp<double> clamp{};  // the clamp of the clamped swiglu, and
-  bool interleaved = false;     // whether its gate and up are interleaved
+  SwigluClamp<double> clamp{};  // parameters of the clamped swiglu
+  bool interleaved = false;     // whether gate and up of the clamped swiglu are interleaved
 };
 
 // The parameters in the type of the kernel's computation.

@@ -10,7 +10,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// body(row, first, count) over strips of rows that together cover the (rows, features) output. Without a gate the
+// Calls body(row, first, count) for strips of rows that together cover the (rows, features) output. Without a gate the
 // rows are consecutive and form one long row.
 template <typename Body>
 void for_each_strip(int64_t rows, int64_t features, bool gated, const Body& body) {

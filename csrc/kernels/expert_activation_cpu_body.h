@@ -45,7 +45,7 @@ void differentiate_strip(const T* grad, const T* x, const T* up, T* grad_x, T* g
   });
 }
 
-// Gate and up of `pairs` interleaved pairs: separated, and joined again, in pieces that stay in the first cache.
+// Separates gate and up of interleaved pairs, and joins them again, in pieces that stay in the first-level cache.
 inline constexpr int64_t kPairs = 512;
 
 template <Activation kind, typename T>

@@ -7,10 +7,10 @@
 // partial; with one, a chunk never crosses from gate to up. If the tensors or F do not allow accesses of 16 bytes,
 // elements are moved one by one.
 //
-// A swiglu element costs 38 instructions (counted in sm_90's code for bf16; 24 are e^x, ten the division), and its
-// share of a thread's fixed work seven more. That is a few more than an H200's multiprocessors can issue while its six
-// bytes pass. Therefore one_plus_exp omits what 1 + e^x cannot show, products and sums are fused if no bit
-// depends on it, and a row is found without a division.
+// A swiglu element costs 38 instructions (counted in sm_90's code for bf16; 24 for e^x, ten for the division), and
+// seven more for its share of a thread's fixed work. That is a few more than an H200's multiprocessors can issue while
+// its six bytes pass. Therefore one_plus_exp omits steps that do not affect 1 + e^x, products and sums are fused if no
+// bit depends on it, and a row is found without a division.
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
@@ -26,14 +26,14 @@ namespace {
 constexpr int kShare = 2;  // chunks per thread
 constexpr int kInverseBits = 24;
 
-// The assignment of chunks of rows to threads.
+// How chunks of rows are assigned to threads.
 struct Strips {
   int64_t rows, features;  // of the output
   bool whole;              // true if a chunk is one access
   int step;                // distance between elements of gate: 2 if gate and up are interleaved
   uint32_t tiles;          // number of blocks that share a row; more than one only if a block has one row
   RowGroup group;
-  uint32_t inverse;  // 2^24 over the threads of a row, rounded up: a thread finds its row by a product, not a division
+  uint32_t inverse;  // ceil(2^24 / threads per row): finds a thread's row without a division
   int64_t blocks;
 
   PYMOE_DEVICE int64_t to_up() const { return step == 1 ? features : 1; }  // distance from gate to up
@@ -42,8 +42,8 @@ struct Strips {
 // A thread's chunks, with `stride` elements from one to the next.
 template <typename T>
 struct Place {
-  int64_t row, column;  // of the first chunk
-  int stride, rest;     // rest: elements from `column` to the row's end, as far as the thread's chunks could reach
+  int64_t row, column;  // row and column of the first chunk
+  int stride, rest;     // rest: elements from `column` to the row's end, within the thread's reach
   bool whole;           // true if every chunk is one access
 
   PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
@@ -60,7 +60,7 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   place.column = static_cast<int64_t>(tile) * kShare * place.stride + lane * kChunk<T>;
   const int64_t rest = place.row < s.rows ? s.features - place.column : 0;
   place.rest = static_cast<int>(min(rest, static_cast<int64_t>(kShare) * place.stride));
-  // Gate and up are whole chunks if they may be moved by one access at all; one long row may end within a chunk.
+  // Gate and up consist of whole chunks if one access may move a chunk; one long row may end within a chunk.
   place.whole = s.whole;
 #pragma unroll
   for (int j = 0; j < (kGated ? 0 : kShare); ++j) {
@@ -69,7 +69,7 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   return place;
 }
 
-// Loads chunks from number `first` on, of those that begin at `from`, with zeros past the row's end. All loads are
+// Loads chunks, from number `first` of those that begin at `from` on, with zeros past the row's end. All loads are
 // issued together.
 template <bool kWhole, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
@@ -102,8 +102,8 @@ PYMOE_DEVICE void store_chunk(T* to, const Place<T>& place, int j, int step, con
   }
 }
 
-// f(kWhole, kCount, first): a thread's chunks, all together if they are whole, otherwise one by one. This is decided
-// once: code for both cases would build each chunk from elements, with an instruction or two for each.
+// Calls f(kWhole, kCount, first) for a thread's chunks: once for all if they are whole, otherwise for each. The branch
+// is outside of f: code for both cases would build each chunk from elements, with an instruction or two for each.
 template <typename T, typename F>
 PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
   if (place.whole) return f(std::true_type{}, std::integral_constant<int, kShare>{}, 0);
@@ -194,11 +194,11 @@ Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActi
   }
   const int64_t row_bytes = gated ? features * static_cast<int64_t>(sizeof(T)) : 16;
   const int64_t chunks = ceil_div(features, kChunk<T>);
-  const bool shared = chunks > kShare * kRowThreads;  // a row has several blocks
+  const bool shared = chunks > kShare * kRowThreads;  // true if several blocks share a row
   const int64_t tiles = shared ? ceil_div(chunks, kShare * kRowThreads) : 1;
   const RowGroup group = shared ? RowGroup{kRowThreads, 1} : group_for(chunks, kShare);
   const bool whole = !a.interleaved && widest_access(addresses, row_bytes) == 16;
-  // If `tiles` does not fit, there are too many blocks, and the launch reports it.
+  // If `tiles` overflows, there are too many blocks, which the launch reports.
   return {rows,
           features,
           whole,

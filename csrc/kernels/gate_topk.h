@@ -6,9 +6,9 @@
 // are computed in the fixed steps of core/score.h. In both cases `experts` and `load` are exact, for every instruction
 // set and any number of threads; weights agree with the reference within a few ulp.
 //
-// The backward recomputes scores from the logits. It trusts no index: at an expert outside [0, E) the CPU twin throws
-// std::out_of_range; the CUDA twin continues as if that choice had not been made. Neither touches memory outside. A NaN
-// logit gets a NaN gradient, and with softmax makes all gradients of its token NaN.
+// The backward recomputes scores from the logits. It trusts no index: for an expert outside [0, E) the CPU twin throws
+// std::out_of_range, and the CUDA twin ignores the choice. Neither touches memory outside the tensors. A NaN logit gets
+// a NaN gradient, and with softmax makes all gradients of its token NaN.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct GateTopkArguments {
   // Only for the CUDA twin. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
   int64_t most_blocks = 0;    // blocks in the grid; 0: the twin chooses
-  ChoiceCounts counts{};      // if it has memory, written instead of `load`, whose memory then need not be cleared
+  ChoiceCounts counts{};      // if it has memory, written in place of `load`, which need not be cleared then
 
   PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
 };
@@ -56,7 +56,7 @@ struct GateTopkBackwardArguments {
   int64_t tokens;
   int64_t num_experts;
   int64_t choices;        // K >= 1
-  bool chosen_on_logits;  // the best expert is chosen, so renormalising needs no floor and no full softmax
+  bool chosen_on_logits;  // true: the best expert is chosen, so renormalising needs no floor or full softmax
   GateOptions options;
   void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, for the CUDA twin
   bool narrow = false;        // logits are float32, and gradients are rounded to bf16 for a later product

@@ -19,7 +19,7 @@ struct ChosenScratch {
   S* scores;  // (E,)
   S* grad;    // (E,)
   S* chosen;  // (K,) scores of the chosen
-  S* delta;   // (K,) their gradients
+  S* delta;   // (K,) gradients of these scores
 };
 
 // Turns gradients of the weights into gradients of the chosen scores, in place; returns sum_c s d.

@@ -18,12 +18,12 @@ namespace {
 constexpr const char* kName = "gate_topk_backward";
 constexpr int kThreads = 256;
 constexpr int kLanes = kSumLanes;   // per token
-constexpr int kValuesOfChoice = 3;  // buffered values: score, gradient, a term of a sum
+constexpr int kValuesOfChoice = 3;  // buffered values per choice: score, gradient, a term of a sum
 
 // The layout of a launch's memory.
 struct Layout {
   void* rows;   // the buffers, one block after the other; null: they are in shared memory
-  bool packed;  // rows of a block begin at multiples of 16 bytes
+  bool packed;  // true if a block's rows begin at multiples of 16 bytes
 };
 
 // One token, held by a group of lanes. Lane l owns elements l + n * kLanes of the row and of the choices.
@@ -59,21 +59,21 @@ class Token {
   PYMOE_DEVICE bool inside(int32_t expert) const { return expert >= 0 && expert < a_.num_experts; }
   PYMOE_DEVICE S logit(int64_t expert) const { return to_accumulate(row_[expert]); }
 
-  // f(choice) for the choices of this lane.
+  // Calls f(choice) for the choices of this lane.
   template <typename F>
   PYMOE_DEVICE void each_own_choice(const F& f) const {
     for (int64_t j = lane(); j < a_.choices; j += kLanes) f(j);
   }
 
-  // f(element) for the elements of this lane.
+  // Calls f(element) for the elements of this lane.
   template <typename F>
   PYMOE_DEVICE void each_own_element(const F& f) const {
 #pragma unroll 4
     for (int64_t i = lane(); i < a_.num_experts; i += kLanes) f(i);
   }
 
-  // Writes the gradients of the chosen experts, f(choice), over the values that their lane has written there. If
-  // experts are equal, which only a caller's mistake can cause, the last one stays.
+  // Replaces the gradients of the chosen experts, in the lanes that wrote them, by f(choice). If experts are equal,
+  // which only a caller's mistake can cause, the last one stays.
   template <typename F>
   PYMOE_DEVICE void replace_chosen(const F& f) const {
     for (int64_t j = 0; j < a_.choices; ++j) {
@@ -108,7 +108,7 @@ class Token {
     return sum_of_terms();
   }
 
-  // Renormalised, and the best expert is among the chosen: the gradient is 0 except for the chosen.
+  // The case of a renormalised softmax with the best expert among the chosen: other experts' gradients are 0.
   PYMOE_DEVICE void chosen_softmax_backward() {
     int64_t first = 0;
     while (first < a_.choices && !inside(experts_[first])) ++first;
@@ -169,7 +169,7 @@ class Token {
   const S* const grad_weights_;
   S* const grad_;    // (E,) the gradients to be written
   S* const chosen_;  // (K,) scores of the chosen
-  S* const delta_;   // (K,) their gradients
+  S* const delta_;   // (K,) gradients of these scores
   S* const terms_;   // (K,)
 };
 
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads)
   S* const rows = layout.rows == nullptr
                       ? memory
                       : static_cast<S*>(layout.rows) + blockIdx.x * tokens * (a.num_experts + of_choices);
-  // Groups past the last token repeat it without writing: the warp's collectives need all lanes.
+  // Groups past the last token repeat that token without writing, because the warp's collectives need all lanes.
   Token<T>(a, min(token, a.tokens - 1), rows + slot * a.num_experts, rows + tokens * a.num_experts + slot * of_choices)
       .backward();
   __syncthreads();

@@ -14,13 +14,13 @@
 namespace pymoe::cpu {
 namespace {
 
-// For many choices: sorts (key, column) pairs partially, and writes value and column of the best `choices`, at
-// distances of `stride`.
+// For many choices: sorts (key, column) pairs partially, and writes values and columns of the best `choices`, `stride`
+// apart.
 template <typename S>
 struct KeyedColumn {
   order_key_t<S> key;
   order_key_t<S> column;
-  friend bool operator<(const KeyedColumn& a, const KeyedColumn& b) {  // is a chosen before b?
+  friend bool operator<(const KeyedColumn& a, const KeyedColumn& b) {  // true if a is chosen before b
     return a.key != b.key ? a.key > b.key : a.column < b.column;
   }
 };
@@ -38,7 +38,7 @@ void select_sorted(const S* row, int64_t size, int64_t choices, int64_t stride, 
   }
 }
 
-constexpr int64_t kTile = 16;  // the largest number of tokens that any instruction set takes at once
+constexpr int64_t kTile = 16;  // most tokens that any instruction set takes at once
 
 struct alignas(64) Line {
   unsigned char bytes[64];
@@ -53,9 +53,9 @@ int64_t scratch_bytes(const GateTopkArguments& a) {
 }  // namespace
 }  // namespace pymoe::cpu
 
-// The empty lanes of tiles of 16 tokens cost more than tiles of 8 would cost in instructions: over ten shapes on a Zen
-// 5, interleaved on the same memory, v4 took 0.92 to 1.18 times as long as v3, with a median of 1.03 (groups of 24
-// experts 1.18, E256 K8 1.10, E64 K2 1.11, E160 in groups 0.92).
+// Tiles of 16 tokens lose more to empty lanes than they save in instructions, compared with tiles of 8: over ten shapes
+// on a Zen 5, interleaved on the same memory, v4 took 0.92 to 1.18 times as long as v3, with a median of 1.03 (groups
+// of 24 experts 1.18, E256 K8 1.10, E64 K2 1.11, E160 in groups 0.92).
 #define PYMOE_ISA_WIDEST 3
 #define PYMOE_ISA_BODY "kernels/gate_topk_cpu_body.h"
 #include "kernels/cpu/for_each_isa.h"

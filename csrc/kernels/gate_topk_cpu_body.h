@@ -1,10 +1,10 @@
 // The inner loops of gate_topk for one instruction set; see kernels/cpu/for_each_isa.h.
 //
-// A tile has as many tokens as a vector has lanes. First most experts are excluded, one token's row at a time: each
-// of 16 or 32 virtual lanes holds the maximum of its share of the row, and since K of these maxima are at least as
-// great as the K-th greatest of them, no logit below that one can be among the best K. On average a little more than K
-// candidates remain. Then a lane is a token: its best experts are kept as a sorted list of vectors, into which the
-// candidates are inserted without a branch.
+// A tile has as many tokens as a vector has lanes. First most experts are excluded, one token's row at a time: each of
+// 16 or 32 virtual lanes holds the maximum of its share of the row. At least K logits reach the K-th greatest of these
+// maxima, so no logit below it can be among the best K. On average a little more than K candidates remain. In the
+// second part, each lane is a token: its best experts are kept as a sorted list of vectors, into which the candidates
+// are inserted without a branch.
 
 #include "kernels/cpu/lanes.h"
 #include "kernels/cpu/score_rows.h"
@@ -42,7 +42,7 @@ struct Best {
     }
   }
 
-  // Candidates must come in ascending order of their experts: an equal key then stays behind earlier ones.
+  // Insert candidates in ascending order of experts, so that equal keys stay in this order.
   PYMOE_INLINE void insert(Keys key, Keys expert) {
     Keys better[N];
     for (int j = 0; j < N; ++j) better[j] = key > keys[j];
@@ -66,7 +66,7 @@ struct Scratch {
   order_key_t<S>* columns;     // (K, tile): their columns
   S* weights;                  // (K, tile)
   order_key_t<S>* group_keys;  // (groups, tile)
-  int32_t* groups;             // (tile, groups): the remaining groups of each token, ascending
+  int32_t* groups;             // (tile, groups): each token's remaining groups, ascending
   unsigned char* sorting;      // for select_sorted
 
   PYMOE_INLINE Scratch(unsigned char* memory, const GateTopkArguments& a) {
@@ -90,7 +90,7 @@ struct Scratch {
   }
 };
 
-// f(columns, first, count) over the rows of a tile, transposed: columns[i] holds element first + i of every row.
+// Calls f(columns, first, count) along the transposed rows of a tile: columns[i] holds element first + i of every row.
 template <typename S, typename F>
 PYMOE_INLINE void for_columns(const S* const* rows, int64_t begin, int64_t end, const F& f) {
   constexpr int kL = kLanes<S>;
@@ -108,7 +108,7 @@ PYMOE_INLINE void for_columns(const S* const* rows, int64_t begin, int64_t end, 
   }
 }
 
-// The maxima of `kMaxima` virtual lanes of a row, ignoring NaNs.
+// Computes the maxima of `kMaxima` virtual lanes of a row, ignoring NaNs.
 template <int kMaxima, typename S>
 PYMOE_INLINE void lane_maxima(const S* row, int64_t size, S* maxima) {
   constexpr int kL = kLanes<S>, kVectors = kMaxima / kL;
@@ -277,7 +277,7 @@ void score_tile(const GateTopkArguments& a, const S* const* rows, const Scratch<
 }
 
 // Turns scratch.values, the logits of the chosen experts, into their scores. Softmax scores that will be renormalised
-// remain e^(logit - best), which differs by a common factor of the token.
+// remain e^(logit - best), which differs from the score by a factor per token.
 template <typename S>
 PYMOE_INLINE void score_chosen(const GateTopkArguments& a, const S* const* rows, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>;
@@ -358,7 +358,7 @@ void gate_tokens(const GateTopkArguments& a, int64_t begin, int64_t end, unsigne
     for (int64_t first = begin; first < end; first += kLanes<S>) {
       const int count = end - first < kLanes<S> ? static_cast<int>(end - first) : kLanes<S>;
       const S* rows[kLanes<S>];
-      for (int t = 0; t < kLanes<S>; ++t) {  // past the last token, that token is repeated but not written out
+      for (int t = 0; t < kLanes<S>; ++t) {  // lanes past the last token repeat it; they are not written
         const int64_t token = first + (t < count ? t : count - 1);
         rows[t] = widened_row(static_cast<const T*>(a.logits) + token * a.num_experts, a.num_experts,
                               scratch.wide + t * a.num_experts);

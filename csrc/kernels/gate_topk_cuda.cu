@@ -28,13 +28,13 @@ namespace {
 
 constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 528;             // most blocks: four on each of an H200's 132 multiprocessors
-constexpr int64_t kCountedBlocks = 256;      // the same if every block of build_routing reads the counts of each block
+constexpr int64_t kBlocks = 528;             // largest number of blocks: four for each of an H200's 132 multiprocessors
+constexpr int64_t kCountedBlocks = 256;      // the same if build_routing's blocks read each block's counts
 constexpr int64_t kMostCounted = 8192;       // most experts whose slots are counted in shared memory
 constexpr int64_t kMostBuffered = 64 << 20;  // most bytes of rows in the workspace
-// Up to this number of tokens, 16 lanes per token, of which a block has 16, make at most two blocks on each of 132
-// multiprocessors: if rows are scored, a warp is then done sooner than with 8 lanes, which need fewer instructions for
-// many tokens.
+// Up to this number of tokens, groups of 16 lanes (16 tokens per block) make at most two blocks for each of 132
+// multiprocessors. If rows are scored, their warps then end sooner than with 8 lanes, which need fewer instructions in
+// total.
 constexpr int64_t kFewTokens = 4224;
 constexpr int kHeldExperts = 512;  // most experts of a row that stays in registers
 constexpr int kHeldScores = 256;   // the same if the choice or the weights need the scores of the whole row
@@ -45,10 +45,10 @@ struct Layout {
   int32_t each;        // consecutive tiles per block
   int32_t capacity;    // room for candidates of a token; 0: choose by passes
   int32_t group_size;  // experts per group; 0: no groups
-  int64_t row_keys;    // number of keys that a token buffers: E and one per group, or none
-  int64_t row_scores;  // number of scores that it keeps in shared memory: E and a few more, or none
+  int64_t row_keys;    // keys that a token buffers: E and one per group, or none
+  int64_t row_scores;  // scores that a token keeps in shared memory: E and a few more, or none
   bool counts_in_shared;
-  void* rows;  // buffered keys, one token of a block after the other; null: they are in shared memory
+  void* rows;  // buffered keys, by block and token; null: they are in shared memory
 };
 
 // Calls f with the row of logits of a token, as a pointer to its dtype.
@@ -111,8 +111,8 @@ class Token {
   // Slots hold the bits of the logits; -infinity past the end.
   PYMOE_DEVICE void load_row() {
     with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
-      // In the larger kernels the compiler merges both tests whether an expert is inside into one branch, with the
-      // load and the widening behind it, unless the first test is omitted.
+      // In the larger kernels, the compiler would merge two bounds tests into one branch, and move the load and the
+      // widening behind it. So the first test is omitted.
       constexpr bool kClamped = kScoresRow && sizeof(*logits) == 2;
       const auto bits = [&](Key, int32_t expert, int, auto logit) {
         return bit_cast<Key>(inside(expert) ? to_accumulate(logit) : -std::numeric_limits<S>::infinity());
@@ -145,13 +145,13 @@ class Token {
     }
     if (!kScoresRow || a_.chooses_on_logits()) {
       row_.map([&](Key slot, int32_t expert, int) {
-        const Key key = order_key(bit_cast<S>(slot));  // for experts inside or not, to avoid a branch
+        const Key key = order_key(bit_cast<S>(slot));  // computed for experts past the end, too, to avoid a branch
         return inside(expert) ? key : kNoKey<S>;
       });
       return;
     }
     if (kHeld > 0) __syncwarp();  // all lanes have read the scores of the token before
-    // Without a bias 0 is added, which changes no score: none is -0.
+    // Without a bias, 0 is added, which changes no score, since none is -0.
     row_.map_with_second(static_cast<const S*>(a_.bias), [&](Key slot, int32_t expert, int, S bias) {
       const S value = bit_cast<S>(slot);
       const S score = softmax() ? value / sum_ : sigmoid_in_fixed_steps(value);
@@ -174,7 +174,7 @@ class Token {
     Key* group_keys = buffer_ + a_.num_experts;
     for (uint32_t group = lane(); group < groups; group += kLanes) {
       Key first = kNoKey<S>, second = first;
-      uint32_t at = group % size;  // lanes begin in different banks; the order does not matter
+      uint32_t at = group % size;  // rotated, so that lanes begin in different banks
       for (uint32_t i = 0; i < size; ++i) {
         const Key key = buffer_[group * size + at];
         const Key lesser = key > first ? first : key;
@@ -206,7 +206,7 @@ class Token {
     }
   }
 
-  // The score of a chosen expert; e^(logit - best) if a common factor is divided out later.
+  // Returns the score of a chosen expert, or e^(logit - best) if renormalising removes their common factor later.
   PYMOE_DEVICE S score_of(const Candidate<S>& candidate) const {
     if (kScoresRow && kHeld > 0 && !a_.chooses_on_logits()) return row_scores_[candidate.expert()];
     S logit;
@@ -249,7 +249,7 @@ class Token {
         weights()[choice] = weight_of(scores[choice], divisor);
       }
     }
-    __syncwarp();  // the next token reuses the lists
+    __syncwarp();  // before the next token reuses the lists
   }
 
   // Lane `choice % kLanes` writes a choice; its weight waits in a register, or in the output if the lane has several.
@@ -288,13 +288,13 @@ class Token {
   const bool writes_;
   int32_t* const counts_;
   Key* const buffer_;
-  S* const row_scores_;  // for rows in registers whose choice depends on more than the logits
+  S* const row_scores_;  // for rows in registers whose choice needs more than logits
   S greatest_ = 0;       // the greatest logit
   S sum_ = 1;            // the sum of e^(logit - greatest) over the row, if needed
   HeldRow<S, kLanes, kHeld> row_;
 };
 
-// Blocks per multiprocessor: with room for a third, nvcc 13 puts registers into local memory on sm_120.
+// Blocks per multiprocessor. To make room for a third, nvcc 13 would spill registers to local memory on sm_120.
 inline constexpr int kResident = 2;
 
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const int first = static_cast<int>(blockIdx.x) * layout.each;
   for (int tile = first; tile < min(first + layout.each, layout.tiles); ++tile) {
     const int64_t token = static_cast<int64_t>(tile) * tokens + slot;
-    // Groups past the last token repeat it without writing: the warp's collectives need all lanes.
+    // Groups past the last token repeat that token without writing, because the warp's collectives need all lanes.
     Token<S, kLanes, kHeld, kScoresRow>(a, layout, min(token, a.tokens - 1), token < a.tokens, buffer, row_scores,
                                         counts)
         .gate(list, chosen, scores);

@@ -40,7 +40,7 @@ struct Table {
   int64_t starts[kMost + 1];  // strictly ascending from 0
 };
 
-// The block that holds byte `at`, among first..last.
+// Finds the block that holds byte `at`, among first..last.
 PYMOE_DEVICE int find_block(const int64_t* starts, int64_t at, int first, int last) {
   while (first < last) {
     const int middle = (first + last + 1) / 2;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   PYMOE_SHARED(int64_t, starts, kMost + 1);
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t total = table.starts[count];
-  // Words are aligned in memory: the first one may begin before the output.
+  // Words are aligned in memory, so the first one may begin before the output.
   const int64_t head = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) % kWord);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kBlockBytes - head;
   const int64_t end = begin + kBlockBytes < total ? begin + kBlockBytes : total;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   if (thread == 0) starts[last + 1 - first] = table.starts[last + 1];
   __syncthreads();
 
-  const Byte* from[kUnroll];  // null: the word is not a whole word of one source
+  const Byte* from[kUnroll];  // null if the word is not a whole word of one source
   int block[kUnroll];
   bool aligned = true;
 #pragma unroll
@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   }
 }
 
-// Copies from the first blocks that are not empty, as many as a table holds, to `out`; returns the number of blocks of
-// the list that are done.
+// Copies the first non-empty blocks, as many as a table holds, to `out`; returns how many blocks of the list are done.
 template <int kMost>
 int64_t gather_some(const void* const* sources, const int64_t* starts, int64_t count, Byte* out, void* stream) {
   Table<kMost> table;

@@ -51,7 +51,7 @@ struct GroupedArguments {
   int64_t output_features;         // N
   int64_t experts;                 // E, below 2^30
   DType dtype;                     // of every tensor
-  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values of any content; the CPU needs none
+  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values; content irrelevant; unused on the CPU
   const int32_t* order = nullptr;  // (S,), or null: rows are sorted
 };
 
@@ -86,11 +86,12 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* s
 // Steps around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
 // that keep the contract; after it, zeros for rows and gradients without an expert's rows. The product is in bf16 and
 // contiguous at a 16-byte boundary, its rows are multiples of 16 bytes, and the workspace holds the plan. There is no
-// bias: added to a rounded product, it would round twice.
+// bias, because adding it to a rounded product would round twice.
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
-// Returns the major compute capability of a device; Hopper's if kernels are emulated. Asks the runtime, not the device.
+// Returns the major compute capability of a device; Hopper's if kernels are emulated. (It asks the CUDA runtime,
+// without waiting for the device.)
 int compute_capability(int device);
 }  // namespace cuda
 

@@ -48,7 +48,7 @@ struct Block {
   int64_t columns;
 };
 
-// From this size in bytes on, results leave the caches before they are read again.
+// Results of at least this many bytes leave the caches before they are read again.
 constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
@@ -57,7 +57,7 @@ int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / pi
 // would be too few for the threads. The cut does not affect the results.
 template <typename RowsOf>
 std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) {
-  // Multiples of every micro-kernel's tile except AVX-512's 14 rows: a block then ends in whole tiles.
+  // Multiples of every micro-kernel's tile except AVX-512's 14 rows, so that blocks end in whole tiles.
   constexpr int64_t kRowMultiple = 48, kColumnMultiple = 96, kSmallest = 96;
   int64_t block_rows = kGemmBlockRows, block_columns = kGemmBlockColumns;
   const int threads = num_threads();
@@ -175,7 +175,8 @@ void bias_grad(const GroupedBiasGradArguments& a) {
                });
 }
 
-// Throws unless offsets and order keep their contract. Returns, by row, whether the order names it.
+// Throws unless offsets and order keep their contract. Returns a flag for each row, which is set if the order names the
+// row.
 std::vector<char> check(const GroupedArguments& a) {
   check_offsets("grouped_linear", a.offsets, a.experts, a.rows);
   if (a.order == nullptr) return {};

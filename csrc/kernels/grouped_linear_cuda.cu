@@ -32,8 +32,8 @@ namespace {
 
 constexpr const char* kName = "grouped_linear";
 
-// Writes a tile's part of the output: rows of `pitch` elements that begin at `to`, at their places. f(row, column)
-// returns the value to add.
+// Writes a tile's part of the output: rows of `pitch` elements, each at its place from `to` on. f(row, column) returns
+// the value to add.
 template <typename T, typename Tile, typename Places>
 PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Places& places, int rows, int columns,
                              const T* bias, int64_t bias_step, bool in_runs) {
@@ -90,7 +90,7 @@ struct Output {
 };
 
 template <int kTileRows>
-inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // blocks that share a multiprocessor
+inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // number of blocks that share a multiprocessor
 
 template <typename T, int kTileRows, bool kWeightAlongRows>
 __global__ void __launch_bounds__(kTensorThreads, kTensorBlocks<kTileRows>)
@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(kClearThreads)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x; i < count; i += stride) y[i] = T{};
 }
 
-// A tile of a weight's gradient: the output's rows are grad's features, its columns x's, its depth the expert's rows.
+// A tile of a weight's gradient: its rows are features of grad, its columns features of x, its depth the expert's rows.
 struct WeightTile {
-  int64_t expert, row, column, begin, depth, place;  // place: the position of its first element in the gradient
+  int64_t expert, row, column, begin, depth, place;  // place: position of the tile's first element in the gradient
   int rows, columns;
 
   PYMOE_DEVICE WeightTile(const GroupPlan& plan, int64_t input_features, int64_t output_features, int tile_rows,
@@ -300,7 +300,7 @@ template <typename T, typename Places>
 void linear(const GroupedLinearArguments& a, const Places& places, void* stream) {
   const GroupPlan plan = group_plan(a.workspace, a.experts);
   if (Places::kGiven) {
-    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // elements per thread, until blocks take more
+    constexpr int64_t kMostBlocks = 1024, kShare = 8;  // kShare: elements per thread, more at kMostBlocks
     launch(kName, clear_kernel<T>,
            {std::min(ceil_div(a.rows * a.output_features, kShare * kClearThreads), kMostBlocks), kClearThreads}, stream,
            a.out, plan, a.experts, a.rows, a.output_features);
@@ -399,7 +399,7 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& a, void* stream) {
 }
 
 void complete_grouped_linear(const GroupedLinearArguments& a, void* stream) {
-  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // least packs per thread; more if there are too many blocks
+  constexpr int64_t kMostBlocks = 1024, kShare = 8;  // kShare: packs per thread, more at kMostBlocks
   const int64_t row_packs = a.output_features * size_of(a.dtype) / 16, packs = a.rows * row_packs;
   launch(kName, complete_linear_kernel,
          {std::min(ceil_div(packs, kShare * kCompleteThreads), kMostBlocks), kCompleteThreads}, stream, a.out,

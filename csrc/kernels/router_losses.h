@@ -12,7 +12,7 @@
 //     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; if S is
 //              floored, <f, p_t> is omitted
 //
-// `load` may hold anything: its sum wraps, and no value of it is an index.
+// `load` may hold anything: its sum may wrap, and its values are not used as indices.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct RouterLossesInput {
 struct RouterLossesArguments : RouterLossesInput {
   void* balance;      // one value, accumulated dtype; 0 without load
   void* z;            // one value, accumulated dtype; 0 without with_z
-  double* workspace;  // router_losses_workspace(T) values of any content
+  double* workspace;  // router_losses_workspace(T) values; content irrelevant
 };
 
 struct RouterLossesBackwardArguments : RouterLossesInput {

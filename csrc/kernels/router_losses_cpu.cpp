@@ -11,8 +11,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// max + log(sum of e^(l - max)). If the maximum is infinite the terms of that sum are NaN, and the result is that
-// infinity, unless the row holds a NaN.
+// max + log(sum of e^(l - max)). If the maximum is infinite, the terms of the sum are NaN, so the maximum is returned,
+// or NaN if the row holds one.
 template <typename S>
 S logsumexp_of(S max, S sum, const S* row, int64_t size) {
   if (!std::isinf(max)) return max + std::log(sum);
@@ -31,7 +31,7 @@ S logsumexp_of(S max, S sum, const S* row, int64_t size) {
 namespace pymoe::cpu {
 namespace {
 
-// load / sum of load, in the accumulated dtype, with kSumLanes zeros after it for the last vector of a row.
+// Holds load / sum of load in the accumulated dtype, followed by kSumLanes zeros for the last vector of a row.
 class Fraction {
  public:
   explicit Fraction(const RouterLossesInput& a) {
@@ -58,7 +58,7 @@ class Fraction {
   std::unique_ptr<double[]> values_;
 };
 
-// A sum over blocks, in kSumLanes lanes.
+// Returns a sum over blocks, in kSumLanes lanes.
 double sum_of_blocks(const double* sums, int64_t blocks) {
   double lanes[kSumLanes] = {};
   for (int64_t block = 0; block < blocks; ++block) lanes[block % kSumLanes] += sums[block];

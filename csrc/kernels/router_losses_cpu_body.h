@@ -9,7 +9,7 @@ template <typename S>
 struct RowStatistics {
   S max;                   // of the logits
   S sum;                   // of e^(l - max)
-  S score_sum, score_dot;  // of the scores before they are normalised, and of the scores times f
+  S score_sum, score_dot;  // sums of the unnormalised scores, and of scores times f
 };
 
 // Writes e^(l - max) to `exps` and, for sigmoid, the scores to `scores`; either may be null. `fraction` may be null.
@@ -40,8 +40,8 @@ RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool wi
   return result;
 }
 
-// Sums of <f, p> and lse^2 over the tokens of one block. `fraction` has kSumLanes zeros after its E values, or is null.
-// `scratch` has room for a row.
+// Computes the sums of <f, p> and lse^2 over one block's tokens. `fraction` has kSumLanes zeros after its E values, or
+// is null. `scratch` has room for a row.
 void router_losses_block(const RouterLossesArguments& a, const void* fraction, int64_t begin, int64_t end,
                          double* scratch, double* balance, double* z) {
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kForwardThreads = static_cast<int>(kLossBlock) * kSumLanes;
 constexpr int kBackwardThreads = 512;
-constexpr int64_t kMostTableBytes = 32 << 10, kLeastBytes = 16;  // a kernel that names the table has one
+constexpr int64_t kMostTableBytes = 32 << 10, kLeastBytes = 16;  // a kernel that declares the table always has one
 
 // The fraction of all slots that an expert has.
 template <typename S>
@@ -35,7 +35,7 @@ struct Fraction {
   PYMOE_DEVICE S of(int64_t e) const { return table != nullptr ? table[e] : static_cast<S>(load_of(e)) / total; }
 };
 
-// All threads of the block call it. `table` has room for E values, or is null.
+// To be called by all threads of the block. `table` has room for E values, or is null.
 template <typename S>
 PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_experts, S* table) {
   PYMOE_SHARED(unsigned long long, sum, 1);
@@ -66,10 +66,10 @@ struct RowStatistics {
   S max;  // the greatest logit that is not NaN
   bool has_nan;
   S sum;                   // of e^(l - max)
-  S score_sum, score_dot;  // of the scores before they are normalised, and of the scores times f
+  S score_sum, score_dot;  // sums of the unnormalised scores, and of scores times f
 };
 
-// All lanes of a warp call it: the 16 of a token with its row, lanes without a token with size 0.
+// To be called by all lanes of a warp: a token's 16 lanes pass its row, and lanes without a token pass size 0.
 template <typename T, typename S = accumulate_t<T>>
 PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool with_exps, bool with_sigmoids,
                                              const Fraction<S>& fraction, int lane) {
@@ -116,7 +116,7 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
   return r;
 }
 
-// If the maximum is infinite the terms of the sum are NaN; the result is that infinity, unless the row has a NaN.
+// If the maximum is infinite, the terms of the sum are NaN, so the maximum is returned, or NaN if the row holds one.
 template <typename S>
 PYMOE_DEVICE S logsumexp_of(const RowStatistics<S>& r) {
   if (r.max - r.max == S{0}) return r.max + std::log(r.sum);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kForwardThreads)
     of_tokens[kLossBlock + group] = lse * lse;
   }
   __syncthreads();
-  if (threadIdx.x % kWarp == 0 && threadIdx.x < 2 * kWarp) {  // two warps: the two sums run side by side
+  if (threadIdx.x % kWarp == 0 && threadIdx.x < 2 * kWarp) {  // two warps, one for each sum
     const int which = static_cast<int>(threadIdx.x) / kWarp;
     S sum = 0;
 #pragma unroll 16
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   }
 }
 
-// One warp: its halves take one loss each.
+// Launched with one warp, each half of which takes one loss.
 __global__ void __launch_bounds__(kWarp)
     router_losses_total_kernel(const double* PYMOE_RESTRICT of_blocks, int64_t blocks, int64_t tokens,
                                int64_t num_experts, bool is_double, void* balance, void* z) {

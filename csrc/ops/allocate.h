@@ -21,7 +21,7 @@ inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef
                                         torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {
   namespace conversions = torch::stable::detail;
   std::vector<int64_t> strides(shape.size());
-  uint64_t stride = 1;  // may wrap if a size is 0; then no element uses it
+  uint64_t stride = 1;  // may overflow if a size is 0, when no element uses it
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = static_cast<int64_t>(stride);
     stride *= static_cast<uint64_t>(std::max<int64_t>(shape[i], 1));
@@ -35,9 +35,9 @@ inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef
   return torch::stable::Tensor(made);
 }
 
-// An uninitialised tensor on the device of `like`. Large CPU outputs ask the system for huge pages: new memory costs
-// one page fault for every 4 KiB at the first access, which was most of the time of a memory-bound operator. With 2 MiB
-// pages there are 512 times fewer. If the system has none, the advice has no effect.
+// An uninitialised tensor on the device of `like`. Large CPU outputs ask the system for huge pages: the first access to
+// new memory costs a page fault per 4 KiB, which was most of the time of a memory-bound operator. With 2 MiB pages
+// there are 512 times fewer. If the system has none, the advice has no effect.
 inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, torch::headeronly::ScalarType dtype,
                                    const torch::stable::Tensor& like) {
   torch::stable::Tensor tensor = contiguous(shape, dtype, like);
@@ -54,8 +54,8 @@ inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shap
   return tensor;
 }
 
-// A matrix as from `empty`, but in the memory of `used` if that is large enough and the reuse pays; nobody needs the
-// values of `used` any more. Memory that was just written needs no new pages.
+// Like `empty`, but may reuse the memory of `used`, whose values are no longer needed, if it is large enough and that
+// pays. Memory that was just written needs no new pages.
 inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t rows, int64_t columns,
                                       const torch::stable::Tensor& like) {
   constexpr int64_t kWorth = int64_t{4} << 20;  // bytes

@@ -33,7 +33,7 @@ constexpr const char* kName = "apply_experts";
 
 using Routing = std::tuple<Tensor, Tensor, Tensor>;
 
-// `networks` is called with rows sorted by expert and their offsets.
+// Calls `networks` with the rows, sorted by expert, and their offsets.
 template <typename Networks>
 Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& networks) {
   const auto& [slot, token, offsets] = routing;

@@ -85,8 +85,8 @@ inline void require_tensor(const char* operator_name, const char* argument, cons
   require_same_device(operator_name, argument, tensor, like);
 }
 
-// Checks that two contiguous tensors do not overlap: if a kernel wrote to memory that it reads, threads would read what
-// others have written.
+// Checks that two contiguous tensors do not overlap: otherwise a kernel's threads would read values that other threads
+// have overwritten.
 inline void require_apart(const char* operator_name, const char* written_name, const Tensor& written,
                           const char* read_name, const Tensor& read) {
   const auto range = [](const Tensor& tensor) {

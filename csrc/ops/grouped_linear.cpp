@@ -23,7 +23,7 @@ namespace pymoe::ops::grouped_linear_op {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
-constexpr int64_t kMostOffsets = int64_t{1} << 30;  // because the GPU counts experts in int32, rounded up
+constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the GPU counts experts in int32, rounded up
 
 // `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
@@ -93,7 +93,7 @@ GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& ord
           order ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
 }
 
-// `rows` in the form that the kernels take: contiguous if an order gives them. The order is checked against them.
+// Returns `rows` in the form that kernels take: contiguous if there is an order, which is then checked against them.
 Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
   if (!order) return rows;
   require_tensor(kName, "order", *order, ScalarType::Int, {rows.size(0)}, rows);

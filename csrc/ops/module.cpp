@@ -2,7 +2,7 @@
 // build. It is written against the limited API, so one file serves every CPython from 3.10 on.
 #include <pyconfig.h>
 
-// A free-threaded CPython has no limited API to load.
+// Free-threaded CPython cannot load extensions of the limited API.
 #if !defined(Py_GIL_DISABLED) && !defined(Py_LIMITED_API)
 #define Py_LIMITED_API 0x030A0000
 #endif

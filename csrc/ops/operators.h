@@ -1,6 +1,6 @@
-// Functions of operators that other operators call: each checks its arguments, allocates its result and
-// runs the twin of its device, as the operator of the same name does. Functions with an argument `used`, a tensor that
-// nobody needs any more and that is not one of the other arguments, may put their result in its memory (empty_in).
+// Operators' functions for use by other operators: each checks its arguments, allocates its result and runs its
+// device's twin, as the operator of the same name does. Functions with an argument `used`, a tensor that nobody needs
+// any more and that is not one of the other arguments, may put their result in its memory (empty_in).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@ namespace pymoe::ops {
 using torch::stable::Tensor;
 
 namespace gate_topk_op {
-// The choice of the gate. If `counts` has tiles, they are in `memory` and `load` is not written.
+// The gate's choice. If `counts` has tiles, the counts are in `memory` and `load` is not written.
 struct Chosen {
   Tensor weights, experts, load;
   ChoiceCounts counts{};
@@ -30,7 +30,7 @@ Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k
 }  // namespace gate_topk_op
 
 namespace build_routing_op {
-// (slot, token, offsets)
+// Returns (slot, token, offsets).
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
                                                  std::optional<int64_t> capacity, bool foreign);
 // As build_routing, from the gate's result; computes the load if the gate did not.
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> build_routing_of(const gate_topk_op::Chosen& 
 }  // namespace build_routing_op
 
 namespace dispatch_op {
-// `rows`: S of the result; by default one row for each choice.
+// `rows`: the result's number of rows S; by default one for each choice.
 Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows = std::nullopt);
 }  // namespace dispatch_op
 

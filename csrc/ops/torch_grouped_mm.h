@@ -4,8 +4,8 @@
 // expert's part and at most 1023 experts, and runs on the stream without the host. Everything else goes to a loop over
 // experts that copies the offsets to the host, which no CUDA graph can contain, so everything else is refused here. It
 // trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds before a bias
-// could be added, so order and bias are refused too. With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all
-// products.
+// could be added; so unsorted rows and biases are refused, too. With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel
+// makes all products.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -74,12 +74,12 @@ inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
 }
 
 // True if the product below leaves zeros in the gradient of an expert without rows. For 9.x torch's kernels clear every
-// sum before they check for rows: so in the machine code of torch 2.11, 2.12 and 2.13. For 10.x they may
-// leave anything (pytorch/pytorch#172439).
+// sum before they check for rows, as the machine code of torch 2.11, 2.12 and 2.13 shows. For 10.x they may leave
+// anything (pytorch/pytorch#172439).
 inline bool torch_clears_idle_experts(int capability) { return capability == 9; }
 
-// (S, H) x (E, H, N) -> (S, N): rows up to ends[0] times the first matrix, and so on; or
-// (N, S) x (S, H) -> (E, N, H): sums over the same rows. Like every other product here, it is invisible to autograd.
+// (S, H) x (E, H, N) -> (S, N): rows up to ends[0] are multiplied by the first matrix, and so on; or (N, S) x (S, H) ->
+// (E, N, H): sums over the same rows. Like every other product here, it is invisible to autograd.
 inline Tensor call_torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
   struct WithoutGrad {
     bool before = aoti_torch_grad_mode_is_enabled();

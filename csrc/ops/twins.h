@@ -34,8 +34,7 @@ Twins<Arguments> cpu_alone(void (*cpu)(const Arguments&)) {
 #define PYMOE_TWINS(kernel) ::pymoe::ops::cpu_alone(&::pymoe::cpu::kernel)
 #endif
 
-// True if the CUDA twin serves this tensor. In the library that the tests build with the emulator it serves CPU
-// tensors.
+// True if the CUDA twin serves this tensor. In the tests' library with the emulator, it serves CPU tensors.
 inline bool on_cuda(const Tensor& tensor) {
 #if PYMOE_CUDA_ON_CPU
   return tensor.is_cpu();
@@ -44,7 +43,7 @@ inline bool on_cuda(const Tensor& tensor) {
 #endif
 }
 
-// The argument that differs between the twins: `of_cuda`, which a build without CUDA kernels ignores, or `of_cpu`.
+// Selects an argument that differs between the twins: `of_cuda`, which a build without CUDA ignores, or `of_cpu`.
 #if PYMOE_WITH_CUDA
 #define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (::pymoe::ops::on_cuda(tensor) ? (of_cuda) : (of_cpu))
 #else
@@ -92,7 +91,7 @@ struct Translated<kFunction, Result (*)(Parameters...)> {
 #define PYMOE_OPERATOR(name, function, signature)      \
   PYMOE_OPERATOR_OF_THE_CPU(name, function, signature) \
   PYMOE_IMPLEMENT_ON_CUDA(name, function)
-// As PYMOE_OPERATOR, for an operator without a CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
+// Like PYMOE_OPERATOR, for an operator without a CUDA kernel: CUDA tensors are refused (pymoe/ops/missing_cuda.py).
 #define PYMOE_OPERATOR_OF_THE_CPU(name, function, signature)                     \
   STABLE_TORCH_LIBRARY_FRAGMENT(pymoe, library) { library.def(name signature); } \
   STABLE_TORCH_LIBRARY_IMPL(pymoe, CPU, library) {                               \

@@ -1,4 +1,4 @@
-// ThreadActivity: tells whether another thread does something or waits.
+// ThreadActivity: tells whether another thread is active or waits.
 //
 // A thread that waits (for a lock, a socket, a time) uses no processor: its processor time does not change by a
 // nanosecond, and it is not ready to run. A thread that is ready but gets no processor on a busy machine does not wait.
@@ -16,7 +16,7 @@ class ThreadActivity {
 
   // True if the thread, which must not have ended, has used a processor since the last call.
   bool advanced();
-  // True if it runs, or would run if it got a processor. Takes ten times as long as advanced().
+  // True if the thread runs, or would if it got a processor. Takes ten times as long as advanced().
   bool ready() const;
 
  private:

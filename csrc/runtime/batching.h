@@ -18,13 +18,13 @@ struct BatchingOptions {
   using Duration = typename Sync::Duration;
 
   int64_t min_batch_size = 1;       // rows
-  int64_t max_batch_size = 4096;    // most rows of a batch; a larger request is run in slices
-  std::optional<Duration> timeout;  // the longest wait of a request for min_batch_size rows; none: no limit
+  int64_t max_batch_size = 4096;    // largest number of rows in a batch; a larger request is run in slices
+  std::optional<Duration> timeout;  // longest time that a request waits for min_batch_size rows; none: no limit
   Duration linger = std::chrono::milliseconds(5);
   int64_t capacity = 65536;  // largest number of requests in the queue
   bool isolate = false;      // run a batch that failed again in halves, so that a bad request fails alone
 
-  // Throws std::invalid_argument.
+  // Throws std::invalid_argument if an option is out of range.
   void check() const {
     const auto refuse = [](const std::string& rule, int64_t seen) {
       throw std::invalid_argument("TaskPool: " + rule + ", got " + std::to_string(seen));
@@ -81,7 +81,7 @@ class Linger {
 
  private:
   static constexpr double kLeastPatience = 1.0 / 16;
-  // The time that threads need to wake up and submit again, even if a batch is short.
+  // The minimum wait for arrivals: the time that threads need to wake up and submit again, even after a short batch.
   static constexpr std::chrono::microseconds kLeastGap{200};
 
   const Duration limit_;

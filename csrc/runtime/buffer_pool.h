@@ -25,7 +25,7 @@ class BufferPool {
  public:
   struct Statistics {
     int64_t live_blocks;   // bytes that are taken and not yet given back
-    int64_t cached_bytes;  // kept for later callers
+    int64_t cached_bytes;  // bytes in blocks that are kept for later callers
   };
 
   explicit BufferPool(size_t most_cached_bytes) : most_cached_bytes_(most_cached_bytes) {}
@@ -33,7 +33,7 @@ class BufferPool {
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // At least `bytes` bytes. Throws std::bad_alloc.
+  // Returns a block of at least `bytes` bytes. Throws std::bad_alloc.
   void* take(size_t bytes) {
     const int size_class = class_of(bytes);
     {
@@ -57,7 +57,7 @@ class BufferPool {
   void give_back(void* block) noexcept {
     Header* header = static_cast<Header*>(block) - 1;
     const size_t bytes = size_of(header->size_class);
-    // Freed without the lock: returning megabytes to the system takes long.
+    // Blocks to free after unlocking, since returning megabytes to the system takes long.
     Header* freed = nullptr;
     {
       const std::lock_guard lock(mutex_);

@@ -62,13 +62,13 @@ class Completion {
     return true;
   }
 
-  // Only after the end: the error never changes again, so it is read without the lock.
+  // Call only after the end: then the error never changes, and is read without the lock.
   const std::exception_ptr& error() const { return error_; }
 
   void on_done(Callback callback, const void* key = nullptr) { add(callbacks_, {key, std::move(callback)}); }
   void wake_by(Callback waker) { add(wakers_, {nullptr, std::move(waker)}); }
 
-  // Removes the callbacks with this key and returns them: they will not be called. None after the end.
+  // Removes and returns the callbacks with this key, which will not be called. Returns none after the end.
   Callbacks remove(const void* key) {
     Callbacks removed;
     const std::lock_guard lock(mutex_);

@@ -101,7 +101,7 @@ class Executor {
   }
 
   const std::shared_ptr<WorkerPool<Sync>> workers_, timer_;
-  // Guards the members below. Only under this lock may a strand's lock, and through it the workers' lock, be taken.
+  // Guards the members below. Lock order: this lock, then a strand's, then the workers'.
   typename Sync::Mutex mutex_;
   std::vector<StrandPointer> strands_;
   bool stopping_ = false;

@@ -7,11 +7,11 @@
 namespace pymoe::runtime {
 namespace {
 
-constexpr size_t kLanes = 4;                        // of independent multiplications, which hide each other's latency
-constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;       // 2^64 over the golden ratio
+constexpr size_t kLanes = 4;                        // independent multiplications, which hide each other's latency
+constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;       // 2^64 divided by the golden ratio
 constexpr uint64_t kOtherOdd = 0xC2B2AE3D27D4EB4F;  // a prime
 
-// For a given word, the step is a bijection of the state; for a given state, of the word. So no single change is lost.
+// The step is bijective in the state for any word, and in the word for any state. So no single change is lost.
 uint64_t mix(uint64_t state, uint64_t word) { return std::rotl(state ^ (word * kOtherOdd), 29) * kOdd; }
 
 struct Lanes {
@@ -24,8 +24,8 @@ struct Lanes {
   }
 };
 
-// The position of the line that is read in a round, among `count` lines: the fractions of multiples of the golden ratio
-// leave no gap that is much wider than others.
+// Returns which of `count` lines is read in a round. Fractions of multiples of the golden ratio are spread evenly: no
+// gap is much wider than the others.
 size_t place_in_part(uint64_t round, size_t count) {
   const uint64_t fraction = (round * kOdd) >> 32;
   return static_cast<size_t>((fraction * count) >> 32);

@@ -11,9 +11,9 @@
 //            that is stopped with kCancel does that; with kDrain it still makes all calls.
 // Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own even if there are
 //            few workers. wait_until waits without helping.
-// Inline     A run with a limit leaves its calls to the waiting thread, as long as that thread ends one in every span
-//            of `inline_limit`: handing over shorter calls costs more than it gains. A thread must wait for
-//            the run; otherwise it continues only after that span, and not at all in a pool that is stopped before.
+// Inline A run with a limit leaves its calls to the waiting thread, as long as that thread finishes one in every span
+//            of `inline_limit`: handing over shorter calls costs more than it gains. A thread must wait for the run;
+//            otherwise it continues only after that span, and not at all in a pool that is stopped before.
 // Errors     start throws StoppedError if the pool was stopped.
 // Threads    All functions may be called from any thread. The pool must outlive the run; the function lives as long.
 #pragma once
@@ -143,7 +143,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
         tickets_ -= ticket;
         let_go(lock);
         if (next_ == count_ || tickets_ > 0) return;
-        tickets_ += ticket;  // the pool refuses tickets, and no other thread has one
+        tickets_ += ticket;  // stopped pool, and no other thread has a ticket
       }
       const int call = next_++;
       call_workers(lock);

@@ -24,7 +24,7 @@ class DeadlineExceeded : public std::runtime_error {
 template <typename Sync>
 class RequestQueue;
 
-// A number of rows to be run through a pool's batch function. Derived classes define the content of the rows.
+// A request: a number of rows for a pool's batch function. Derived classes define the content of the rows.
 template <typename Sync>
 class Request : public Completion<Sync> {
  public:
@@ -47,14 +47,14 @@ class Request : public Completion<Sync> {
   using ByRank = std::multimap<Time, std::shared_ptr<Request>>;  // rank in the queue: arrival - head_start
   using ByTime = std::multimap<Time, Request*>;
 
-  // Position in its queue; guarded like the queue.
+  // The request's position in its queue. The queue's lock guards these members.
   Time arrival_{};
   int64_t next_row_ = 0;  // the first row that no batch has taken yet
   bool queued_ = false;
   bool in_batch_ = false;               // true if a running batch contains a part of the request
   bool given_up_ = false;               // true if the parts that no batch has taken yet must never run
   typename ByRank::iterator place_;     // if queued_
-  typename ByTime::iterator deadline_;  // position among the deadlines, while queued, not begun and with a deadline
+  typename ByTime::iterator deadline_;  // position among the deadlines, if it has one, is queued and has not begun
 };
 
 template <typename Sync>
@@ -67,7 +67,8 @@ struct Slice {
 };
 
 // Thrown from BatchFunction::run if the batch did not run at all and must not count as failed: its requests return to
-// their places in the queue. A thread that helped gets it thrown from the function in which it helped (submit, wait).
+// their places in the queue. If a helping thread ran the batch, the function in which it helped (submit, wait) throws
+// it.
 struct Interrupted {};
 
 template <typename Sync>
@@ -75,7 +76,8 @@ class BatchFunction {
  public:
   virtual ~BatchFunction() = default;
 
-  // Runs the slices as one batch, in this order, and keeps each one's result. Its exception is the error of all slices.
+  // Runs the slices as one batch, in this order, and keeps each one's result. If it throws, that is the error of all
+  // slices.
   virtual void run(std::span<const Slice<Sync>> batch) = 0;
 
   // True if a batch that threw `error` changed nothing, so that parts of it may run again.

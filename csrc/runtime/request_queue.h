@@ -42,7 +42,7 @@ class RequestQueue {
   int64_t rows() const { return rows_; }
   bool idle() const { return queue_.empty() && running_ == 0; }
 
-  // Rank of the request in front. Call only if there is one.
+  // Returns the rank of the first request. Call only if the queue is not empty.
   Time rank() const { return queue_.begin()->first; }
 
   void push(RequestPointer request, Time now) {
@@ -107,15 +107,14 @@ class RequestQueue {
     }
   }
 
-  // Notes that a slice from take has run, or will not run. Returns true if its request was withdrawn meanwhile.
+  // Notes that a slice from take() has run, or never will. Returns true if its request was withdrawn meanwhile.
   bool returned(Request<Sync>& request) {
     request.in_batch_ = false;
     return request.given_up_;
   }
 
-  // Removes the rest of a request that has begun and is not to continue; false if it has no rest, or has not
-  // begun. The caller completes it: at once if no batch contains a part of it (ends_now), otherwise when that batch
-  // ends.
+  // Removes the remaining rows of a request that has begun; false if none remain, or it has not begun. The caller
+  // completes the request: now if no running batch has a part of it (ends_now), else when that batch ends.
   bool give_up(Request<Sync>& request, int64_t& rows, bool& ends_now) {
     if (!request.queued_ || request.next_row_ == 0) return false;
     rows += request.rows - request.next_row_;
@@ -134,7 +133,7 @@ class RequestQueue {
     return result;
   }
 
-  // Notes that a batch has ended: `requests` of its requests are done, `took` is its duration.
+  // Notes that a batch has ended after the time `took`, which completed `requests` requests.
   void ended(int64_t requests, Time now, typename Sync::Duration took) {
     running_ -= requests;
     linger_.ended(now, took);
@@ -166,8 +165,7 @@ class RequestQueue {
   // The earliest deadline of a queued request; kNever if there is none.
   Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
 
-  // Removes every request that has not begun; with `begun_too` also requests of which a batch had a part, and whose
-  // rest will not run.
+  // Removes every request that has not begun; with `begun_too` also the remaining rows of those that have begun.
   void clear(Requests& cleared, bool begun_too = false) {
     for (auto place = queue_.begin(); place != queue_.end();) {
       const RequestPointer request = (place++)->second;
@@ -201,7 +199,7 @@ class RequestQueue {
     if (request.deadline) deadlines_.erase(request.deadline_);
   }
 
-  // Removes it from the queue; its remaining rows are no longer counted.
+  // Removes a request from the queue; its remaining rows no longer count.
   void drop(Request<Sync>& request) {
     if (request.next_row_ == 0) forget_deadline(request);
     rows_ -= request.rows - request.next_row_;
@@ -215,8 +213,8 @@ class RequestQueue {
     queue_.erase(request.place_);  // may be the last reference, so it is dropped after everything else
   }
 
-  // The oldest request. Without head starts it is the request in front; with them it is searched for, once after it has
-  // left.
+  // Returns the arrival of the oldest request. Without head starts that is the first request; otherwise it is searched
+  // for when the oldest one has left.
   Time oldest_arrival() const {
     if (with_head_start_ == 0) return queue_.begin()->second->arrival_;
     if (!oldest_) {
@@ -231,7 +229,7 @@ class RequestQueue {
   typename Request<Sync>::ByTime deadlines_;
   int64_t rows_ = 0;                    // rows in the queue, not taken
   int64_t running_ = 0;                 // requests begun and not done
-  int64_t with_head_start_ = 0;         // requests in the queue
+  int64_t with_head_start_ = 0;         // queued requests with a head start
   mutable std::optional<Time> oldest_;  // arrival of the oldest request in the queue; none if unknown
   Linger<Sync> linger_;
 };

@@ -1,6 +1,6 @@
 // The counters of a pool: relaxed atomics, so that readers never delay threads that run requests.
 //
-// A snapshot is not of one instant: a counter may have moved on while another was read.
+// A snapshot is not consistent: counters may change while others are read.
 #pragma once
 
 #include <array>
@@ -60,7 +60,7 @@ class Counter {
 };
 
 struct PoolStatistics {
-  // Numbers of requests. submitted = queued + running + completed + failed + cancelled + expired, when nothing changes.
+  // Numbers of requests. At rest, submitted = queued + running + completed + failed + cancelled + expired.
   Counter submitted, completed, failed, cancelled, expired;
   Counter rejected;                      // refused because the queue was full
   Counter queued, queued_rows, running;  // current numbers

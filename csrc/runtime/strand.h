@@ -44,7 +44,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Time = typename Sync::Time;
   using Workers = std::shared_ptr<WorkerPool<Sync>>;
 
-  // Sets the workers that run its batches from now on, and the pool of one that handles deadlines. Throws
+  // Sets the workers that run its batches from now on, and the one-thread pool that handles deadlines. Throws
   // std::logic_error if it is already attached.
   void attach(Workers workers, Workers timer) {
     Plan made;
@@ -81,7 +81,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
         pool->cancel_all("the request was cancelled: the runtime was shut down before it had started");
       }
       const std::lock_guard lock(mutex_);
-      made = plan(Sync::now());  // needed if a request has begun that is too large for one batch
+      made = plan(Sync::now());  // for a request that has begun and needs further batches
     }
     carry_out(made);
   }
@@ -106,13 +106,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return true;
   }
 
-  // Waits for a request of one of its pools; may return early.
+  // Waits until a request of one of the pools ends; may return early.
   void wait(const Request<Sync>& request, Time until, Help how) {
     std::unique_lock lock(mutex_);
     while (!request.done()) {
       refuse_on_runner();
       if (how != Help::kNo && help(lock)) continue;
-      // True if, before attach, this thread may be the only worker to which the strand is about to be attached.
+      // A strand without workers may be about to be attached to this very thread, as its only worker.
       if (how == Help::kNo || (how == Help::kYes && workers_ && !workers_->on_worker())) {
         lock.unlock();
         request.wait_until(until);
@@ -156,7 +156,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Pool = TaskPool<Sync>;
   static constexpr Time kNever = Queue::kNever;
 
-  // Work to be posted once the lock is released.
+  // Posts to make once the lock is released.
   struct Plan {
     Workers workers, timer;
     bool post = false;
@@ -250,7 +250,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return made;
   }
 
-  // The pool and queue of the next batch, or nulls.
+  // Returns the pool and queue of the next batch, or nulls.
   std::pair<Pool*, Queue*> choose(Time now) const {
     std::pair<Pool*, Queue*> best{nullptr, nullptr};
     for (Pool* pool : pools_) {
@@ -269,12 +269,12 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const auto [chosen, queue] = choose(start);
     if (!queue) return false;
     std::shared_ptr<Pool> pool = chosen->weak_from_this().lock();
-    if (!pool) return false;  // its destructor waits for the lock
+    if (!pool) return false;  // being destroyed: its destructor waits for the lock
 
     Taken taken{std::move(pool), queue, start, {}, {}};
     taken.batch = queue->take(start, taken.expired);
     taken.pool->taken(taken.batch, taken.expired, start);
-    if (!taken.batch.empty()) {  // otherwise all requests had expired, and other threads may run batches meanwhile
+    if (!taken.batch.empty()) {  // an empty batch (all expired) does not keep others from running batches
       running_ = true;
       runner_ = Sync::this_thread();
     }
@@ -294,7 +294,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   // --- without the lock ---
 
   void carry_out(const Plan& made) {
-    // Workers that have stopped refuse the post; then nothing is left for them to run.
+    // Stopped workers refuse the post, which is harmless: nothing is left for them to run.
     if (made.post) made.workers->post(this->shared_from_this(), made.rank);
     if (made.at != kNever) made.workers->post_at(made.at, this->shared_from_this());
     if (made.deadline != kNever) {
@@ -325,7 +325,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const Plan made = plan(end);
     lock.unlock();
     carry_out(made);
-    // All end before any callback runs, because a callback may wait for any of them or for the end of everything.
+    // All requests end before any callback runs, because a callback may wait for any of them, or for the stop.
     std::vector<typename Completion<Sync>::Callbacks> callbacks;
     callbacks.reserve(ended.size());
     pool->function_->deliver([&, &ended = ended] {
@@ -386,7 +386,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   bool posted_ = false;               // true if no worker has taken the last post yet
   Time armed_ = kNever;               // the earliest time for which a post waits
   Time armed_deadline_ = kNever;      // the same for a deadline
-  int64_t unfinished_ = 0;            // number of submitted requests that are not done
+  int64_t unfinished_ = 0;            // number of submitted requests that have not ended
   int watching_ = 0;                  // threads in watch()
   typename Sync::Condition changed_;  // signalled for these threads, and for threads that wait for the end
 };

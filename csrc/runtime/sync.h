@@ -1,4 +1,4 @@
-// Everything that the runtime needs from the machine (locks, waits, time and threads), as one template parameter.
+// The runtime's interface to the machine (locks, waits, time and threads), as one template parameter.
 //
 // Every class of the runtime takes a `Sync`, so that one source serves the product and its tests: SystemSync uses the
 // operating system; the tests use fibers, a seeded scheduler and a clock that advances when no fiber can run
@@ -10,8 +10,7 @@
 //     Time, Duration               a steady clock's points and spans; now()
 //     Thread                       constructed with a function; join(), joinable()
 //     this_thread()                an ID to compare
-//     Activity                     of_this_thread(), and from other threads advanced() and ready(): whether a thread
-//                                  does something (activity.h)
+//     Activity of_this_thread(), and from other threads advanced() and ready(): whether a thread is active (activity.h)
 //     batches_on_this_thread()     int&: number of nested batches on the calling thread (strand.h counts)
 //     preempt()                    a place where a schedule may switch: before an atomic that decides something
 //
@@ -40,7 +39,7 @@ struct SystemSync {
   class Condition {
    public:
     void wait(std::unique_lock<Mutex>& lock) { condition_.wait(lock); }
-    // False if `until` has passed.
+    // Returns false if `until` has passed.
     bool wait_until(std::unique_lock<Mutex>& lock, Time until) {
       return condition_.wait_until(lock, until) == std::cv_status::no_timeout;
     }
@@ -52,8 +51,7 @@ struct SystemSync {
   };
 
   static Time now() { return Clock::now(); }
-  // A thread that works in place of another, which waits for it, has the same ID: it takes part in all waits and turns
-  // of the other thread.
+  // A thread that works for another one, which waits for it, has the same ID, so that both share their waits and turns.
   static ThreadId this_thread() { return own_id(); }
   static void adopt(ThreadId id) { own_id() = id; }
   static int& batches_on_this_thread() {

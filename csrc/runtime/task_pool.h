@@ -58,7 +58,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     {
       const std::lock_guard lock(strand_->mutex_);
       strand_->remove(this);
-      clear(left, true);  // no batch runs, because it would hold the pool
+      clear(left, true);  // no batch runs, since that would hold the pool
     }
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
@@ -116,8 +116,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // The same for a thread that waits for the end of the request in its own way: rest(at), which returns by
-  // `at`.
+  // The same for a thread with its own way to wait for the request: rest(at), which returns by `at`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
     requires std::invocable<const Rest&, Time>
@@ -137,7 +136,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Only helps: returns true if the request is done when nothing is left to help with.
+  // Only helps, without waiting. Returns true if the request is done once there is nothing left to help with.
   bool help(const RequestPointer& request) {
     std::unique_lock lock(strand_->mutex_);
     while (!request->done()) {
@@ -147,8 +146,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Withdraws a request that has not begun, or the rest of a request of several batches, which is done when the
-  // running batch has ended; false if there is nothing to withdraw.
+  // Withdraws a request that has not begun, or the rest of a request of several batches, which then ends with the
+  // running batch; false if there is nothing to withdraw.
   bool cancel(const RequestPointer& request) {
     {
       const std::lock_guard lock(strand_->mutex_);
@@ -207,7 +206,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     finish_expired(expired);
   }
 
-  // True the first time: a client that waits for a pool without a runtime is told only once.
+  // Returns true only the first time, so that one client at most is told that no runtime serves the pool.
   bool tell_idle() { return !told_idle_.exchange(true); }
 
   const std::string& name() const { return name_; }
@@ -250,12 +249,12 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   Queue& queue_of(uint64_t kind) {
     if (const auto found = queues_.find(kind); found != queues_.end()) return *found->second;
-    // Ragged requests come in any number of kinds, so information about kinds without a request is not kept.
+    // Ragged requests come in any number of kinds, so queues of kinds without requests are discarded.
     if (queues_.size() >= kKeptQueues) std::erase_if(queues_, [](const auto& entry) { return entry.second->idle(); });
     return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
   }
 
-  // Notes that requests and rows have left the queue, so that there is room.
+  // Notes that requests and rows have left the queue, which makes room.
   void left_queue(int64_t requests, int64_t rows) {
     queued_ -= requests;
     statistics_.queued.add(-requests);

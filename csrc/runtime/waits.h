@@ -1,4 +1,4 @@
-// Waits: records which thread waits for which from inside a pass, so that none waits for ever.
+// Waits: records which thread waits for which from inside a pass, to prevent deadlocks.
 //
 //     waits.begin(pool, request, limited);   // throws std::logic_error if it could never end
 //     ...
@@ -29,7 +29,7 @@
 
 namespace pymoe::runtime {
 
-// Something that passes hold in turns; its address identifies it.
+// A resource that passes hold one after another; its address identifies it.
 struct Turn {
   char unused = 0;
 };
@@ -48,7 +48,7 @@ class Waits {
     return std::any_of(held_.begin(), held_.end(), [&](const Held& one) { return one.thread == me; });
   }
 
-  // This thread waits for a request of the pool (null: for room in its queue) from now on. `limited`: the wait has a
+  // Begins a wait of this thread for a request of the pool (null: for room in its queue). `limited`: the wait has a
   // timeout.
   void begin(const TaskPool<Sync>& pool, const Request<Sync>* request, bool limited) {
     const std::lock_guard lock(mutex_);
@@ -70,7 +70,7 @@ class Waits {
     if (wanting_ > 0) changed_.notify_all();
   }
 
-  // The latest wait of this thread has ended. False if another thread has a turn that it had lent.
+  // Ends this thread's latest wait. Returns false if another thread still has a turn that this one lent.
   bool end() {
     const std::lock_guard lock(mutex_);
     forget_wait(Sync::this_thread());
@@ -91,7 +91,7 @@ class Waits {
     const ThreadId me = Sync::this_thread();
     if (!is_free_for(turn, me)) {
       waits_.push_back({me, nullptr, nullptr, &turn, false});
-      if (wanting_++ > 0) changed_.notify_all();  // threads that wait for this one now wait for the turn's holder
+      if (wanting_++ > 0) changed_.notify_all();  // waits for this thread become waits for the turn's holder
       while (!is_free_for(turn, me) && Sync::now() < until) changed_.wait_until(lock, until);
       --wanting_;
       forget_wait(me);
@@ -101,7 +101,7 @@ class Waits {
     return true;
   }
 
-  // Returns the turn that this thread entered last. No effect if it never did (in the child of a fork).
+  // Gives back the turn that this thread entered last; does nothing if it never entered it (in a forked child).
   void leave(const Turn& turn) {
     const std::lock_guard lock(mutex_);
     const ThreadId me = Sync::this_thread();
@@ -146,8 +146,8 @@ class Waits {
     return std::nullopt;
   }
 
-  // The thread for which a thread waits, if it cannot continue by itself. `for_ever`: not even after a timeout, or with
-  // a lent turn.
+  // Returns the thread for which a thread waits, if it cannot continue by itself. `for_ever`: count only waits without
+  // a timeout, and not for turns.
   std::optional<ThreadId> blocker(ThreadId thread, bool for_ever) const {
     const Wait* wait = wait_of(thread);
     if (wait == nullptr) return std::nullopt;
@@ -181,7 +181,7 @@ class Waits {
   std::vector<Wait> waits_;           // the waits, in the order in which they began
   std::vector<Held> held_;            // the turns, in the order in which they were entered
   int wanting_ = 0;                   // number of threads that wait for turns
-  typename Sync::Condition changed_;  // signals changes to them
+  typename Sync::Condition changed_;  // signals changes to all of these
 };
 
 }  // namespace pymoe::runtime

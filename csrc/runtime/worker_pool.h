@@ -55,7 +55,7 @@ struct Job {
 template <typename Sync>
 struct Growth {
   int most = 0;                     // largest number of threads; a pool grows only if it has fewer workers
-  typename Sync::Duration still{};  // a thread that does nothing for this long counts as waiting
+  typename Sync::Duration still{};  // a thread that is inactive for this long counts as waiting
   typename Sync::Duration idle{};   // added threads end after this long without a job
 };
 
@@ -129,7 +129,7 @@ class WorkerPool {
     std::vector<std::shared_ptr<Job>> dropped;
     {
       const std::lock_guard lock(mutex_);
-      if (how == Stop::kDrain) release_due();  // perhaps no worker has checked since a job's time came
+      if (how == Stop::kDrain) release_due();  // a job may be due that no worker has seen yet
       stopping_ = true;
       while (!timed_.empty()) dropped.push_back(pop(timed_));
       while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
@@ -166,7 +166,7 @@ class WorkerPool {
   // The current number of workers.
   int workers() const { return count_.load(std::memory_order_relaxed); }
   bool grows() const { return growth_.most > base_; }
-  // True on a thread of this pool.
+  // Returns true on a thread of this pool.
   bool on_worker() const {
     const auto id = Sync::this_thread();
     const std::lock_guard lock(mutex_);
@@ -180,11 +180,11 @@ class WorkerPool {
   using Jobs = std::multimap<Rank, std::shared_ptr<Job>>;
 
   struct Worker {
-    typename Sync::Activity activity;  // tells whether it does something, and when it was last seen active
+    typename Sync::Activity activity;  // the thread's activity, and when it was last seen active
     Time since{};
     typename Sync::Thread thread;   // written by the thread that starts it, read by the one that joins it
     typename Sync::ThreadId id{};   // guarded by mutex_, like the rest; invalid while the thread does not run
-    typename Sync::Condition wake;  // called has become true
+    typename Sync::Condition wake;  // signalled when `called` becomes true
     bool called = false;
   };
 
@@ -250,7 +250,7 @@ class WorkerPool {
       }
       if (surplus_ > 0 && workers() > base_ && !stopping_) {
         --surplus_;
-        successor = call_idle();  // because this worker may have been called for the job
+        successor = call_idle();  // another worker must take this one's call
         if (successor == nullptr) successor = call_timekeeper();
         retire(self);
       } else {
@@ -265,7 +265,7 @@ class WorkerPool {
     return job;
   }
 
-  // False if the worker is superfluous and has been idle for long.
+  // Returns false if the worker is superfluous and has been idle for long.
   bool sleep(Worker& self, Lock& lock) {
     self.called = false;
     if (timed_.empty() || timekeeper_ != nullptr) {
@@ -294,7 +294,7 @@ class WorkerPool {
     retired_.push_back(take_out(self));
     call_watcher();
   }
-  // Removes it from workers_; the lock is held.
+  // Removes a worker from workers_. Call it with the lock held.
   std::unique_ptr<Worker> take_out(Worker& worker) {
     const auto is_it = [&](const auto& other) { return other.get() == &worker; };
     const auto place = std::find_if(workers_.begin(), workers_.end(), is_it);
@@ -307,7 +307,7 @@ class WorkerPool {
   void watch();                     // the watcher's thread
   Time look(Lock& lock, Time now);  // returns the time of the next check
   void join_retired(Lock& lock);
-  // The number of jobs that could run but that no worker is about to take.
+  // Returns the number of jobs that are ready but that no worker is about to take.
   size_t unserved(Time now) const {
     if (!idle_.empty() || timekeeper_ != nullptr) return 0;
     return ready_.size() + (!timed_.empty() && !(now < timed_.begin()->first));
@@ -344,8 +344,7 @@ class WorkerPool {
     first_rank_.store(ready_.empty() ? Rank::max() : ready_.begin()->first, std::memory_order_relaxed);
     return job;
   }
-  // Returns a sleeping worker that must check again; the caller then notifies it, preferably without the lock. Null if
-  // none sleeps.
+  // Chooses a sleeping worker, which the caller then notifies, preferably without the lock. Null if none sleeps.
   Worker* call_idle() {
     if (idle_.empty()) return nullptr;
     Worker* worker = idle_.back();
@@ -360,7 +359,7 @@ class WorkerPool {
   void refuse_on_worker() const {
     if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
   }
-  // Called after request_stop: the watcher starts and joins workers until it ends, and no thread does so after that.
+  // Call after request_stop. Waits for the watcher first: after its end, no thread starts or joins workers.
   void join() {
     const std::lock_guard joining(join_mutex_);
     if (watcher_.joinable()) watcher_.join();
@@ -382,8 +381,8 @@ class WorkerPool {
   const Around around_;
   const Growth<Sync> growth_;
   mutable typename Sync::Mutex mutex_;  // guards everything below except join_mutex_
-  // Threads of retired_ have ended, and must be joined. Then the workers go to spare_ and are used again: a thread that
-  // called one may be about to notify it.
+  // Threads of retired_ have ended, and must be joined. Their workers then go to spare_ for reuse and are not
+  // destroyed, because a thread that called one may still be about to notify it.
   std::vector<std::unique_ptr<Worker>> workers_, retired_, spare_;
   std::atomic<int> count_{0};  // size of workers_; written under the lock
   Jobs ready_, timed_;
@@ -392,10 +391,10 @@ class WorkerPool {
   Worker* timekeeper_ = nullptr;
   bool stopping_ = false;
   int running_ = 0;                   // number of threads that have not ended
-  typename Sync::Condition ended_;    // running_ has reached 0
+  typename Sync::Condition ended_;    // signalled when running_ reaches 0
   bool watched_ = false;              // the watcher is awake, or about to be
-  typename Sync::Condition watch_;    // watched_ has become true
-  Time crowded_since_ = Time::max();  // time since which more than base_ threads do something
+  typename Sync::Condition watch_;    // signalled when watched_ becomes true
+  Time crowded_since_ = Time::max();  // time since which more than base_ threads are active
   int surplus_ = 0;                   // number of workers that must end instead of taking a job
   typename Sync::Mutex join_mutex_;   // held while threads are joined for good; mutex_ is taken inside
   typename Sync::Thread watcher_;

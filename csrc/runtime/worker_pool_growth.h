@@ -6,16 +6,16 @@
 // nothing, and without it jobs that wait for each other would wait for ever. The activity of a thread decides which of
 // the two it is, not a declaration of the job:
 //
-//   - A worker waits if it has done nothing for a span (`still`): no processor time at all, and not ready to run
-//     (activity.h). The span is longer than the interpreter's switch interval, so threads that wait for its lock do not
-//     count: they check it once in such an interval. Threads that poll count as computing.
-//   - The pool should have `workers` threads that do something, as many as at its creation. If some do, the missing
-//     ones are added. If none does, their number is doubled: n jobs that wait for each other take log(n) spans.
+//   - A worker counts as waiting if it was inactive for a span (`still`): no processor time at all, and not ready to
+//     run (activity.h). The span is longer than the interpreter's switch interval, so threads that wait for its lock do
+//     not count as waiting: they wake once per interval. Threads that poll count as computing.
+//   - The pool should have `workers` active threads, as many as at its creation. If some are active, the missing ones
+//     are added. If none is, the number of threads is doubled: n jobs that wait for each other take log(n) spans.
 //
 // So jobs that compute get no more threads than that. Jobs that waited and now compute stay on their threads; if more
-// than `workers` do something for a while (ten spans), the surplus ends as soon as it has no job. Threads beyond the
-// first `workers` also end after a long time without a job (`idle`). The watcher sleeps unless a job stays
-// queued, or more than `workers` threads have one.
+// than `workers` are active for a while (ten spans), surplus threads end as soon as they have no job. Threads beyond
+// the first `workers` also end after a long time without a job (`idle`). The watcher sleeps unless a job stays queued,
+// or more than `workers` threads have one.
 #pragma once
 
 #include <algorithm>
@@ -65,13 +65,13 @@ auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
   const size_t wanted = std::min(unserved(now), room);
   int active = 0;
   for (const auto& worker : workers_) {
-    // Checked with ready(), too: a thread that only lacks a processor also does something.
+    // Also checks ready(): a thread that only lacks a processor is active, too.
     const bool closely = wanted > 0 && now - worker->since >= growth_.still;
     if (worker->activity.advanced() || (closely && worker->activity.ready())) worker->since = now;
     active += now - worker->since < growth_.still;
   }
   active = std::min(active, workers() - static_cast<int>(idle_.size()));
-  const typename Sync::Duration took = Sync::now() - now;  // a considerable time if many threads wait
+  const typename Sync::Duration took = Sync::now() - now;  // considerable if many threads wait
   if (active <= base_) crowded_since_ = Time::max();
   crowded_since_ = std::min(crowded_since_, now);
   surplus_ = now - crowded_since_ < growth_.still * 10 ? 0 : active - base_;

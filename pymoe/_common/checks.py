@@ -1,8 +1,8 @@
 """Checks of arguments: one contract for the reference and the native operators.
 
-Every message names the operator, the argument, the rule and the value found. The caller's mistake decides the
-exception: a wrong kind of thing is a :class:`TypeError` (not a tensor, dtype), a wrong value a :class:`ValueError`
-(rank, size, device, range), an index that points outside an :class:`IndexError`.
+Every message names the operator, the argument, the rule and the value found. The mistake determines the exception:
+:class:`TypeError` for a wrong type or dtype, :class:`ValueError` for a wrong value (rank, size, device, range),
+:class:`IndexError` for an index out of range.
 
 The named checks take microseconds even if nothing is wrong: see :mod:`pymoe._common.contracts`.
 """
@@ -45,7 +45,7 @@ def is_matrix(value: object) -> bool:
 
 
 def is_like(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``value`` is a tensor of this shape and dtype on ``device``."""
+    """Return whether ``value`` is a tensor with this shape and dtype, on ``device``."""
     return isinstance(value, Tensor) and value.shape == shape and value.dtype == dtype and value.device == device
 
 
@@ -95,7 +95,7 @@ def same_device(operator: str, argument: str, value: Tensor, other_argument: str
 
 
 def integer(operator: str, argument: str, value: object, low: int, high: int | None, meaning: str) -> None:
-    """Raise unless ``value`` is an int with low <= value (<= high); ``meaning`` spells the range out."""
+    """Raise unless ``value`` is an int with low <= value (<= high); ``meaning`` describes the range in words."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{operator}: {argument} must be an int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
@@ -117,7 +117,7 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
 
 
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
-    """Raise unless ``value`` is a routing on the device of ``rows`` whose parts fit each other."""
+    """Raise unless ``value`` is a consistent routing on the device of ``rows``."""
     if not (isinstance(value, tuple) and len(value) == 3) or isinstance(value, Gate):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
     slot, token, offsets = value

@@ -1,8 +1,8 @@
 """Contracts of the operators: what their arguments must be, for :mod:`pymoe.reference` and :mod:`pymoe.ops` alike.
 
-An operator's ``check_X`` raises what its docstring says, in the words of :mod:`pymoe._common.checks`. Where the named
-checks would cost more than the operator, a ``_X_fits`` comes first: one expression that is true only if all the named
-checks accept the arguments. Values of index tensors are checked by the kernels, and here for the reference.
+An operator's ``check_X`` raises the errors of its docstring, through :mod:`pymoe._common.checks`. If these checks would
+cost more than the operator, a ``_X_fits`` comes first: one expression that is true only if all of them accept the
+arguments. Values of index tensors are checked by the kernels, and here for the reference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_gather_batch(tensors: Sequence[Tensor]) -> None:
     if dims == 0:
         _refuse_tensor("tensors[0]", first, first)
     for position, tensor in enumerate(tensors):
-        # One cheap test for tensors that fit; names and messages are made only for those that do not.
+        # One cheap test covers valid tensors; names and messages are made only for invalid ones.
         if not (
             isinstance(tensor, Tensor)
             and tensor.dtype == dtype
@@ -105,7 +105,7 @@ def check_gate_topk(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
+    # Not while tracing: the comparison would become a guard on the size. The native operator checks again when it runs.
     if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, SCORES)
@@ -170,7 +170,7 @@ def check_build_routing(experts: Tensor, num_experts: int, capacity: int | None,
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
     checks.flag("build_routing", "foreign_experts", foreign_experts)
-    # Not for a traced size: the comparison would become a guard. The native operator checks again when it runs.
+    # Not while tracing: the comparison would become a guard on the size. The native operator checks again when it runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
@@ -231,7 +231,7 @@ def _may_overlap(x: Tensor, out: Tensor) -> bool:
     """Return whether the memory ranges of the two tensors, from first to last element, overlap."""
     if x.numel() == 0 or out.numel() == 0:
         return False
-    if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # they have no memory
+    if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # these tensors have no memory
         return False
     x_begin, out_begin = x.data_ptr(), out.data_ptr()
     x_reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -319,7 +319,7 @@ def _check_bounds(operator: str, x: Tensor, offsets: Tensor, experts: int, weigh
 def check_bias(
     operator: str, x: Tensor, bias: Tensor, experts: int, meaning: str, outputs: int, meaning_of_outputs: str
 ) -> None:
-    """Raise unless ``bias`` is (E, N) and fits ``x``; the meanings say where these numbers come from."""
+    """Raise unless ``bias`` is (E, N) and fits ``x``; the meanings say where E and N come from."""
     checks.dtype(operator, "bias", bias, x.dtype)
     checks.rank(operator, "bias", bias, "(E, N)")
     checks.size(operator, "bias", bias, 0, experts, meaning)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# Computed once: torch.compile cannot trace is_autocast_available before torch 2.13.
+# Computed once at import, because torch.compile cannot trace is_autocast_available before torch 2.13.
 _DEVICES = frozenset(
     device for device in ("cpu", "cuda", "xpu", "hpu", "mps", "mtia", "maia") if torch.amp.is_autocast_available(device)
 )
@@ -24,7 +24,7 @@ def autocast_enabled(device_type: str) -> bool:
 
 
 def cast_operands(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the operands as ``F.linear`` would take them inside ``torch.autocast``.
+    """Cast operands as ``F.linear`` does inside ``torch.autocast``.
 
     While autocast is on for the device of the first operand, every floating tensor except float64 is cast to the
     autocast dtype, differentiably. Otherwise the operands are returned unchanged, as is anything that is not a tensor.

@@ -36,7 +36,7 @@ def check_seconds(
 
 
 def parse_seconds(text: str) -> float:
-    """Return the positive number of seconds that a command line states, for argparse."""
+    """Parse a positive number of seconds from a command line, for argparse."""
     try:
         seconds = check_seconds("", float(text), positive=True)
     except ValueError:

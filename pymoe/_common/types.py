@@ -19,7 +19,7 @@ class ClampedSwiglu(NamedTuple):
     """
 
     limit: float
-    """Greatest gate, and greatest magnitude of up; above 0, ``math.inf`` for no limit."""
+    """Upper limit of the gate and of the magnitude of up. Positive; ``math.inf`` means no limit."""
     alpha: float = 1.0
     """Factor of the gate inside the sigmoid."""
     up_offset: float = 0.0
@@ -50,7 +50,7 @@ class Gate(NamedTuple):
     experts: Tensor
     """(T, K) int32: the chosen experts, distinct within a token."""
     load: Tensor
-    """(E,) int32: the number of slots of each expert; sums to T * K."""
+    """(E,) int32: the number of choices that fell on each expert; the sum is T * K."""
 
 
 class Routing(NamedTuple):

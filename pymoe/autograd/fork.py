@@ -20,15 +20,15 @@ import torch
 from pymoe import _native
 
 _lock = threading.Lock()
-_is_stale = os.getpid() != _native.PROCESS  # no handler saw a fork before this file was imported
+_is_stale = os.getpid() != _native.PROCESS  # forks before this file was imported went unnoticed
 _is_started = False
 
 
 def renew_engine() -> None:
     """Make torch replace its autograd engine, if this is the child of a fork; call it before threads are started.
 
-    torch may refuse backward passes, as in the child of a process that computed gradients on a machine with a GPU. Then
-    this returns all the same: what needs no gradients works, and the first backward pass raises torch's error.
+    If torch refuses backward passes, as in a child of a process that computed gradients on a machine with a GPU, this
+    returns nevertheless: code without gradients works, and the first backward pass raises torch's error.
     """
     global _is_stale
     if not _is_stale:

@@ -1,7 +1,7 @@
-"""Nodes and edges of autograd's graphs: found, kept alive and made in less time than torch's own functions take.
+"""Finds, makes and keeps alive nodes and edges of autograd's graphs, faster than torch's own functions.
 
 The module also adds gradients as autograd does, and finds nodes of ``torch.compile``, which can be differentiated only
-once: their backward works in the buffers that their forward has saved ("donated" buffers), and refuses to run if the
+once: their backward overwrites the buffers that their forward has saved ("donated" buffers), and refuses to run if the
 graph is kept. Graphs of isolated calls are kept, although each is differentiated once, because they may lead into other
 graphs that are still needed (of a weight that was computed before the call, say). Graphs with compiled nodes are not
 kept.
@@ -25,15 +25,17 @@ def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
         return anchor, get_gradient_edge(anchor)
 
 
-# The leaf of all nodes that need an input which requires gradients and have no such input: it never gets a gradient.
-# Its accumulator is kept, because torch creates the accumulator of a leaf under the leaf's lock, and under
-# ``detect_anomaly()`` releases the interpreter's lock meanwhile: two threads that use a leaf without an accumulator can
-# then deadlock. So everything that outlives a call uses this leaf.
+# An input for nodes that need one that requires gradients, and have no other; it never gets a gradient. Its accumulator
+# is kept, because torch creates the accumulator of a leaf under the leaf's lock, and under ``detect_anomaly()``
+# releases the interpreter's lock meanwhile: two threads that use a leaf without an accumulator can then deadlock. So
+# everything that outlives a call uses this leaf.
 ANCHOR, _accumulator_of_the_anchor = _make_anchor()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; -1 for tensors of inference mode, which do not count."""
+    """Return how often the tensor was changed in place; -1 for tensors of inference mode, which do not count
+    changes.
+    """
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -43,11 +45,11 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)`` without a check for ``torch.func`` transforms; no call is isolated in these."""
+    """Return ``function.apply(*args)`` without a check for ``torch.func`` transforms, in which no call is isolated."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-make_edge: Any = tuple.__new__  # makes a GradientEdge of its three parts, without its __new__ in Python
+make_edge: Any = tuple.__new__  # makes a GradientEdge from a tuple, bypassing its slow __new__
 
 
 def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
@@ -95,7 +97,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the same leaves, and all nodes of the graph: with ``entry`` and None, without nodes behind ``entry``."""
+    """Return the same leaves, and the set of all nodes of the graph up to ``entry``; the set also contains None."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
@@ -113,27 +115,27 @@ def find_leaves_and_nodes(
     return leaves, seen
 
 
-_ACCUMULATION = 2**64 - 1  # the number of nodes of leaves
+_ACCUMULATION = 2**64 - 1  # the sequence number of nodes of leaves
 
 
 def put_behind(limit: int, nodes: Sequence[Any]) -> None:
     """Give the nodes of a call numbers below ``limit``, in their present order.
 
-    Among the nodes that could run now, the engine takes the one with the greatest number, the latest. But each thread
-    counts for itself. If a tensor has left a call otherwise than as an output, a backward pass also reaches the call's
+    Of the nodes that could run, the engine takes the one with the greatest number, which is the latest. But each thread
+    counts separately. If a tensor has left a call otherwise than as an output, a backward pass also reaches the call's
     nodes through that tensor, and frees what they have saved. The node of the map, and all nodes before it in the
-    backward pass, must run earlier, because they are made later, on the thread that asked.
+    backward pass, must run before those, as they were made later, on the thread that asked.
     """
     by_number: dict[int, list[Any]] = {}
     for node in nodes:
         by_number.setdefault(node._sequence_nr(), []).append(node)
     by_number.pop(_ACCUMULATION, None)
-    if limit < len(by_number):  # this thread has made few nodes: it counts on, so that enough numbers are below
+    if limit < len(by_number):  # this thread has made too few nodes: skip numbers
         one = torch.empty(0, requires_grad=True, device="cpu")
         while get_sequence_nr() < len(by_number):
             one.view_as(one)
         limit = len(by_number)
-    for number in sorted(by_number, reverse=True):  # the call's earlier nodes must make room for the late ones
+    for number in sorted(by_number, reverse=True):  # renumber all nodes of the call
         limit -= 1
         if number <= limit:
             limit = number

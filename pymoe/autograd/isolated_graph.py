@@ -1,10 +1,10 @@
 """One call of a function in an autograd graph of its own.
 
 - forward: Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place edit
-  of the caller's tensor is noticed if the graph has saved it), and an autograd history that begins here. If there is
-  no history to cut, leaves that require gradients need no alias. (Together with other tensors they need one:
-  otherwise their gradients would be looked for in the others' histories, too.) The function runs unchanged, an
-  ``autograd.Function`` with torch's own context object.
+  of the caller's tensor is noticed if the graph has saved it), and an autograd history that begins here. If no argument
+  has a history, leaves that require gradients need no alias. (Otherwise they do: the search for their gradients would
+  enter the other arguments' histories.) The function runs unchanged, an ``autograd.Function`` with torch's own context
+  object.
 - leaves: The leaves that the call has used, as arguments or not (parameters, tensors of a closure), are found by
   walking its graph back from the outputs. If the walk reaches graphs that existed before the call, it continues to
   their leaves.
@@ -50,8 +50,8 @@ class _Differentiated(threading.local):
 
 
 _running = _Differentiated()
-_NONE = object()  # the entry of a graph without an entry
-_everywhere: set[object] = set()  # one object for every call that some thread differentiates
+_NONE = object()  # stands for the missing entry of a graph
+_everywhere: set[object] = set()  # one object per call that any thread is differentiating
 
 
 def entry_of_this_thread() -> Any:
@@ -109,7 +109,7 @@ def graphs_are_made() -> bool:
 
 
 class _CallInputs(torch.autograd.Function):
-    """Makes the aliases: as results of an operation they may be modified in place."""
+    """Makes the aliases as results of an operation, so that they may be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,7 +118,7 @@ class _CallInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx is entry_of_this_thread():  # gradients end at the aliases; the caller's graph is not the call's
+        if ctx is entry_of_this_thread():  # gradients end at the aliases, where the caller's graph begins
             return (None,) * len(grads)
         return None, *grads[1:]
 
@@ -130,7 +130,7 @@ class Alias:
     arguments: list[int]  # its positions
     original: torch.Tensor
     tensor: torch.Tensor | None = None
-    edge: GradientEdge | None = None  # the gradient's edge; None: no gradient is needed
+    edge: GradientEdge | None = None  # the edge that gets the gradient; None: no gradient is needed
 
 
 class IsolatedCall:
@@ -165,7 +165,7 @@ class IsolatedCall:
         """Return the outputs that have a history here, each once, and find the arguments that :meth:`run` has modified.
 
         With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
-        ``outputs``. Raise RuntimeError if the call has modified an argument whose memory another one shares.
+        ``outputs``. Raise RuntimeError if the call has modified an argument that shares memory with another one.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
@@ -203,7 +203,7 @@ class IsolatedCall:
         return found
 
     def _refuse_overlaps(self) -> None:
-        """Refuse in-place changes that the aliases of other arguments would not notice."""
+        """Raise for in-place changes that the aliases of other arguments would not notice."""
         given = [*(alias.original for alias in self.aliases), *self._leaf_arguments]
         memory = [tensor for tensor in given if tensor.layout == torch.strided]
         places = [tensor.untyped_storage()._cdata for tensor in memory]
@@ -242,13 +242,10 @@ def differentiate(
     Nothing is accumulated. The graph is kept, because it may lead into other graphs that are still needed, and is freed
     with its roots. A graph with nodes of ``torch.compile`` is not kept, because these would refuse to run.
 
-    Args:
-        roots: the edges where the backward pass begins; None is skipped, and so is a root without a gradient.
-        grads: a gradient for each root, or None.
-        inputs: the edges where the call's graph begins.
-        leaves: tensors into which gradients would be accumulated.
-        entry: the node to which the inputs belong; None if it has none.
-        keep: keep the graph because it will be differentiated again.
+    Args: roots: the edges where the backward pass begins; None and roots without a gradient are skipped. grads: a
+        gradient for each root, or None. inputs: the edges where the call's graph begins. leaves: tensors into which
+        gradients would be accumulated. entry: the node to which the inputs belong; None if it has none. keep: keep the
+        graph because it will be differentiated again.
     """
     starts, values = [], []
     for root, grad in zip(roots, grads, strict=True):
@@ -298,7 +295,7 @@ def isolate(
             if not (required or value.is_floating_point() or value.is_complex()):
                 continue
             if not required and has_tangent(value):
-                continue  # an alias would lack these
+                continue  # an alias would lack the tangent
             alias = known[id(value)] = Alias([place], value)
             call.aliases.append(alias)
             if required:
@@ -317,7 +314,7 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Find what the backward passes of calls need, after the calls have run with graphs.
+    """Collect what the backward passes of calls need, after the calls have run with graphs.
 
     Return for each call the result of :meth:`IsolatedCall.find_fresh`.
     """

@@ -1,4 +1,4 @@
-"""A plain state of torch for batches, which must not depend on the thread that runs them.
+"""Provides a plain state of torch for batches, so that they do not depend on the thread that runs them.
 
 A waiting client may run the batch of its request itself, and with it requests of other clients. Settings that this
 client has switched on in its thread must not affect them: inference mode, autocast, gradients on or off, a default
@@ -24,13 +24,13 @@ from pymoe._torch_private import set_grad_enabled
 
 Result = TypeVar("Result")
 
-# torch's own context managers are built on these. They run before every batch, and a manager costs 2 us.
+# The functions under torch's context managers: they are called for every batch, and a manager costs 2 us.
 _is_grad_enabled = torch.is_grad_enabled
 _is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` with gradients on or off and without any other setting of a thread in torch."""
+    """Run ``function(*args)`` with gradients on or off, and all other thread settings of torch at their defaults."""
     canaries.thread_states()
     if _is_plain():
         return _with_grad(grad, function, *args)
@@ -60,10 +60,10 @@ def autocast_devices() -> tuple[str, ...]:
 
 
 def on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` on a new thread, which has none of these modes: there is no public way out of them.
+    """Run ``function(*args)`` on a new thread, which has no modes, since no public function leaves all modes.
 
-    The runtime takes the new thread for this one, so it detects waits on either side as usual. An interrupt
-    (Ctrl-C) is raised when the function has ended.
+    The runtime treats the new thread as this one, so it detects deadlocks as usual. An interrupt (Ctrl-C) is raised
+    when the function has ended.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

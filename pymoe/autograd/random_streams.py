@@ -1,13 +1,13 @@
 """A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
-torch's default generators belong to the process: if calls draw at the same time, each gets whatever numbers the others
-left. While a call of a map runs, its thread therefore sees another default generator, made from one number of the
+torch's default generators belong to the process: if calls draw at the same time, each gets numbers that depend on the
+others. While a call of a map runs, its thread therefore sees another default generator, made from one number of the
 surrounding stream and the call's position:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
-  C++ draws in between. It uses a dispatch key that only these threads include and for which only the drawing operators
-  have kernels: all others run as usual, at no cost.
+  C++ draws in between. It uses a dispatch key that only these threads include, and for which only the drawing operators
+  have kernels: all other operators run as usual, at no cost.
 - ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed``, ``seed``, ``initial_seed`` and ``torch.random.fork_rng``
   refer to the call's stream, so that ``torch.utils.checkpoint`` draws in backward the numbers that the call drew in
   forward.
@@ -19,9 +19,9 @@ from ``torch.default_generator`` in C++.
 Effects on the process:
 
 - While calls run, the module ``torch.random`` has another class and another global ``default_generator`` (with CUDA,
-  ``torch.cuda`` another tuple ``default_generators``): its functions read that global, and offer no other way to give
-  them a generator. Threads that run no call find the process's generator behind it. :func:`restore` undoes all this
-  when the last call has ended.
+  ``torch.cuda`` another tuple ``default_generators``): its functions read that global, which is the only way to give
+  them a generator. For threads that run no call, it is the process's generator. :func:`restore` undoes all this when
+  the last call has ended.
 - The first map registers kernels for the operators below on the dispatch key ``TESTING_ONLY_GenericMode``, and they
   stay. A thread that does not include the key, which is every thread outside of a call, never reaches them. They are
   not removed between maps because the dispatcher's tables are read without a lock: a change while another thread
@@ -56,9 +56,9 @@ from pymoe._torch_private import dispatch_tls_set_dispatch_key_included as inclu
 
 Result = TypeVar("Result")
 
-# Operators that draw numbers themselves; all other random operators are made of these. An operator that the installed
-# torch lacks is left out. The operators of the last three lines take no generator: they get the call's state through
-# the device's default generator, one at a time.
+# Operators that draw numbers themselves; all other random operators call these. An operator that the installed torch
+# lacks is left out. The operators of the last three lines take no generator: they get the call's state through the
+# device's default generator, one at a time.
 OPERATORS = """
     _fused_dropout _sample_dirichlet _standard_gamma bernoulli.out bernoulli_.Tensor bernoulli_.float binomial cauchy_
     exponential_ geometric_ log_normal_ multinomial multinomial.out normal.Tensor_Tensor normal.Tensor_Tensor_out
@@ -69,7 +69,7 @@ OPERATORS = """
     _scaled_dot_product_flash_attention _triton_scaled_dot_attention native_dropout
 """
 
-# A key for tests of torch itself, without kernels; for the other free keys the dispatcher finds no kernels.
+# A key for torch's own tests, without kernels. (With other unused keys, the dispatcher fails to find kernels.)
 KEY = "TESTING_ONLY_GenericMode"
 _key = parse_dispatch_key(KEY)
 
@@ -84,10 +84,10 @@ class _ThreadStream(threading.local):
 this_thread = _ThreadStream()
 """Random stream of the current thread in ``stream``; code that sets it also calls :func:`begin_drawing`."""
 _defaults_in_use = threading.Lock()  # held while a default generator temporarily has the state of a call
-_changing = threading.Lock()  # held while kernels are registered, or torch.random changes
+_changing = threading.Lock()  # held while kernels are registered, or torch.random is changed
 _libraries: list[torch.library.Library] = []
 _calling: set[int] = set()  # threads that run a call
-_is_changed = False  # true while torch.random shows each thread the generator of its call
+_is_changed = False  # true while torch.random is changed to show each thread its call's generator
 
 
 class RandomSource:
@@ -160,8 +160,10 @@ def with_stream(stream: RandomStream, function: Callable[..., Result], *args: An
 
 
 def begin_drawing() -> None:
-    """Make this thread draw from ``this_thread.stream``, which was None until now and must stay set meanwhile."""
-    _calling.add(get_ident())  # before it reads _is_changed: see restore
+    """Make this thread draw from ``this_thread.stream``, which was None before and must stay set until
+    :func:`end_drawing`.
+    """
+    _calling.add(get_ident())  # must precede the read of _is_changed: see restore()
     if not _is_changed:
         _change()
     include(_key, True)
@@ -174,7 +176,7 @@ def end_drawing() -> None:
 
 
 def draw(stream: RandomStream | None) -> int:
-    """Return one number of a stream, or, for None, of the process's default generator for the CPU."""
+    """Return a number drawn from a stream; for None, from the process's default CPU generator."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
     with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # unseen by modes
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
@@ -198,7 +200,7 @@ def install() -> None:
     _numbers_come_from_streams()
     if _is_changed and torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
         with _changing:
-            _change_cuda()  # CUDA has come into use since
+            _change_cuda()  # CUDA was first used after the change
 
 
 def _install() -> None:
@@ -230,7 +232,7 @@ def _numbers_come_from_streams() -> canaries.Exercises:
     is_heard = all(map(torch.equal, drawn, numbers))
     for name in ("parse_dispatch_key", "dispatch_tls_set_dispatch_key_included", "dispatch_has_backend_fallback"):
         yield name, is_heard
-    # Without it the kernel would call itself for ever.
+    # Without this exclusion, the kernel would call itself for ever.
     yield "dispatch_tls_set_dispatch_key_excluded", is_heard
 
 
@@ -253,7 +255,7 @@ def _change_cuda() -> None:
 
 
 def restore() -> None:
-    """Undo the changes of ``torch.random``, unless a call still runs; called after calls were made.
+    """Undo the changes of ``torch.random`` after a call, unless another call still runs.
 
     A call that begins meanwhile never loses its generator: its thread is in ``_calling`` before it reads
     ``_is_changed``, which is False here before ``_calling`` is read. So either this function sees the call, or the call
@@ -269,7 +271,7 @@ def restore() -> None:
         if _calling:
             _is_changed = True
             return
-        if isinstance(vars(torch.random)["default_generator"], _Default):  # unless other code has replaced it
+        if isinstance(vars(torch.random)["default_generator"], _Default):  # else other code has replaced it
             vars(torch.random)["default_generator"] = torch.default_generator
         torch.random.__class__ = types.ModuleType
         if isinstance(torch.cuda.default_generators, _CudaDefaults):
@@ -314,9 +316,8 @@ def _of_this_thread() -> torch.Generator:
 
 
 class _Default:
-    """The global of ``torch.random`` for its own functions: the generator of the call that this thread runs.
-
-    It is not a generator itself, because one object could not differ between threads; no other code sees it.
+    """Replaces the global ``default_generator`` for ``torch.random``'s own functions, and passes calls to the generator
+    of this thread's call. (A real generator would be the same for all threads.) No other code sees it.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -324,11 +325,11 @@ class _Default:
 
 
 class _RandomModule(types.ModuleType):
-    """The module ``torch.random`` for code other than its own functions, which reads its attributes."""
+    """Class of the module ``torch.random`` for code that reads its attributes (its own functions read globals)."""
 
     @property
     def default_generator(self) -> torch.Generator:
-        """Return the process's generator, or within a call the generator of the call."""
+        """Return the call's generator within a call, otherwise the process's."""
         set_by_others = vars(self)["default_generator"]
         return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
 

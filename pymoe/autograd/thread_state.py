@@ -70,7 +70,7 @@ _cuda_is_initialized = torch.cuda.is_initialized
 
 
 class ThreadState(NamedTuple):
-    """The state returned by :func:`current`. Two are equal if a call cannot distinguish them."""
+    """The state returned by :func:`current`. Two states are equal if a call cannot distinguish them."""
 
     inference: bool
     grad: bool
@@ -78,14 +78,14 @@ class ThreadState(NamedTuple):
     multithreading: bool
     view_replay: bool
     autocast_cache: bool
-    autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: none has it
+    autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: off everywhere
     autocast_dtypes: tuple[torch.dtype, ...]
     all_functions: bool  # __torch_function__ of tensor subclasses and modes is called
     no_function: bool  # even modes' __torch_function__ is not called
     function_modes: tuple[Any, ...]  # outermost first
     default_device: Any
     dispatch_modes: tuple[Any, ...]
-    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost pair, the only one that torch calls
+    saved_tensor_hooks: tuple[Any, Any] | None  # the innermost hooks: torch calls only these
     hooks_forbidden: str | None
     cuda: tuple[int, tuple[Any, ...]] | None  # the current device, and each device's stream
 
@@ -130,9 +130,9 @@ known = _Known()
 def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
     """Set the number of autocast blocks around this thread to ``level``, and restore it at the end.
 
-    The cache of casts belongs to the process and holds parameters as they were when they were cast. torch clears it
-    when the outermost autocast block of a thread ends, so that no old value is left after the parameters change.
-    Setting autocast's flags alone does not enter a block: a cast made then stays until some other block ends.
+    The cache of casts belongs to the process, and holds casts of parameters' earlier values. torch clears it when the
+    outermost autocast block of a thread ends, so that no old value is left after the parameters change. Setting
+    autocast's flags alone does not enter a block: a cast made then stays until some other block ends.
 
     Args:
         level: 0 for code that is not in a block, so that blocks that it enters are outermost ones.
@@ -177,7 +177,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
                     return function(*args)
         return function(*args)
     finally:
-        # Last in, first out: the guard of inference mode restores grad mode, too.
+        # In reverse order, because the guard of inference mode restores grad mode, too.
         while undo:
             undo.pop()()
         after = current()
@@ -187,7 +187,9 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
 
 
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
-    """Change this thread from one state to another; append to ``undo`` what a second change would not undo."""
+    """Change this thread from one state to another; append to ``undo`` the parts that a second change would not
+    undo.
+    """
     if before.inference != after.inference:
         guard = InferenceMode(after.inference)
         guard.__enter__()

@@ -14,7 +14,7 @@ SEED = 20211
 
 @dataclass(frozen=True)
 class Sample:
-    """One call: ``operator(*args, **kwargs)``."""
+    """The arguments of one call, ``operator(*args, **kwargs)``."""
 
     name: str
     args: tuple[Any, ...]
@@ -26,10 +26,10 @@ class Target:
     """The target of a benchmark line: at least ``ratio`` times as fast as the thing it is compared with."""
 
     over: Literal["reference", "baseline", "floor", "seconds"]
-    """Object of comparison. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations; ``ratio``
-    is the share of its rate.
+    """What the time is compared with. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations;
+    ``ratio`` is then a share of its rate.
 
-    ``seconds``: ``ratio`` is the most seconds that a call may take on the device, without its launch if that can be
+    ``seconds``: ``ratio`` is the time limit of a call on the device in seconds, without its launch if that can be
     measured (in a CUDA graph).
     """
     ratio: float
@@ -43,7 +43,7 @@ class BenchCase:
     dtype: torch.dtype
     make: Callable[[torch.Generator], Sample]
     bytes: int
-    """Least number of bytes that a call must move through memory: each input read once, each output written once."""
+    """Minimum number of bytes that a call moves through memory: each input read once, each output written once."""
     flops: int = 0
     """Number of floating-point operations of a call, if they determine the floor."""
     backward: bool = False
@@ -51,9 +51,11 @@ class BenchCase:
     source: str = ""
     """Name of the model or paper that publishes this shape."""
     baseline: Callable[..., Any] | None = None
-    """Equivalent in plain torch, as a user would write it, if the reference spends time on exactness."""
+    """The same computation in plain torch, as a user would write it; given if the reference spends time on
+    exactness.
+    """
     target: Target | None = None
-    """Target of the line on a CPU; it is shown next to the result and is never a test."""
+    """Target of the line on a CPU. It is shown next to the result, and no test asserts it."""
     cuda_target: Target | None = None
     """Target of the line on an H200."""
 
@@ -66,7 +68,7 @@ class Operator:
     native: Callable[..., Any]
     reference: Callable[..., Any]
     exact: tuple[bool, ...]
-    """For each output: true if native and reference must agree bit for bit. One flag covers any number of outputs."""
+    """For each output: true if native and reference must agree bit for bit. A single flag applies to all outputs."""
     tolerances: dict[torch.dtype, tuple[float, float]]
     """(rtol, atol) by dtype, for gradients and for outputs that are not exact."""
     bench_cases: tuple[BenchCase, ...] = ()
@@ -133,7 +135,7 @@ def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def call(function: Callable[..., Any], sample: Sample) -> Any:
-    """Return ``function(*args, **kwargs)``, with a fresh copy of ``out`` if the sample has one."""
+    """Return ``function(*args, **kwargs)`` for the sample, with a fresh copy of ``out`` if it has one."""
     kwargs = dict(sample.kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         kwargs["out"] = same_layout_copy(kwargs["out"])
@@ -166,14 +168,14 @@ def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tenso
 def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of ``inputs`` for fixed random gradients of the differentiable outputs.
 
-    They are zeros for an input that does not influence the outputs.
+    The gradient of an input that does not influence the outputs is zero.
     """
     differentiable = [output for output in outputs if output.requires_grad]
     if not differentiable:
         return [torch.zeros_like(value) for value in inputs]
     random = generator()
-    # Rounded to bfloat16, and small enough for float16: the same numbers in every dtype. Uniform, because the values of
-    # randn depend on the processor.
+    # Values representable in bfloat16 and float16 are the same in every dtype. They are uniform, because randn's values
+    # depend on the processor.
     seeds = [
         (torch.rand(output.shape, generator=random, dtype=torch.float64) * 4 - 2).bfloat16().to(output)
         for output in differentiable

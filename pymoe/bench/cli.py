@@ -198,7 +198,7 @@ def run_run(options: argparse.Namespace) -> int:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Run ``compare``; return 0 for any change, because a person must judge it."""
+    """Run ``compare``; return 0 whatever changed, because a person must judge it."""
     old, new = (load(file) for file in (options.old, options.new))
     for name in ("cpu", "threads", "torch", "cpu_isa", "gpu"):
         if old["environment"].get(name) != new["environment"].get(name):

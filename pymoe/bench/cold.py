@@ -1,11 +1,11 @@
-"""Measurement on a GPU, in addition to events: inputs that are in no cache, and calls without their launches.
+"""Adds to event timing on a GPU: inputs that are not cached, and calls without their launch times.
 
 A kernel of some microseconds reads its inputs from the L2 cache if the call before it read the same inputs. Candidates
 on CUDA therefore cycle through copies of their inputs that together are several times the cache (:class:`Rotating`).
 
-Such a kernel also takes less time than the host needs to launch it, through Python or not. Replayed from a CUDA graph
-of many calls (:class:`InGraph`) it costs its time on the device; called eagerly, it costs what a program that does
-nothing else would pay. Both times are shown.
+Such a kernel also takes less time than the host needs to launch it, through Python or not. A replay from a CUDA graph
+of many calls (:class:`InGraph`) takes the device's time; an eager call also costs the launch that a program would pay
+for. Both times are shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pymoe.bench.calls import Sample, mapped, same_layout_copy, tensors_in
 TIMES_THE_CACHE = 3
 MOST_COPIES = 2048
 CALLS_IN_GRAPH = 20
-"""Minimum number of calls in a graph; more if it takes more to use every copy of the inputs."""
+"""Minimum number of calls in a graph; it has more if there are more copies of the inputs."""
 
 
 class Rotating:
@@ -38,8 +38,8 @@ class Rotating:
 class InGraph:
     """Consecutive calls of ``function``, captured in one CUDA graph; calling the object replays it.
 
-    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. It raises
-    before a capture begins, as far as torch notices: after a failed capture torch's default generator on the device no
+    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. If torch
+    notices this, it raises before a capture begins: after a failed capture torch's default generator on the device no
     longer draws (so benchmarks draw from separate generators), and its allocator keeps memory.
     """
 
@@ -55,7 +55,7 @@ class InGraph:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # The outer stream, because a capture that fails leaves its own stream in use.
+        # Restores the outer stream, because a failed capture leaves its own stream current.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self._graph):
             for _ in range(calls):
                 function()
@@ -76,7 +76,7 @@ def waiting_raises() -> Iterator[None]:
 
 
 def in_graph(function: Callable[[], object]) -> InGraph:
-    """Capture ``function``, as often as a measurement needs, in one graph."""
+    """Capture enough calls of ``function`` for a measurement in one graph."""
     turns = len(function.functions) if isinstance(function, Rotating) else 1
     return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
 

@@ -9,7 +9,7 @@ from typing import Any
 from pymoe.bench.report import Table, seconds
 
 SMALLEST_CHANGE = 0.03
-"""Least relative change that is marked: runs can differ by more than the quartiles of a quiet run."""
+"""Smallest relative change that is marked, since even quiet runs can differ by more than their quartiles."""
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,23 @@ class Change:
     name: str
     old: float
     new: float
-    """Median in seconds."""
+    """Median of the new run in seconds."""
     machine: float
-    """Time of the line's floor in the new run over that in the old run; 1 without a floor."""
+    """Ratio of the floor's time in the new run to its time in the old run; 1 without a floor."""
     marker: str
     """``"slower"``, ``"faster"`` or ``""``; ``"now WRONG"`` if only the new result is wrong."""
 
     @property
     def ratio(self) -> float:
-        """New time over old time."""
+        """Return the ratio of the new time to the old time."""
         return self.new / self.old
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], list[str]]:
     """Compare two results of ``run --json``.
 
-    A line is marked if its time, divided by the time of its floor in the same run, moved so far that the quartile
-    ranges of the two runs no longer touch.
+    A line is marked if its time, divided by the time of its floor in the same run, changed so much that the quartile
+    ranges of the two runs no longer overlap.
 
     Returns:
         The lines that both runs measured, and the names of lines that only one run measured.
@@ -53,7 +53,7 @@ def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None:
-    """Return the change of one line; None if one of the runs has no time for it."""
+    """Return the change of one line; None if it has no time in one of the runs."""
     if not old["native"] or not new["native"]:
         return None
     same_floor = old["floor"] and new["floor"] and old["floor"]["kind"] == new["floor"]["kind"]

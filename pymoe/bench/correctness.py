@@ -1,4 +1,4 @@
-"""The correctness column: compares the results of native operator and reference, on the timed inputs.
+"""The correctness column: compares the native operator's results with the reference's, on the timed inputs.
 
 Tensors are compared bit for bit if a result is promised to be exact, and within a tolerance otherwise. Both comparisons
 name the first element that differs, and both treat special values strictly:
@@ -32,7 +32,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
 def difference(what: str, got: Tensor, wanted: Tensor, tolerance: tuple[float, float] | None) -> str:
     """Return a description of the error in ``got``, named ``what``; "" if there is none.
 
-    ``tolerance`` is (rtol, atol) of floating values; without one every bit must agree.
+    ``tolerance`` is (rtol, atol) for floating-point values; without it every bit must agree.
     """
     for fact in ("shape", "dtype", "device"):
         seen, expected = getattr(got, fact), getattr(wanted, fact)

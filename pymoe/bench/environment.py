@@ -59,7 +59,9 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> list[str]:
-    """Return the processor's features with Linux's names (``avx2``, ``avx512_bf16``, ...); empty if it gives none."""
+    """Return the processor's features with Linux's names (``avx2``, ``avx512_bf16``, ...); empty if the system gives
+    none.
+    """
     return (_field("/proc/cpuinfo", "flags") or "").split()
 
 

@@ -16,12 +16,12 @@ from pymoe.bench.cold import Rotating, copies_needed
 from pymoe.bench.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
-"""Number of bytes, read and written, of the copy for the first rate: too many for any cache."""
+"""Number of bytes that the copy reads and writes to measure the copy rate: too many for any cache."""
 RATE_SIZE = 512
-"""Number of rows and columns of the matrices for the first rates of ``torch.mm``."""
+"""Number of rows and columns of the matrices with which the rate of ``torch.mm`` is measured."""
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
 CUDA_RATE_BYTES, CUDA_RATE_SIZE = 1 << 33, 8192
-"""The same two numbers for a GPU, whose caches and whose least matrices at full speed are larger."""
+"""The same two numbers for a GPU, which has larger caches and needs larger matrices for full speed."""
 MOST_BYTES = 1 << 30
 MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
@@ -34,12 +34,12 @@ class Floor:
     """``"copy_"``, or ``"mm"`` with the dtype of the product."""
     run: Callable[[], object]
     work: float
-    """Number of bytes, or floating-point operations, of one call."""
+    """Number of bytes or floating-point operations of one call of the floor."""
     needed: float
-    """Least number of bytes, or floating-point operations, of one call of the operator."""
+    """Minimum number of bytes or floating-point operations of one call of the operator."""
 
     def share(self, floor: Timing, operator: Timing) -> tuple[float, ...]:
-        """Return, for every round, the operator's rate over the floor's rate: 1 means as fast as the floor."""
+        """Return, for every round, the ratio of the operator's rate to the floor's: 1 means as fast as the floor."""
         factor = self.needed / self.work
         return tuple(factor * a / b for a, b in zip(floor.seconds, operator.seconds, strict=True))
 

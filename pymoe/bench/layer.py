@@ -20,9 +20,9 @@ from pymoe.nn import MoE
 from pymoe.nn.options import Backend
 
 SLOWDOWN_ALLOWED = 1.15
-"""Target: largest time of the layer over the time of the dense products."""
+"""Target: the layer may take this many times as long as the dense products."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Largest error, relative to the largest value, at which outputs and gradients of two backends count as equal."""
+"""Largest error, relative to the largest value, at which results of two backends count as equal."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
 
 
 def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Backend = "native") -> MoE:
-    """Return a layer whose weights depend only on ``shape`` and the type of ``device``, which draws them."""
+    """Return a layer with weights drawn on ``device``; they depend only on ``shape`` and the device's type."""
     sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
     layer = MoE(*sizes, activation="swiglu", backend=backend, device=device)
     random = generator(device)
@@ -127,7 +127,9 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[T
 def training_step(
     layer: nn.Module, x: Tensor, grad: Tensor, forward: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a step, which returns output, gradient of ``x`` and of parameters; forward is the layer's unless given."""
+    """Return a function that runs a step and returns the output and the gradients of ``x`` and the parameters.
+    ``forward`` defaults to the layer's.
+    """
     leaves = [x, *layer.parameters()]
     forward = forward or layer
 
@@ -139,7 +141,7 @@ def training_step(
 
 
 def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
-    """Return the layer's function of its parameters, written in plain torch: sort, index, grouped_mm, add."""
+    """Return the layer's forward in plain torch, on the same parameters: sort, index, grouped_mm, add."""
     router, w_in, w_out = layer.router.weight, layer.experts.w_in, layer.experts.w_out
     k = layer.top_k
 
@@ -161,8 +163,8 @@ def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
 def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor:
     """Return the products of the layer as if one expert had all S rows: contiguous, into allocated memory.
 
-    They are forward and both backward products of the input, output and router weights, without activation, routing or
-    allocation of results: nothing that computes the same can be much faster than this.
+    These are the forward and both backward products of the input, output and router weights, without activation,
+    routing or allocation of results: no implementation of the layer can be much faster.
     """
     s, t, h, f, e = shape.slots, shape.tokens, shape.hidden, shape.ffn, shape.experts
     sizes = []
@@ -186,7 +188,7 @@ def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor
 def verdict_of(
     actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], names: tuple[str, ...], tolerance: float
 ) -> Verdict:
-    """Compare results whose sums may run in another order: the largest error over the largest value."""
+    """Compare results whose sums may run in different orders, by the largest error relative to the largest value."""
     for name, got, wanted in zip(names, actual, expected, strict=True):
         error = max_error([(got, wanted)])
         allowed = tolerance * float(wanted.abs().max())

@@ -25,7 +25,7 @@ RATIOS = ("over_reference", "over_baseline", "over_baseline_in_graph", "share_of
 
 @dataclass(frozen=True)
 class Effort:
-    """The time that is spent on a line, and the size up to which lines are measured."""
+    """Limits on the time spent on a line, and on the size of measured lines."""
 
     budget: float = 1.0
     """Seconds per line for all candidates together, after warm-up."""
@@ -52,7 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Line:
-    """One line before it is measured. Inputs are made by ``prepare``, so that listing lines costs nothing."""
+    """One line before it is measured. Only ``prepare`` makes inputs, so that listing lines costs nothing."""
 
     operator: str
     case: str
@@ -155,7 +155,9 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
 
 
 def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """Return native, baseline and floor in CUDA graphs, by name, and the reasons for calls that cannot be captured."""
+    """Return the native call, baseline and floor in CUDA graphs, by name, and the reasons why others cannot be
+    captured.
+    """
     captured: dict[str, Callable[[], object]] = {}
     refused = {}
     for name in CAPTURED:
@@ -163,7 +165,7 @@ def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
             try:
                 captured[f"{name}_in_graph"] = in_graph(calls[name])
             except Exception as error:
-                first = error.__context__ or error  # ending a capture that failed raises another one
+                first = error.__context__ or error  # ending a failed capture raises another error
                 refused[name] = in_a_line(first)
     return captured, refused
 
@@ -191,7 +193,7 @@ def measured(
 ) -> dict[str, Any]:
     """Return the part of a record that comes from timings.
 
-    Rates refer to the device's own time: the time of calls in a graph, if these were captured.
+    Rates are based on the device's own time: that of calls in a graph, if these were captured.
     """
     native = timings["native"]
     on_device = timings.get("native_in_graph", native)

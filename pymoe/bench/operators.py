@@ -1,4 +1,4 @@
-"""The operators: the promises of each one, and the inputs with which the benchmark times it.
+"""The operators, with the promises of each one and the inputs on which it is timed.
 
 The tests' specifications (``tests/specs``) build on these records, so that an operator's promises are stated once.
 """
@@ -37,7 +37,7 @@ def uniform(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: 
 
 
 def distinct(tokens: int, choices: int, experts: int, generator: torch.Generator) -> Tensor:
-    """Return (T, K) int32, distinct within a token and uniformly drawn: the choice of a balanced router."""
+    """Return a balanced router's choices: (T, K) int32, uniformly drawn, distinct within a token."""
     if tokens == 0:
         return torch.empty(0, choices, dtype=torch.int32)
     return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :choices].int().contiguous()
@@ -318,7 +318,7 @@ def expert_activation_case(kind: str, features: int, dtype: torch.dtype, backwar
 
 # --- operators ---
 
-# Sums over tokens run in another order than torch's; gradients are rounded to the logits' dtype.
+# The sums over tokens run in another order than torch's, and gradients are rounded to the logits' dtype.
 LOSS_TOLERANCES = tolerances((2e-5, 1e-6), (1e-12, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5))
 NO_TOLERANCE = dict.fromkeys(FLOATING, (0.0, 0.0))
 
@@ -358,7 +358,7 @@ _ALL = (
     _operator(
         "dispatch",
         (True,),
-        # For gradients: the reference adds up a token's choices in torch's order.
+        # For gradients, as the reference adds up a token's choices in torch's order.
         tolerances((2e-6, 1e-6), (1e-14, 1e-14), (0.008, 1e-5), (0.001, 1e-5)),
         *(
             dispatch_case(*sizes, given)
@@ -385,7 +385,7 @@ _ALL = (
     _operator(
         "gate_topk",
         (False, True, True),
-        # For weights, and for gradients, which are rounded to the dtype of the logits.
+        # For weights and gradients, which are rounded to the dtype of the logits.
         tolerances((2e-6, 1e-6), (1e-13, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5)),
         gate_topk_case(16384, 64, 2, FLOAT32, target=Target("reference", 15)),
         gate_topk_case(16384, 64, 2, BFLOAT16),
@@ -410,7 +410,7 @@ _ALL = (
     _operator(
         "grouped_linear",
         (False,),
-        # Sums of up to 1100 terms in another order; the 16-bit types may round to the neighbour.
+        # For sums of up to 1100 terms in another order. 16-bit results may be rounded to the neighbouring value.
         tolerances((1e-5, 1e-4), (1e-13, 1e-12), (8e-3, 1e-4), (1e-3, 1e-4)),
         grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024),
         grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024, backward=True),

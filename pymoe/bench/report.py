@@ -36,7 +36,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: frozenset[str] = frozenset()
     alarms: frozenset[str] = frozenset()
-    """Words that mark a row as an alarm."""
+    """Words that mark their row as an alarm."""
 
 
 def show(table: Table) -> None:
@@ -104,7 +104,7 @@ def run_table(records: Sequence[Record]) -> Table:
 
 
 def graph_cells(record: Record) -> list[str]:
-    """Return the additional cells on CUDA: time in a graph, share of the copy bandwidth, and the ratio there."""
+    """Return the additional cells for CUDA: time in a graph, share of the copy bandwidth, and ratio in graphs."""
     share = f"{100 * record['share_of_copy']:.0f}%" if record["share_of_copy"] else "-"
     return [time_with_spread(record["native_in_graph"]), share, times(record["over_baseline_in_graph"])]
 
@@ -142,7 +142,7 @@ def share(record: Record) -> str:
 
 
 def correctness(record: Record) -> str:
-    """Return the verdict in one word, with the largest error if the result is not exact."""
+    """Return the verdict as one word, followed by the largest error if the result is not exact."""
     found = record["correctness"]
     return f"close {found['max_error']:.0e}" if found["verdict"] == "close" else str(found["verdict"])
 

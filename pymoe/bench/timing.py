@@ -2,7 +2,7 @@
 
 * **Interleaved**: a round runs every candidate once, and every round starts with another one (A B C, B C A, …), so
   that a disturbance longer than a round affects all of them. Ratios are taken round by round.
-* **Comparable spans**: a fast candidate is called several times in a row, so that all values cover comparable spans of
+* **Comparable spans**: a fast candidate is called several times in a row, so that each value covers a similar span of
   time.
 * **Adaptive**: rounds go on until the time budget is used, within the given bounds.
 * **Medians with spread**: a :class:`Quartiles` is the median and the two quartiles over the rounds, never a best case.
@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 SHORTEST_SPAN = 0.5e-3
-"""Least number of seconds for which a fast candidate is called to measure one value."""
+"""Minimum number of seconds for which a fast candidate is called to measure one value."""
 LONGEST_SPAN = 20e-3
 """Seconds after which a fast candidate is no longer repeated within a round."""
 MOST_CALLS = 1000
@@ -71,7 +71,7 @@ class Timing:
         return statistics.median(self.seconds)
 
     def over(self, other: Timing) -> Quartiles:
-        """Return the ratio of this candidate's time to the time of ``other``, compared round by round."""
+        """Return the ratio of this candidate's time to that of ``other``, taken round by round."""
         return Quartiles.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
 
 
@@ -86,7 +86,7 @@ class Timer(Protocol):
 
 
 class WallTimer:
-    """Time between call and return by ``clock``, for calls whose work is done when they return.
+    """Measures the time from call to return with ``clock``, for calls whose work is done when they return.
 
     With ``time.process_time`` as the clock, only the work of the process counts: on one thread, other processes then
     hardly affect the result. With several threads it would add up their times, including the time they wait.
@@ -103,12 +103,12 @@ class WallTimer:
 
 
 class CudaTimer:
-    """Device time between two events around calls in a row, per call.
+    """Measures the device time per call, between two events around several calls.
 
     The device is given work first, so that the host, which does not wait for it, runs ahead: the time between the
     events is the calls' own time on the device, or the host's time if it takes longer to launch a call than the device
     takes to run it. That work overwrites the L2 cache; the calls themselves must ensure that later calls find their
-    inputs cold too. A function with an attribute ``calls`` does that many at once.
+    inputs cold too. A function with an attribute ``calls`` counts as that many calls.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -6,7 +6,7 @@ Before the rows of a call travel, a :class:`CountExchange` tells every rank how 
 calls: one all-gather of int32 numbers, and one read of them by the host, unless rows travel in padded buffers. Messages
 have the same length for all layers of a group, so that even ranks in different layers can read each other's. If ranks
 disagree in a forward, all of them raise; otherwise the all-to-all would hang or mix rows up. Backward passes exchange
-no counts: it is not noticed if ranks run the backward passes of several calls in different orders.
+no counts, so it goes unnoticed if ranks run the backward passes of several calls in different orders.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pymoe._ranks import Process
 from pymoe.ep.failures import Exchange, GroupError, lost_rank, remember_members, report_error
 from pymoe.ep.sharding import PARAMETERS, ExpertSharding
 
-BLOCK = 512  # numbers: a message's length is a multiple of it
-MAX_CAPACITY_FACTOR = 3e38  # in a message, as a float32
+BLOCK = 512  # a message's length in numbers is a multiple of this
+MAX_CAPACITY_FACTOR = 3e38  # limit for a message, which holds it as a float32
 FAILED = 1
 MAX_OPTIONS = 256
 
-_titles: dict[int, str] = {}  # titles of layers, by their numbers in messages
-_options: dict[int, str] = {}  # options of layers in recent calls, by their numbers in messages
+_titles: dict[int, str] = {}  # titles of layers, by the numbers that messages use for them
+_options: dict[int, str] = {}  # options of layers in recent calls, by the numbers that messages use for them
 
 
 # Comparison of descriptions, where a model is changed.

@@ -50,7 +50,7 @@ logger = logging.getLogger("pymoe.remote")
 
 
 class ExpertActor:
-    """An actor that hosts a server; its arguments are those of :func:`serve`."""
+    """An actor that hosts a server; it takes the arguments of :func:`serve`."""
 
     def __init__(self, make: Callable[[], Any], host: str, options: dict[str, Any]) -> None:
         from pymoe.remote import ExpertServer
@@ -137,7 +137,7 @@ class ServedExperts:
     """The experts of servers that Ray runs, on any machine.
 
     Args:
-        names: the names that were given to :func:`serve`. namespace: of Ray.
+        names: the names that were given to :func:`serve`. namespace: the Ray namespace of the names.
         timeout: seconds to wait for each actor at the beginning.
         options: options of :func:`pymoe.remote.connect`; by default requests are not retried (``retries=False``).
 
@@ -200,7 +200,7 @@ class ServedExperts:
                     continue
                 try:
                     self._move(name)
-                except Exception as error:  # it is not back yet
+                except Exception as error:  # the actor is not back yet
                     logger.debug("%s: %s: %s", name, type(error).__name__, error)
 
     def _move(self, name: str) -> None:

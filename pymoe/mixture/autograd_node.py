@@ -1,4 +1,5 @@
-"""Both passes of a mixture's autograd node: outputs from the answers that are used, gradients from their experts.
+"""Both passes of a mixture's autograd node: it computes outputs from the used answers, and requests gradients from
+their experts.
 
 It is one node instead of one per backend, because autograd runs the nodes of one device one after another, while the
 requests of a backward pass must all be pending at once.
@@ -85,7 +86,7 @@ class ForwardRecord(NamedTuple):
     def gradients(
         self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of the gathered ``inputs`` that are ``needed``; zero if no answer came."""
+        """Return the gradients of the gathered ``inputs`` that are ``needed``; those of missing answers are zero."""
         there = [grad.detach() for grad in grads if grad is not None]
         if self.rules.detect_anomalies and not all_finite(there):
             raise ValueError(f"{self.name}: a gradient that reaches the mixture holds NaN or infinity")

@@ -1,4 +1,4 @@
-"""Many requests at once, and the wait for as many answers as the rows need.
+"""Sends many requests at once, and waits for as many answers as the rows need.
 
 The wait ends when every request is done; ``timeout`` seconds after it began; or ``timeout_after_k_min`` seconds after
 every row had the answers that it needs, or could not get them any more. Requests that are still pending then are
@@ -32,7 +32,7 @@ from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.room import Place
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
-SAME_DEADLINE_S = 0.05  # a pool's clock may end a request by this much before the wait's clock does
+SAME_DEADLINE_S = 0.05  # a pool may end a request this much earlier than the wait does
 
 
 class GivenUp(TimeoutError):
@@ -59,7 +59,7 @@ class TooFewAnswersError(RuntimeError):
             f"{name}: {len(self.rows)} of {len(few)} rows got fewer than {k_min} {what} "
             f"({reasons or 'there is no backend to ask'})"
         )
-        # Prefer an exception that an expert raised: it says more than a timeout.
+        # Prefer an expert's own exception, which says more than a timeout.
         causes = sorted(failures.values(), key=lambda why: isinstance(why, TimeoutError))
         self.__cause__ = causes[0] if causes else None
 
@@ -78,7 +78,7 @@ class ExpertRequest(NamedTuple):
 
 
 class Answers:
-    """The outcome of requests.
+    """The outcomes of requests.
 
     Attributes:
         results: one for each request; None if no answer came in time.
@@ -193,7 +193,7 @@ def ask(
     Raises:
         TooFewAnswersError: there are such rows, and ``rules.raises`` is true.
         ValueError, TypeError: a pool does not accept such tensors, which is a mistake of the caller, not of the
-            backend. No request is left pending in this case, nor if the wait is interrupted.
+            backend. In this case, and if the wait is interrupted, no request is left pending.
     """
     deadline = deadline_after(rules.backward_timeout if backward else rules.forward_timeout)
     answers = Answers(requests, len(needed_T))
@@ -259,7 +259,7 @@ def _collect(
                 request.to.count("answered", latency=when - sent[index])
                 answers.add(index, result)
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
-            return  # the pool has dropped the request, as this wait would now
+            return  # expired in its pool, just as this wait ends
         elif isinstance(why, TimeoutError) and left is not None and left <= SAME_DEADLINE_S:
             begin = sent.pop(index)
             request.to.count("given_up")
@@ -286,5 +286,5 @@ def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tup
     try:
         why = ended.exception()
     except CancelledError as error:  # by its runtime
-        return error, ()  # not kept in a variable: its traceback would hold the future
+        return error, ()  # not kept in a variable, since its traceback would hold the future
     return why, () if why is not None else tuple(ended.result())

@@ -1,4 +1,4 @@
-"""Members of a mixture: the slot (column of the gate) of each backend, and the backends that back off."""
+"""Members of a mixture: the slot (column of the gate) of each backend, and which backends are backing off."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTS = ("requests", "rows", "answered", "failed", "anomalous", "given_up", "la
 
 
 class MemberPass:
-    """One of the two passes of a backend: its pool, and the outcomes of its requests. Thread-safe."""
+    """A backend's forward or backward pass: its pool, and the outcomes of its requests. Thread-safe."""
 
     def __init__(self, name: str, pool: RequestPool) -> None:
         self.name = name
@@ -56,7 +56,7 @@ class Backoff:
         self._last = 0.0  # time of the latest one
 
     def answered(self) -> None:
-        """Reset: the backend has answered in time, with a result or an error."""
+        """Reset the backoff, after the backend answered in time, with a result or an error."""
         with self._lock:
             self._timeouts = 0
 
@@ -67,7 +67,7 @@ class Backoff:
             self._last = time.monotonic()
 
     def seconds_left(self, after: int, first_span: float) -> float:
-        """Return for how many more seconds the backend must not be asked; see :func:`members_to_ask`."""
+        """Return the seconds for which the backend must still not be asked; see :func:`members_to_ask`."""
         with self._lock:
             if self._timeouts < after:
                 return 0.0
@@ -165,7 +165,7 @@ class Slots:
 
     def add(self, backend: Backend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
         """Give ``backend`` the given or first free slot, after ``prepare(slot)``; raises as :meth:`_free_slot`."""
-        with self._lock:  # prepare also runs under it: the slot must stay free until the backend is in it
+        with self._lock:  # also held during prepare(): the slot must stay free until the backend is in it
             slot = self._free_slot(slot, backend.name)
             if prepare is not None:
                 prepare(slot)

@@ -197,7 +197,7 @@ class MixtureOfExpertBackends(nn.Module):
         Args:
             old: the backend, or its name.
             new: the backend to ask from now on; it may have the name of ``old``.
-            keep_gate: keep the column of the gate, as for an expert that was restored; otherwise it is reset, as in
+            keep_gate: keep the column of the gate, as for a restored expert; otherwise the column is reset, as in
                 :meth:`add_backend`.
 
         Raises:
@@ -221,7 +221,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     # --- calls ---
 
-    @compiler_disable  # it would trace the waiting in pieces
+    @compiler_disable  # the compiler would break the graph at every wait
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' outputs for these arguments, mixed row by row."""
         inputs = self._arguments.flatten_arguments(args, kwargs)
@@ -281,7 +281,7 @@ class MixtureOfExpertBackends(nn.Module):
         rows: int,
         trains: bool,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs as part of the caller's graph, if it records one."""
+        """Return the outputs as part of the caller's graph, if grad mode is on."""
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
         record = ForwardRecord(self._name, self.rules, used, rows, self._output_protos)
@@ -291,7 +291,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
         if not len(weights_TK):
             return weights_TK
-        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses read only its load
+        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses read only the gate's load
         weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
         return weights_TK
 
@@ -302,13 +302,13 @@ class MixtureOfExpertBackends(nn.Module):
         return {"slots": self.slots}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Move the backends to the slots that they had."""
+        """Move the backends to the slots in the saved state."""
         self._slots.arrange(state["slots"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing_keys = args[2]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # a state without the slots: they do not change
+        if (key := f"{prefix}_extra_state") in missing_keys:  # a state without slots leaves them unchanged
             missing_keys.remove(key)
 
     def extra_repr(self) -> str:

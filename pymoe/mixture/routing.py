@@ -1,4 +1,4 @@
-"""The way from logits to the backends that each row asks, and from their answers to one output per row.
+"""Converts logits to the backends that each row asks, and their answers to one output per row.
 
 T rows, L backends, K choices per row, S = T * K gathered rows. A choice whose logit is minus infinity is not made: its
 row asks fewer backends.
@@ -30,8 +30,8 @@ class SlotGate(nn.Linear):
         """Return (T, slots) logits of ``x``, (T, ...) with ``in_features`` elements per row."""
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            # A copy: add_backend writes to a slot's weights in place, possibly between a forward and its backward
-            # pass, which needs the values that the forward pass saw.
+            # Copied, because add_backend writes to a slot's weights in place, possibly between a forward and its
+            # backward pass, which needs the old values.
             weight, bias = self.weight.to(dtype, copy=True), self.bias.to(dtype)
             return F.linear(x.to(dtype).reshape(len(x), self.in_features), weight, bias)
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from pymoe._errors import describe_error
 from pymoe.runtime.protocols import RequestPool
 
-LOG_PERIOD_S = 60.0  # least time between two lines about one backend
+LOG_PERIOD_S = 60.0  # seconds between two lines about one backend, at least
 
 logger = logging.getLogger("pymoe.runtime")
 
 
 class PassStats(NamedTuple):
-    """One pass (forward or backward) of one backend in one mixture.
+    """Statistics of one pass (forward or backward) of one backend in one mixture.
 
     Once no request is pending, ``requests == answered + failed + anomalous + given_up``.
     """
@@ -50,7 +50,7 @@ class PassStats(NamedTuple):
 
 
 class BackendStats(NamedTuple):
-    """One backend in one mixture, since it was added there."""
+    """Statistics of one backend in one mixture, since it was added there."""
 
     name: str
     slot: int
@@ -59,7 +59,7 @@ class BackendStats(NamedTuple):
 
 
 class BackendLog:
-    """Logs that a backend does not answer: at once, and then at most every ``LOG_PERIOD_S``. Thread-safe."""
+    """Logs failures of a backend to answer, the first at once and then at most every ``LOG_PERIOD_S``. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name

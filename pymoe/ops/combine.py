@@ -1,8 +1,8 @@
 """combine: native gather and sum. Contract: :func:`pymoe.reference.combine`; kernel: csrc/kernels/combine.h.
 
-The backward closes on itself. With D(w, g) the rows ``w * g`` and P(g, y) the products ``<g, y>`` that one fused
-pass computes, the gradients of (D, P) for cotangents (a, b) are combine(a, w) + combine(y, b), P(g, a) and D(b, g):
-the same operators again.
+The backward is its own derivative's building block. One fused pass computes the rows D(w, g) = ``w * g`` and the
+products P(g, y) = ``<g, y>``. Their gradients for cotangents (a, b) are combine(a, w) + combine(y, b), P(g, a) and D(b,
+g): the same operators again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def raw(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
         return sum_choices(y, routing)
     slot, _, offsets = routing
     wide = accumulate_dtype(y.dtype)
-    if weights.dtype != wide:  # usually equal, and asking is cheaper than a cast that changes nothing
+    if weights.dtype != wide:  # the test is cheaper than a cast that changes nothing
         weights = weights.to(wide)
     return call(Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
 EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
 
 KernelOptions = tuple[int, float, float, float, bool]
-"""Arguments of the kernel: the kind's number; for a ``ClampedSwiglu`` limit, alpha, up_offset and interleaved."""
+"""Arguments of the kernel: the kind's number, then limit, alpha, up_offset and interleaved of a ``ClampedSwiglu``."""
 
 
 def kernel_options(kind: ActivationKind) -> KernelOptions:
@@ -63,7 +63,7 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
 class ExpertActivation(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
-        # No *options: without gradients torch.compile passes a context to every function with variable arguments.
+        # Options are spelled out: without gradients, torch.compile passes a context to any function with *arguments.
         return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved)
 
     @staticmethod
@@ -77,7 +77,7 @@ class ExpertActivation(torch.autograd.Function):
 
 
 def activation_backward(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
-    """Return the gradient of ``h``, given that of the result; differentiable while gradients are recorded."""
+    """Return the gradient of ``h`` for the gradient of the result; differentiable while gradients are recorded."""
     if torch.is_grad_enabled():
         kind = _kind_of(*options)
         return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]

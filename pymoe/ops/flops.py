@@ -99,7 +99,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def _registered(formula: Callable[..., int]) -> Callable[..., int]:
-    # torch passes the shape of the output by name; no formula needs it.
+    # torch passes the output's shape by name, which no formula needs.
     return lambda *shapes, out_shape=None, **named: formula(*shapes, **named)
 
 

@@ -30,7 +30,7 @@ def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
     Args:
         function: takes ``args`` without their batch dimensions; it returns a tensor or a tuple of tensors.
-        info: from torch: the batch size is all that matters.
+        info: torch's description of the batch, of which only the size matters.
         in_dims: the batch dimension of every argument; None if the argument is the same for all elements.
         args: the arguments of the batch.
 
@@ -91,7 +91,7 @@ def is_transformed() -> bool:
 
 
 def is_differentiated(*values: Any) -> bool:
-    """Return whether a tensor requires grad in grad mode. Outside of transforms, only such calls are recorded."""
+    """Return whether a tensor requires grad in grad mode. Outside of transforms, autograd records only such calls."""
     return is_grad_enabled() and _any_requires_grad(values)
 
 
@@ -103,9 +103,9 @@ def call(function: _Function, *args: Any) -> Any:
 
     Args:
         function: a Function with ``setup_context``, whose ``forward`` takes these arguments and changes none of them.
-            It returns new tensors or views of its arguments. If nothing is recorded, these are ordinary views, and
-            autograd follows changes made to them in place. It never returns an argument itself: ``apply`` would return
-            a view of it, ``forward`` alone would not.
+            It returns new tensors or views of its arguments. If nothing is recorded, these are ordinary views, whose
+            in-place changes autograd follows. ``forward`` must not return an argument itself, which ``apply`` would
+            replace by a view.
         args: all arguments of its ``forward``.
 
     Raises:
@@ -128,7 +128,7 @@ def apply(function: _Function, *args: Any) -> Any:
     inner = _apply_of.get(function)
     if inner is None:
         inner = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    # Tensors that left a transform are still wrapped.
+    # Tensors from a transform that has ended are still wrapped.
     return inner(*[unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in args])
 
 

@@ -28,7 +28,7 @@ Options = tuple[int, Score, bool, int, int, float]
 """Options of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
 
 BackwardOptions = tuple[Score, bool, bool, float]
-"""Options of the backward: score, renormalize, whether the logits alone decided, scale."""
+"""Options of the backward: score, renormalize, whether the choice was made by the logits alone, scale."""
 
 
 def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:

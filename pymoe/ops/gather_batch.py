@@ -1,4 +1,4 @@
-"""gather_batch and split_batch: many tensors to one batch in one parallel copy, and back as views.
+"""gather_batch and split_batch: gather many tensors into one batch by one parallel copy, and split a batch into views.
 
 Contract: :func:`pymoe.reference.gather_batch`; kernel: csrc/kernels/gather_batch.h.
 """
@@ -21,7 +21,7 @@ __all__ = ["gather_batch", "split_batch"]
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     check_gather_batch(tensors)
-    # The formula registered below covers backward passes only; other derivatives would be silently lost.
+    # The formula below covers backward passes only: without this check, other derivatives would be silently lost.
     if in_torch_func() or has_tangent(*tensors):
         return reference(tensors)
     batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])
@@ -37,8 +37,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# The formula is registered with the operator; the other operators have a torch.autograd.Function. torch.compile cannot
-# trace a Function that gets one tensor twice, and a list may hold a tensor twice.
+# The formula is registered with the operator instead of a torch.autograd.Function as elsewhere: torch.compile cannot
+# trace a Function that gets a tensor twice, as a list may.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

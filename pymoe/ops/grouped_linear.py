@@ -29,7 +29,7 @@ BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 class GroupedLinear(torch.autograd.Function):
     """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted by expert or listed in an order."""
 
-    # A pipeline may ask for dx first and for the others later: pymoe.pipe.split_backward.
+    # A pipeline may ask for dx first and for the other gradients later (pymoe.pipe.split_backward).
     backward_in_parts = True
 
     @staticmethod
@@ -94,10 +94,10 @@ def weight_grad(
     strides: tuple[int, ...],
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Return the gradient of a weight that has these strides, in the same layout; autograd would copy any other.
+    """Return a weight's gradient in the layout that has the weight's strides; autograd would copy it from any other.
 
     A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same,
-    because only the factors of each product change places. ``product`` is ``WeightGrad``, or its kernel alone.
+    because only the factors of each product swap places. ``product`` is ``WeightGrad``, or its kernel alone.
     """
     if strides[1] < strides[2]:
         return product(x, grad, offsets, order, whole).transpose(1, 2)
@@ -120,8 +120,7 @@ class BiasGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         offsets, order = ctx.saved_tensors
-        # Every row gets its expert's cotangent: this is a grouped linear layer without input features, so only its
-        # bias.
+        # Every row gets its expert's cotangent, which is the bias of a grouped linear layer without input features.
         nothing = cotangent.new_empty((ctx.rows, 0))
         no_weight = cotangent.new_empty((*cotangent.shape, 0))
         return call(GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None

@@ -70,7 +70,7 @@ class check_indices:
 
 
 def are_on() -> bool:
-    """Return whether the mode is on; for calls of raw operators, since the functions above check for themselves."""
+    """Return whether the mode is on, for callers of raw operators. (The functions above check it themselves.)"""
     return _enabled
 
 
@@ -80,7 +80,7 @@ def _kernel_checks(index: Tensor) -> bool:
 
 
 def _to_check(operator: str, index: Tensor) -> bool:
-    # Asked first, so that a compiled graph neither reads the mode nor depends on it.
+    # This test comes first, so that a compiled graph neither reads the mode nor depends on it.
     if torch.compiler.is_compiling() or not _enabled or _kernel_checks(index) or isinstance(index, FakeTensor):
         return False
     if torch.cuda.is_current_stream_capturing():

@@ -2,7 +2,7 @@
 
 :mod:`pymoe.ops` checks all arguments. A layer checks its own arguments once, and what it makes from them is valid: for
 example, the operators need not check again a routing that the layer has just built. Invalid arguments still cannot
-corrupt memory, since the native operators guard against that; the errors then have the native operators' words.
+corrupt memory, since the native operators guard against that; the errors are then those of the native operators.
 """
 
 from pymoe.ops.build_routing import raw as build_routing

@@ -1,4 +1,4 @@
-"""Spreading rows (dispatch) and summing them (combine without weights).
+"""Spreads rows (dispatch) and sums them (combine without weights).
 
 Each is the gradient of the other, so both are differentiable any number of times.
 """

@@ -13,7 +13,7 @@ from pymoe._transforms import in_torch_func
 
 def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Return gradients of ``inputs`` if ``grad`` is the gradient of ``function(*inputs)``; differentiable in both."""
-    if not torch.compiler.is_compiling():  # what torch.func.vjp returned is called after its transform ended
+    if not torch.compiler.is_compiling():  # a function from torch.func.vjp runs after its transform has ended
         grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
     if in_torch_func():
         return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]
@@ -21,6 +21,6 @@ def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...],
     if not torch.compiler.is_compiling():
         create_graph = create_graph and any(value.requires_grad for value in (grad, *inputs))
     with torch.enable_grad():
-        # Aliases, because one of the inputs may have been computed from another.
+        # Differentiate aliases, because one of the inputs may have been computed from another.
         aliases = [value.view_as(value) if value.requires_grad else value.detach().requires_grad_() for value in inputs]
         return torch.autograd.grad(function(*aliases), aliases, grad, create_graph=create_graph, materialize_grads=True)

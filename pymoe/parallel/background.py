@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
-    """A ``concurrent.futures.Future`` whose function runs on the thread that waits if no worker has started it.
+    """A ``concurrent.futures.Future`` that runs its function on the waiting thread if no worker has started it.
 
     So functions may wait for functions even if there are few workers. A thread that waits with a timeout does not run
     the function, since it may take longer than the timeout.

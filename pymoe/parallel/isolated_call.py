@@ -58,7 +58,7 @@ class IsolatedContext(EmulatedAutogradContext):
         numbers = {id(output): number for number, output in enumerate(fresh)}
         self._arguments = arguments
         self._call = call
-        self._numbers = [numbers.get(id(output)) for output in outputs]  # the root of the graph that each output is
+        self._numbers = [numbers.get(id(output)) for output in outputs]  # index of each output's root
         self._shapes = [tuple(output.shape) for output in fresh]
         self.leaves: tuple[torch.Tensor, ...] = () if call is None else tuple(call.leaves)
         self.leaf_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(self.leaves)

@@ -121,13 +121,13 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
     saved = run_concurrently(f"{NAME} forward", lambda number: calls[number].run(), streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
-    # On this thread: calls that end at the same time would contend for the interpreter's lock.
+    # Trace on this thread: on several, calls that end at the same time would contend for the interpreter's lock.
     fresh = trace(calls, hand_through=True)
     return _join(calls, fresh, streams, like, saved)
 
 
 class _MapCalls:
-    """The calls of a map, and the inputs and outputs of its node to which their gradients belong."""
+    """The calls of a map, and the mapping of their gradients to inputs and outputs of the map's node."""
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class _MapCalls:
         self.like = like
         self.saved = saved  # record what calls have saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
-        self.targets: list[list[int]] = []  # per call: the input to which each of its gradients belongs
-        self.sources: list[list[int]] = []  # per call: the output of the node that each of its roots is
-        self.written: list[int] = []  # inputs that calls have written to
+        self.targets: list[list[int]] = []  # per call: index of the input for each of its gradients
+        self.sources: list[list[int]] = []  # per call: index of the node's output for each of its roots
+        self.written: list[int] = []  # inputs that calls have changed in place
         numbers: dict[int, int] = {}
 
         def numbered(tensors: list[torch.Tensor]) -> list[int]:
@@ -173,7 +173,7 @@ class _MapCalls:
             self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
             self.written += written
         self.inputs = len(self.tensors)
-        # The engine runs the node of another device's outputs on the thread of that device, which the calls need.
+        # A node with outputs on another device would run on the engine's thread for that device, which the calls need.
         tensors = [*self.tensors, *[output for own in fresh for output in own]]
         self.inline = not all(map(is_on_host, tensors))
 
@@ -192,7 +192,8 @@ class _ParallelMap(torch.autograd.Function):
         detached = [output.detach() for output in outputs]
         for number, output in enumerate(outputs) if tied else ():
             if id(output) in tied:
-                # torch refuses in-place changes of views made here: it could not tell which tensors share memory.
+                # Torch refuses in-place changes of views that are made here, as it cannot tell which tensors share
+                # memory.
                 detached[number] = detached[number].view_as(output)
         return *detached, *written
 
@@ -254,8 +255,8 @@ def _join(
             )
         joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
         if written:
-            # Marking them as dirty counts as one more in-place change: tensors that the calls have saved after their
-            # own changes would seem to be out of date.
+            # Marking them as dirty counts as one more in-place change: a tensor that a call saved after its own change
+            # would seem to be outdated.
             unsafe_set_version_counter(written, versions)
         outer = dict(zip(map(id, inner), joined, strict=False))
     plan.tensors = []

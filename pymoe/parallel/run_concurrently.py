@@ -24,12 +24,12 @@ from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 # Limit below which calls stay on the calling thread: a worker would spend as much time on the interpreter's lock.
 # (Pipes decide by run, since their actions wait for each other: pymoe.pipe.execution.plan.InlinePolicy.)
 INLINE_LIMIT_S = 100e-6
-# The same limit for functions whose calls were all that short last time: checking on them wakes a worker, which costs
-# more than they do. Calls that turn out to be long delay others by this much, twice: the first time may be chance.
+# The same limit for functions whose calls were all short last time: watching them wakes a worker, which costs more than
+# they do. If calls turn out to be long, others are delayed by this much, at most twice: the first time may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: true if the last one took long after all
+_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: true if the last run was long after all
 
 
 def run_concurrently(
@@ -41,9 +41,9 @@ def run_concurrently(
     few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
     selective checkpointing distinguishes results of operators by the order in which its modes see them.
 
-    The ``name`` is for errors and profiles. ``like`` is equal for runs of one name whose calls probably take equally
-    long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. The result is what
-    each call has saved and this thread's hooks on saved tensors have packed; without hooks it is an empty list.
+    The ``name`` is for errors and profiles. ``like`` is equal for runs of the same name whose calls probably take
+    equally long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. The result
+    is what each call has saved and this thread's hooks on saved tensors have packed; without hooks it is an empty list.
 
     The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C, calls
     that have not started are dropped and running calls are waited for.
@@ -65,7 +65,7 @@ def run_concurrently(
     finally:
         known.state = before
         run.function = _nothing  # a worker may drop its reference to the run later
-        run.errors.clear()  # they hold frames that hold them
+        run.errors.clear()  # their tracebacks hold frames that hold them
         restore()
 
 
@@ -96,7 +96,7 @@ def _remember(kind: tuple[str, int], short: bool) -> None:
 def likeness(func: Any) -> int:
     """Return a number that is equal for the same function; occasional equality for another one does no harm."""
     owner = getattr(func, "__self__", None)
-    # ``apply`` of an autograd.Function is a new object for every access: a method, and from torch 2.15 on C code.
+    # Each access to ``apply`` of an autograd.Function makes a new object: a method, or C code from torch 2.15 on.
     if isinstance(func, types.MethodType) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
         func = owner
     return id(getattr(func, "__code__", func))
@@ -162,4 +162,4 @@ def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
     try:
         raise first
     finally:
-        del first, failed, errors  # otherwise the exception's frames would keep them, and they the exception
+        del first, failed, errors  # breaks the cycle of exception, frames and these variables

@@ -33,7 +33,7 @@ _EDITED = (
 
 
 class _Saved:
-    """A tensor that a call has saved, in the form that its graph keeps."""
+    """The object that an autograd graph keeps for a tensor that a call has saved."""
 
     __slots__ = ("__weakref__", "_packed", "_unpack", "_version", "edited", "tensor")
 
@@ -75,7 +75,7 @@ class SavedTensors:
 
     def __init__(self, around: Hooks) -> None:
         self.around = around
-        self.hooks: Hooks = (self._pack, _Saved.get)  # in force during the call
+        self.hooks: Hooks = (self._pack, _Saved.get)  # active during the call
         self._saved: list[_Saved] = []
         self._handed_over: list[weakref.ref[_Saved]] | None = None
 
@@ -83,7 +83,7 @@ class SavedTensors:
         saved = _Saved(tensor)
         if self._handed_over is None:
             self._saved.append(saved)
-        else:  # saved by a thread that the call has left running
+        else:  # saved by a thread that outlives the call
             saved.pack(self.around)
         return saved
 
@@ -115,7 +115,7 @@ def hand_over_all(saved: Sequence[SavedTensors]) -> None:
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Return whether these are the hooks of ``torch.utils.checkpoint``, or record for such hooks in a call."""
+    """Return whether these hooks are ``torch.utils.checkpoint``'s, or record for such hooks within a call."""
     while hooks is not None and isinstance(of_call := getattr(hooks[0], "__self__", None), SavedTensors):
         hooks = of_call.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

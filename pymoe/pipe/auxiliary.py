@@ -1,6 +1,6 @@
 """Weights the losses that layers inject (``pymoe.nn.inject_loss``) by each micro-batch's share of the rows.
 
-They do not pass through the loss of the pipeline, so they are not scaled with it.
+These losses bypass the pipeline's loss, so they are not scaled with it.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ def balance_by_time(
 
     Args:
         partitions: the number of stages.
-        module: the model. It is left as it was.
+        module: the model, which stays unchanged.
         sample: an input, preferably of a micro-batch's size: times need not be proportional to the rows.
         timeout: seconds to measure.
-        device: where to measure; None: where the model is.
+        device: where to measure; None: on the model's device.
 
     Returns:
         The argument ``balance`` of ``Pipe``.
@@ -85,11 +85,11 @@ def balance_by_size(
 
     Args:
         partitions: the number of stages.
-        module: the model. It is left as it was.
+        module: the model, which stays unchanged.
         input: a mini-batch of the size to train with.
         chunks: the number of micro-batches; the activations of one are counted.
         param_scale: see above.
-        device: where to measure; None: where the model is.
+        device: where to measure; None: on the model's device.
 
     Returns:
         The argument ``balance`` of ``Pipe``.
@@ -125,7 +125,7 @@ class LayerTime:
     backward: float
     """Seconds of one pass; 0 where nothing requires gradients."""
     forward_spread: float
-    """Distance between the quartiles."""
+    """Interquartile range of ``forward``, in seconds."""
     backward_spread: float
     passes: int
 
@@ -158,14 +158,14 @@ def profile_times(
     """Time the layers of a model: run a copy layer by layer, forward and backward, again and again.
 
     The model, its gradients and torch's random generators are left as they were; hooks of modules run with the copy.
-    Layers are timed in their present mode, training or not. The first pass is not counted; then passes are repeated
-    until ``timeout`` is over, at least once.
+    Layers are timed in their present mode, training or not. The first pass is not counted; then passes are repeated, at
+    least once, until ``timeout`` has passed.
 
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
         sample: an input, preferably a micro-batch of the size to train with.
         timeout: seconds.
-        device: where to run; None: where the model is.
+        device: where to run; None: on the model's device.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``.
@@ -203,7 +203,7 @@ def profile_sizes(
         module: the model; layers may be ``@skippable``, take and return nested structures.
         input: a mini-batch of the size to train with.
         chunks: the number of micro-batches.
-        device: where to run; None: where the model is.
+        device: where to run; None: on the model's device.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``.
@@ -248,7 +248,7 @@ class _Storages:
         return self.bytes - before
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count what autograd keeps, and return it without its graph, which would make a reference cycle."""
+        """Count what autograd keeps, and return it without its graph, which would form a reference cycle."""
         self.add([tensor])
         return tensor.detach()
 
@@ -312,7 +312,7 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _KeptSkips:
-    """Keeps skips for any number of pops; ``hand_over`` converts a skip for the layer that gets it."""
+    """Keeps skips for any number of pops; ``hand_over`` converts a skip for the layer that pops it."""
 
     def __init__(self, hand_over: Callable[[Any], Any]) -> None:
         self.kept: dict[Key, Any] = {}
@@ -331,7 +331,7 @@ class _KeptSkips:
 def _copied(
     module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: _KeptSkips
 ) -> Iterator[tuple[list[tuple[str, nn.Module]], Any, torch.device]]:
-    """Copy the model's layers, with their names, and its input to a device. Yields both, and the device.
+    """Copy the model's named layers and its input to a device; yield both and the device.
 
     Within the block gradients are on, skips go through ``skips``, and random generators are copies.
     """
@@ -375,7 +375,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 
     The slowest stage sets the pace of a pipeline, so this sum is minimised exactly. Among several solutions the one
     with the least sum of squared sums is taken (the most even one), and among several of these the one with the most
-    even numbers of layers. No block is empty. Sums are exact, also of floats.
+    even numbers of layers. No block is empty. Sums are exact, even for floats.
 
     Args:
         costs: of every layer, in any unit; not negative.
@@ -425,9 +425,7 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
-    """Return the sums of the first 0, 1, ... costs in a unit in which they are integers, and the size of 1 in this
-    unit.
-    """
+    """Return the sums of the first 0, 1, ... costs as integers in a common unit, and the value of 1 in this unit."""
     ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
     unit = math.lcm(*[denominator for _, denominator in ratios])
     return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit

@@ -7,7 +7,7 @@ Keys are the model's own, so the checkpoint of a pipe is a checkpoint of the mod
     load(other_pipe, folder, stages=[0, 1], optimizer=other_optimizer)          # on more or fewer
     torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id=folder)      # the model itself
 
-As safetensors (the package ``safetensors`` must be there), in files that others can read, too::
+As safetensors (needs the package ``safetensors``), in files that others can read, too::
 
     save_safetensors(pipe, folder, stages=[rank])
     load_safetensors(model, folder)
@@ -33,7 +33,7 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
     """Return the stages' part of the model's ``state_dict``, under the model's names.
 
     It contains everything that their modules save: parameters, buffers, extra state, and what ``_save_to_state_dict``
-    or state-dict hooks make instead of them (packed weights, clones). An entry that belongs to no stage, such as a
+    or state-dict hooks put in their place (packed weights, clones). An entry that belongs to no stage, such as a
     parameter that the forward never uses, is in every stage's part.
 
     In a process that runs only some of the stages, the other stages keep their initial values, so ``pipe.state_dict()``
@@ -44,8 +44,7 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
         stages: their numbers; None: all.
 
     Raises:
-        ValueError: not all stages are asked for, and it cannot be known to which stages a tensor belongs that the model
-            makes.
+        ValueError: only some stages are asked for, and the model makes a tensor whose stages cannot be determined.
     """
     owned, state = _Owned(pipe, stages), pipe.state_dict(keep_vars=True)
     return {
@@ -71,8 +70,8 @@ class _Owned:
         self._known = {*map(id, self._tensors.values())}
 
     def has(self, name: str, value: Any = None) -> bool:
-        """Return whether ``value``, which has this name, belongs to the stages; without a value, whether the missing
-        name does.
+        """Return whether ``value``, with this name, belongs to the stages; without a value, whether a missing name
+        does.
         """
         if id(value) in self._known:
             about = {id(value)}
@@ -205,7 +204,7 @@ def save_safetensors(
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
-        folder: for the files; made if it is not there.
+        folder: the folder for the files, created if necessary.
         stages: the stages that this process runs; None: all.
         group: the processes that run the pipe; None: the default group, or this process alone without one.
 

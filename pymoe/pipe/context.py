@@ -24,13 +24,16 @@ class MicroBatch:
     """Its share of the rows of the mini-batch: the weight of a mean over its rows in the mean over all rows."""
     checkpointing: bool = False
     """True if the graph of this forward is not kept: the forward is recomputed, unless it changes something that cannot
-    be put back."""
+    be restored.
+    """
     recomputing: bool = False
     """True if the forward is run again for its graph: code that counts forwards must not count this one."""
     stage: int = 0
     """The stage that runs; a module in several stages is called by each of them."""
     is_last: bool | None = None
-    """True if no other micro-batch of the mini-batch comes to this stage after it; None: they come by their index."""
+    """True if no other micro-batch of the mini-batch comes to this stage after it; None: they arrive in the order of
+    their index.
+    """
     mini_batch: object = None
     """An object that identifies the mini-batch: all its micro-batches have the same one; None: not known."""
 
@@ -59,8 +62,7 @@ _lock = threading.Lock()
 _threads = 0  # the number of threads that run pipelines now
 
 
-# torch.compile would treat the value of a thread-local variable as a constant, but it reads a number of the module at
-# every call.
+# torch.compile would treat a thread-local value as a constant, but it reads the module's number at every call.
 @compiler_disable
 def _of_this_thread() -> MicroBatch | None:
     return this_thread.micro_batch

@@ -51,7 +51,7 @@ class _StageStatistics:
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
         self.calls = 0
-        # Keyed by call, because a module may be in a stage several times, and by micro-batch, because these come in any
+        # By call, because a stage may call a module several times, then by micro-batch, because these come in any
         # order.
         self.collected: dict[int, dict[int, _Collected]] = {}
 
@@ -72,8 +72,8 @@ class DeferredBatchNorm(BatchNormBase):
 
     In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. Running statistics
     are updated with the last micro-batch, from mean and unbiased variance of all rows of the mini-batch, and
-    ``num_batches_tracked`` goes up by one: as ``nn.BatchNorm`` does for all rows at once. A recomputed forward is not
-    counted; a mini-batch that failed changes nothing.
+    ``num_batches_tracked`` goes up by one: just as ``nn.BatchNorm`` does for all rows at once. A recomputed forward is
+    not counted; a mini-batch that failed changes nothing.
 
     Everywhere else it is ``nn.BatchNorm``: outside of a pipeline, in evaluation, with one micro-batch, without running
     statistics. Parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
@@ -84,8 +84,6 @@ class DeferredBatchNorm(BatchNormBase):
         momentum: the weight of a mini-batch in the running statistics; None: they are the mean over all mini-batches.
         affine: whether there are a weight and a bias for each channel.
         track_running_stats: whether there are running statistics; without them every batch is normalised by its own.
-        device: of parameters and buffers.
-        dtype: likewise.
 
     Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has converted takes the same input as
     before.
@@ -118,7 +116,8 @@ class DeferredBatchNorm(BatchNormBase):
                 dims = [dim for dim in range(input.dim()) if dim != 1]
                 variance, mean = torch.var_mean(input.detach().float(), dims)
         else:
-            # With a momentum of 1, the "running" statistics are those of this batch, at no extra cost.
+            # With a momentum of 1, batch_norm() returns this batch's statistics as the "running" ones, at no extra
+            # cost.
             mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
             output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
@@ -132,7 +131,7 @@ class DeferredBatchNorm(BatchNormBase):
         of_call[forward.index] = statistics
         if forward.index == forward.count - 1 if forward.is_last is None else forward.is_last:
             batch: _Collected | None = None
-            for index in sorted(of_call):  # results must not depend on the order in which they came
+            for index in sorted(of_call):  # results must not depend on the order of arrival
                 batch = of_call[index].plus(batch)
             assert batch is not None
             del stage.collected[call]

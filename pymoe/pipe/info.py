@@ -1,4 +1,4 @@
-"""Descriptions of a pipe, as data and as a picture, also under the names that other packages use."""
+"""Describes a pipe, as data and as a picture; also under other packages' names for the same things."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class PipeInfo:
 
 
 def _outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the model's outermost modules in ``part``, and of parameters outside of them."""
+    """Return the names of the model's outermost modules in ``part``, and of parameters outside of these."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -153,11 +153,11 @@ ABSENT = {
     "executor": "a pipe runs its stages itself, pipe(x) and pipe.step(x, target=y, loss_fn=f), and last_run tells when "
     "each of them ran",
 }
-"""Attributes that pipes of PiPPy and ``torch.distributed.pipelining`` have, and what replaces them here."""
+"""Attributes of PiPPy's and ``torch.distributed.pipelining``'s pipes, and their replacements here."""
 
 
 class Inspection(nn.Module):
-    """A module that runs a staged model, and answers questions about it."""
+    """A module that runs a staged model and describes it."""
 
     staged: StagedModel
     chunks: int
@@ -241,7 +241,7 @@ class Inspection(nn.Module):
 
     @property
     def devices(self) -> tuple[torch.device | None, ...]:
-        """Return the devices of the stages; None: they are where the model was."""
+        """Return the devices of the stages; None: they stay where the model was."""
         return self.staged.devices
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """The loss of a step: the stage that computes it, its weight for each micro-batch, and losses inside of models.
 
-The loss is an additional last stage, which runs right after the last stage of the model. It is never recomputed, so a
-loss function is called once for each micro-batch, in order, and may have a state. The modules of the loss function are
-treated as layers of that stage.
+The loss is an additional last stage, which runs right after the last stage of the model. It is never recomputed: a loss
+function is called once for each micro-batch, in order, and may have state. The modules of the loss function are treated
+as layers of that stage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def with_loss(
         pipeline: a pipeline with outputs.
         loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
         has_target: the new pipeline takes one more input, the target.
-        unflatten: makes the model's output of the pipeline's output values.
+        unflatten: builds the model's output from the pipeline's output values.
         own: the index of the output value that is the loss, if there is no ``loss_fn``.
         uncounted: micro-batches for which ``loss_fn`` is not called, and whose loss is 0.
         is_read: whether to read the graph of the loss; otherwise the reading is None.
@@ -69,7 +69,7 @@ def with_loss(
         leaves = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         if uncounted and (now := micro_batch()) is not None and now.index in uncounted:
             return [_nothing(leaves), None]
-        ends = {leaf.grad_fn for leaf in leaves}  # the loss function may change them in place
+        ends = {leaf.grad_fn for leaf in leaves}  # taken now, because the loss function may change them in place
         loss = _checked(loss_fn(output, *given), loss_fn)
         return [loss, read_loss(loss, ends) if is_read else None]
 
@@ -159,7 +159,7 @@ class LossWeights(NamedTuple):
     uncounted: frozenset[int] = frozenset()
     """Micro-batches in which nothing counts; their losses may be NaN."""
     are_rows: bool = False
-    """True if it is only assumed that the losses are means over rows."""
+    """True if the losses are only assumed to be means over rows."""
 
 
 def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
@@ -197,8 +197,9 @@ def weigh(
 
     Args:
         micro_batches: the numbers of rows.
-        reduction: ``"mean"``, ``"sum"``, or a function that returns what the loss of a micro-batch is divided by.
-        loss_fn: the loss function; torch's own losses tell what they are divided by.
+        reduction: ``"mean"``, ``"sum"``, or a function that returns the number by which a micro-batch's loss is
+            divided.
+        loss_fn: the loss function; torch's own losses tell their divisor.
         arguments: the arguments of the function ``reduction``, for every micro-batch.
 
     Raises:
@@ -270,9 +271,7 @@ def _has_reduction(function: FunctionType) -> bool:
 
 
 def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """Return what one of torch's means divides by, as a function of the target; None: by a number proportional to the
-    rows.
-    """
+    """Return the divisor of one of torch's means, as a function of the target; None: it is proportional to the rows."""
     function, _ = _function(loss_fn)
     if options.get("reduction", "mean") != "mean" or options.get("reduce") is False:
         return None
@@ -325,7 +324,7 @@ def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) 
 
 
 def _held(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Yield the parts of ``value``, each with the attributes that the code which uses it names."""
+    """Yield the parts of ``value``, each with the attributes that are named by the code that uses the part."""
     if isinstance(value, partial):
         yield from ((one, names) for one in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
@@ -398,7 +397,7 @@ class LossWrapper(nn.Module):
 
 
 class TrivialLossWrapper(LossWrapper):
-    """``loss_fn(module(x), targets)``."""
+    """Compute ``loss_fn(module(x), targets)``."""
 
     loss_spec = True
 

@@ -1,9 +1,9 @@
 """Reads from the graph of a loss whether it is a mean over the rows of its micro-batch.
 
-The last steps of a loss compute scalars, and their autograd nodes save what they divide by: a mean its number of
-elements, a cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over
-rows these divisors are constants, or proportional to the number of rows. A graph is read from the loss backwards, as
-long as values are scalars.
+The last steps of a loss compute scalars, and their autograd nodes save their divisors: a mean its number of elements, a
+cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over rows these
+divisors are constants, or proportional to the number of rows. A graph is read from the loss backwards, as long as
+values are scalars.
 
 A saved value is an attribute ``_saved_NAME`` of its node, NAME being an argument of the operator; :func:`_nodes_tell`
 tests that.
@@ -38,11 +38,11 @@ from pymoe.pipe.loss_rows import (
 )
 
 MAX_NODES = 1000
-"""Most nodes of one loss that are read."""
+"""Largest number of nodes that are read for one loss."""
 MAX_FOLLOWED_NODES = 10_000
-"""Most nodes whose rows are followed."""
+"""Largest number of nodes whose rows are followed."""
 MAX_PARAMETER_NODES = 100
-"""Most nodes that are read to find that a number depends on parameters alone."""
+"""Largest number of nodes that are read to find that a number depends on parameters alone."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
 _HIDE_NO_DATA = {
     *_OF_TWO,
@@ -78,30 +78,30 @@ class Words(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A number by which a part of a loss is divided; a factor has the exponent -1."""
+    """A number by which a part of a loss is divided. The exponent is -1 for a number that multiplies."""
 
     value: float | torch.Tensor
     exponent: int = 1
     counts_rows: bool = False
-    """True if it is proportional to the number of rows in every mean over rows, and not constant."""
+    """True if, in a mean over rows, the number must be proportional to the number of rows and not constant."""
     is_quotient: bool = False
     """True if the loss's own code divides by it, perhaps a sum by the number of rows."""
 
 
 @dataclass
 class LossReading:
-    """Holds what was read from the autograd graph of one micro-batch's loss."""
+    """The facts that were read from the autograd graph of one micro-batch's loss."""
 
     divisors: list[tuple[Divisor, ...]] = field(default_factory=list)
     """The divisors of every part of the loss, which is the sum of its parts."""
     sums: list[str] = field(default_factory=list)
-    """Nodes of torch's losses that sum over their input, and whose sum nothing divides."""
+    """Nodes of torch's losses that sum over their input, if nothing divides the sum."""
     own_sums: list[str] = field(default_factory=list)
     """Nodes of other undivided sums, provided that dimension 0 of the model's outputs has the rows."""
     of_numbers: list[str] = field(default_factory=list)
-    """Reasons why it is not a mean over rows: computations with scalars, such as the root of a mean."""
+    """Reasons why the loss is not a mean over rows, found in computations with scalars, such as the root of a mean."""
     of_rows: list[str] = field(default_factory=list)
-    """Reasons in computations with rows, provided that dimension 0 of the model's outputs has the rows."""
+    """The same, found in computations with rows; valid if dimension 0 of the model's outputs has the rows."""
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False
@@ -141,13 +141,13 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
         if node.name() == LEAF:
             continue
         label, kind = labels.get(node), kind_of(node)
-        if label is not None and label.kind is ValueKind.ROWS:  # one row's term may be divided by anything
+        if label is not None and label.kind is ValueKind.ROWS:  # a term of one row may have any divisor
             reading.divisors.append(divisors)
             continue
         inner = [(number, child) for number, (child, _) in enumerate(node.next_functions) if child is not None]
         if rows is None and kind not in PROPORTIONAL and _is_of_parameters(node):
             continue
-        if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor times a value that may differ anyway
+        if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor; the other value is not judged
             inner = [one for one in inner if not _is_factor(one[1], labels)] or inner
         totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is ValueKind.TOTAL]
         reduction = getattr(node, "_saved_reduction", None)
@@ -211,13 +211,13 @@ def _is_mean_of_one(root: Node, ends: Collection[Node | None]) -> bool:
 
 
 def _elements(node: Node) -> Divisor:
-    """Return what one of torch's losses with mean reduction divides by."""
+    """Return the divisor of one of torch's losses with mean reduction."""
     weight = getattr(node, "_saved_total_weight", None)
     return Divisor(_saved(node, "self").numel() if weight is None else weight, counts_rows=True)
 
 
 def _divisor(node: Node, kind: str | None, number: int) -> Iterator[Divisor]:
-    """Yield what a sum, product or quotient of scalars does to the operand with this index."""
+    """Yield the divisors that a sum, product or quotient of scalars applies to the operand with this index."""
     if kind == "Div" and number == 0:
         yield Divisor(_constant(_saved(node, "other")), is_quotient=True)
     elif kind == "Mul":

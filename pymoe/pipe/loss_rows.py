@@ -1,9 +1,9 @@
 """Follows the rows of a micro-batch through the graph of its loss, and finds where rows are combined.
 
-A mean over rows is linear in a sum over rows of terms that each depend on one row. So after rows were summed, only
-linear steps may follow, and before that no step may combine several rows. Every node of the graph gets a label: a
-constant, rows along a dimension, a total over rows, or unknown. Steps on unknown values are not judged: an operator
-that is not listed here can hide a mistake, but no valid mean is refused.
+A mean over rows is linear in a sum over rows of terms that each depend on one row. So only linear steps may follow the
+sum over rows, and no step before it may combine several rows. Every node of the graph gets a label: a constant, rows
+along a dimension, a total over rows, or unknown. Steps on unknown values are not judged: an operator that is not listed
+here can hide a mistake, but no valid mean is refused.
 
 The rows of a model's output are its dimension 0. One row may have become several there, as in (B T, V).
 """
@@ -67,7 +67,7 @@ class Label(NamedTuple):
 
     kind: ValueKind
     dim: int | None = None
-    """The dimension with the rows, counted from the end; None: everything belongs to one row."""
+    """The dimension with the rows, counted from the end; None: the whole value belongs to one row."""
     part: Any = None
     """Identifies a selection of rows and their order; None: all rows in their own order."""
     is_sum: bool = False
@@ -76,23 +76,25 @@ class Label(NamedTuple):
 
 CONSTANT, TOTAL, UNKNOWN = Label(ValueKind.CONSTANT), Label(ValueKind.TOTAL), Label(ValueKind.UNKNOWN)
 SUMMED = TOTAL._replace(is_sum=True)
-_EACH_ITS_OWN = object()  # results of a node that returns different rows in each result
+_EACH_ITS_OWN = object()  # marks a node whose results hold different rows
 
 
 @dataclass
 class Rows:
-    """Holds what was found in the graph of a loss."""
+    """The findings about rows in the graph of a loss."""
 
     ends: Collection[Node | None]
     labels: dict[Node, Label] = field(default_factory=dict)
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of the model's outputs on which the loss depends."""
     of_numbers: list[str] = field(default_factory=list)
-    """Steps that are not means over rows, whichever dimension has the rows, as texts that follow "the loss"."""
+    """Steps that no mean over rows has, whichever dimension has the rows; phrases that follow "the loss" in
+    messages.
+    """
     of_rows: list[str] = field(default_factory=list)
-    """Steps that are not means over rows, provided that dimension 0 of the shapes has the rows."""
+    """Steps that no mean over rows has, if dimension 0 of the shapes has the rows."""
     taken: dict[Edge, tuple[int, set[int]]] = field(default_factory=dict)
-    """For each value from which rows were taken by position: its number of rows, and the positions."""
+    """For each value from which rows were taken by position: its number of rows, and these positions."""
     used: set[Edge] = field(default_factory=set)
     """Values that other steps use as a whole."""
 
@@ -103,7 +105,7 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
     Args:
         root: the loss's node.
         ends: nodes of the model's outputs.
-        most: the most nodes that are read.
+        most: the largest number of nodes to read.
     """
     rows = Rows(ends)
     todo = [] if root in ends else [root]
@@ -178,9 +180,7 @@ def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
 
 
 def _sources(node: Node) -> Iterator[Edge]:
-    """Yield the values that a step uses and, for rows that were taken one by one, the values that they were taken
-    from.
-    """
+    """Yield the values that a step uses; for rows that were taken one by one, the values from which they came."""
     for source, number in node.next_functions:
         if source is not None:
             yield source, number
@@ -228,7 +228,7 @@ def _label(node: Node, rows: Rows) -> Label:
     if kind is None:
         return UNKNOWN if shape else TOTAL
     reduction = getattr(node, "_saved_reduction", None)
-    # No comprehensions, which take longer: this runs for every micro-batch.
+    # A loop is faster than comprehensions, and this runs for every micro-batch.
     has_total = has_unknown = is_reduced = False
     is_one_row = is_single = True
     for label, given in inputs:
@@ -264,12 +264,12 @@ def _label(node: Node, rows: Rows) -> Label:
 
 
 def of_whole(kind: str) -> str:
-    """Return the text, to follow "the loss", for an operator that makes one number of a whole micro-batch."""
+    """Return the phrase that follows "the loss" for an operator that reduces a whole micro-batch to one number."""
     return f"takes the {kind} of a whole micro-batch"
 
 
 def of_total(kind: str) -> str:
-    """Return the text, to follow "the loss", for an operator that is not linear in a mean or sum."""
+    """Return the phrase that follows "the loss" for an operator that is not linear in a mean or sum."""
     if kind in ("Mul", "Div"):
         return f"is the {'product' if kind == 'Mul' else 'quotient'} of means or sums over a micro-batch"
     return f"is the {kind} of a mean or sum over a micro-batch"
@@ -283,7 +283,7 @@ def _of_totals(kind: str, reduction: int | None, operands: list[_Operand], input
     """Return the label of a step whose operand is a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
-        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # numbers do not count as operands
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # plain numbers are not operands
         is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
         is_sum = is_sum and kind != "Div"
     else:
@@ -423,12 +423,12 @@ def _saved(node: Node, name: str) -> Any:
 
 
 def _signed(number: int) -> int:
-    """Return a signed number for one that nodes return as unsigned."""
+    """Convert an unsigned 64-bit number of a node to the signed number that was meant."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label after dimensions other than the rows were reduced, with or without ``keepdim``."""
+    """Return the label after a reduction of dimensions other than the rows, with or without ``keepdim``."""
     if len(shape) == len(given.shape):
         return given.label
     before = sum([dim < given.front for dim in _dims(node, len(given.shape))])
@@ -436,10 +436,10 @@ def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
 
 
 def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int]) -> Label:
-    """Return the label of the same elements in another shape: rows may be merged with the next dimension, or split."""
+    """Return the label after a view with another shape: the row dimension may be split, or merged with the next one."""
     size, outside = before[row], prod(before[:row])
     places = [place for place in range(len(shape)) if prod(shape[:place]) == outside]
-    # The position of a row dimension of size 1 among other dimensions does not follow from the sizes.
+    # If the row dimension has size 1, its position among the others does not follow from the sizes.
     places = places[: row == 0] if size == 1 else [place for place in places if shape[place] != 1]
     if not places or (shape[places[0]] % size and size % shape[places[0]]):
         return UNKNOWN

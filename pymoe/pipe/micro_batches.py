@@ -11,7 +11,7 @@ from pymoe._torch_private import pytree
 
 
 class Whole:
-    """A tensor, or a structure of tensors, that every micro-batch gets uncut, such as a mask for all rows."""
+    """Wraps a tensor, or a structure of tensors, that every micro-batch gets uncut, such as a mask for all rows."""
 
     __slots__ = ("value",)
 

@@ -1,4 +1,4 @@
-"""``Pipe``: a model whose stages work at the same time, each on a different micro-batch."""
+"""``Pipe``: runs a model's stages at the same time, each on a different micro-batch."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Pipe(Inspection):
             kwargs: the model's keyword arguments.
 
         Raises:
-            TypeError: the model does not take these arguments, or it has got a ``forward`` of its own meanwhile.
+            TypeError: the model does not take these arguments, or it has been given its own ``forward`` meanwhile.
             RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage alone.
             ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be concatenated; the
                 model's own loss is not a mean over rows.
@@ -508,7 +508,7 @@ def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | N
     Args:
         schedule: the schedule that is about to run.
         rows_are_few: whether there are fewer rows than the requested micro-batches.
-        model: the model, if a step does not call its own hooks; None: a step calls them.
+        model: the model, whose own hooks a step does not call; None: a step calls them.
     """
     for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
         if message:

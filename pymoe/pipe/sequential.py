@@ -47,7 +47,7 @@ class LayersAsStages(StagedModel):
         return self.parts
 
     def _stand(self) -> None:
-        """Make the pipeline of the present layers. Findings about earlier stages are dropped with those stages."""
+        """Make the pipeline of the present layers. What was found out about earlier stages is dropped with them."""
         self._made: Pipeline | None = None
         made = self._fill()
         self._structure = Structure(self.module, self.parts, made)
@@ -57,7 +57,7 @@ class LayersAsStages(StagedModel):
     def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
         """Put the model's present layers into ``parts``.
 
-        Returns the parts that are not modules of the model, each with the module whose layers it has.
+        Return the parts that are not modules of the model, each with the module whose layers it has.
         """
 
     @abstractmethod
@@ -68,7 +68,7 @@ class LayersAsStages(StagedModel):
 # Stages that the user gives.
 
 Taken = int | Source
-"""An argument of a stage: the number of a stage, for all that it returns, or one item of that."""
+"""An argument of a stage: the number of another stage, for its whole result, or one item of that result."""
 
 
 class OwnStages(LayersAsStages):
@@ -205,7 +205,7 @@ class SequentialModel(LayersAsStages):
         parts = self.parts
         routes = skip_routes(parts)
         sends: list[list[Key]] = [[] for _ in parts]  # skips that leave the stage; they are its outputs 1, 2, ...
-        takes: list[dict[Key, Source]] = [{} for _ in parts]  # and where they come from
+        takes: list[dict[Key, Source]] = [{} for _ in parts]  # skips that come from other stages, and their sources
         for route in routes:
             elsewhere = sorted({pop for pop in route.pops if pop != route.stash})
             if elsewhere:
@@ -280,7 +280,9 @@ def _run(part: nn.Module, value: Any) -> Sequence[Any]:
 def _run_with_skips(
     part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
 ) -> Sequence[Any]:
-    """Run layers that stash and pop: they get the skips that others have stashed; return the skips that they stash."""
+    """Run layers that stash and pop, given the skips from other stages; return the output and the skips for other
+    stages.
+    """
     skips = _StageSkips(zip(takes, taken, strict=True), sends, pops)
     with tracking(skips):
         value = part(value)

@@ -104,7 +104,7 @@ _poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip th
 
 
 def will_pop(name: str, module: Any) -> None:
-    """Remember, while ``module`` lives, that it pops ``name``, in the namespace that the name has at that time."""
+    """Remember that ``module`` pops ``name``, in the namespace of the name at the time, for as long as it lives."""
     with _lock:
         _poppers.setdefault(name, weakref.WeakSet()).add(module)
 
@@ -119,8 +119,8 @@ def _count_pops(key: Key) -> int:
 class InPlace:
     """The tracker outside pipelines.
 
-    A skip is released when all modules that pop it have done so. If two models have the same key, like a model and its
-    copy, it is released at the next stash.
+    A skip is released when all modules that pop it have done so; if two models have the same key (a model and its
+    copy), at the next stash.
     """
 
     def __init__(self, count_pops: Callable[[Key], int] = _count_pops) -> None:
@@ -233,7 +233,7 @@ class Skippable(nn.Module):
     poppable_names: frozenset[str] = frozenset()
     _namespaces: dict[str, Namespace]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # called for copies and loaded modules, too
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # is also called for copies
         self = super().__new__(cls)
         object.__setattr__(self, "_namespaces", {})
         for name in cls.poppable_names:
@@ -244,8 +244,8 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes under the names of other packages. A property or method would hide one of the decorated
-        class.
+        """Return attributes under the names of other packages. (A property or method would hide an attribute of the
+        decorated class.)
         """
         try:
             return super().__getattr__(name)
@@ -282,7 +282,7 @@ class Skippable(nn.Module):
         return [self.key_of(name) for name in sorted(self.poppable_names)]
 
     def key_of(self, name: str) -> Key:
-        """Return a name with its namespace in this module."""
+        """Return the key of a skip: its name, with the namespace that it has in this module."""
         return self._namespaces.get(name), name
 
     def isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) -> Module:
@@ -299,7 +299,7 @@ class Skippable(nn.Module):
         names = declared if only is None else _names("isolate", "only", only)
         if unknown := names - declared:
             raise ValueError(f"isolate: {_listed(unknown)} has not been declared as stashable or poppable")
-        # A new dictionary, because a shallow copy of the module shares the old one.
+        # Makes a new dictionary, because a shallow copy of the module shares the old one.
         object.__setattr__(self, "_namespaces", {**self._namespaces, **dict.fromkeys(names, ns)})
         return self
 
@@ -340,7 +340,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                     raise TypeError(f"{type(self).__name__} overrides the forward of a skippable module: decorate it")
                 entered = self.__dict__.setdefault("_entered", set())
                 if Driven in entered:
-                    # `super(Name, self).__init__()` in the decorated class: the name now stands for the subclass.
+                    # The decorated class may call `super(Name, self).__init__()`, and the name now means the subclass.
                     super(cls, self).__init__(*args, **kwargs)
                     return
                 entered.add(Driven)
@@ -364,7 +364,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 class _Innermost(threading.local):
-    """The module whose commands this thread carries out."""
+    """The innermost module whose commands this thread carries out."""
 
     innermost: Skippable | None = None
 
@@ -420,8 +420,8 @@ def _run(module: Skippable, output: Any) -> Any:
 def _drive(
     module: Skippable, output: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Return ``output`` or, if it is a generator of commands, its result. Errors are raised at the ``yield`` of the
-    command.
+    """Return ``output`` or, if it is a generator of commands, its result. Errors are raised at the command's
+    ``yield``.
     """
     if not isinstance(output, Generator):
         return output
@@ -476,9 +476,8 @@ class SkipRoute:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that every pop of a sequential model has a stash before it, and every stash a pop.
-
-    Modules count in the order of their assignment, nested ones too.
+    """Check that every pop of a sequential model follows its stash, and that every stash has a pop. The order is that
+    in which modules were assigned, including nested ones.
 
     Raises:
         TypeError: with a line for each fault: a name is stashed twice in one namespace, popped before it is stashed,

@@ -1,9 +1,9 @@
 """The backward pass of one micro-batch in one stage, in two parts: first the gradients of inputs, later the gradients
 of weights.
 
-The stage before waits only for the first part, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
-of a pipeline with the second. Together the two parts are one backward pass: they do the same work, and no node runs
-twice.
+The previous stage waits only for the first part, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
+of a pipeline with the second part. Together the two parts are one backward pass: they do the same work, and no node
+runs twice.
 
 The **input side** of the graph consists of the nodes from which an input can be reached. Where one of them has an edge
 to a node that does not lead to an input, a **weight side** begins: everything behind that edge serves gradients of
@@ -17,11 +17,11 @@ connected to it belong to part one, so that none of their nodes runs twice. Thes
   whose saved tensors are packed by hooks is left whole: a checkpoint would run its forward twice.
 - An ``autograd.Function`` with a class attribute ``backward_in_parts = True``. Its ``backward`` is then called up to
   twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute those
-  alone, from the same saved tensors. What both calls need, the first may leave on ``ctx``. Gradients of outputs that
-  have none are zeros in the second call, even if the function has turned off their materialization; or None if it says
+  alone, from the same saved tensors. The first call may leave shared results on ``ctx``. Gradients of outputs that have
+  none are zeros in the second call, even if the function has turned off their materialization; or None if it says
   ``takes_missing_gradients = True`` as well. Functions without ``backward_in_parts`` are called once.
 
-In a graph with nodes of ``torch.compile`` no node can defer: such nodes run in graphs of which nothing is kept.
+In a graph with nodes of ``torch.compile`` no node can defer: such nodes run only in graphs that are not kept.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SplitBackward:
     It adds nothing to ``.grad``. Hooks of tensors within the graph run in one of the parts, as in a whole backward
     pass. Hooks of leaves do not run, because they are meant for sums over all micro-batches. Hooks of deferred nodes
     (``Node.register_hook``) see what the first part computes. The sums are those of a whole backward pass, bit for bit;
-    only if the graph uses a weight three times or more, and in different ways (as it is and transposed, for example),
-    may the order of the sum differ.
+    the order of a sum may differ only if the graph uses a weight three or more times in different ways (for example,
+    also transposed).
 
     Args:
         roots: where the backward pass begins. None is skipped, and so is its gradient.
@@ -60,7 +60,7 @@ class SplitBackward:
     """
 
     input_gradients: tuple[Tensor | None, ...]
-    """A gradient for every one of ``inputs``; None for one that the roots with gradients do not depend on."""
+    """A gradient for each of ``inputs``; None for an input on which the roots with gradients do not depend."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SplitBackward:
         """Run the second part, once, and release the graph, even after a failure.
 
         Returns:
-            A gradient for every one of ``leaves``; None for one that the roots with gradients do not depend on.
+            A gradient for each of ``leaves``; None for a leaf on which the roots with gradients do not depend.
         """
         deferred, roots, leaves = self._deferred, self._late_roots, self._late_leaves
         if deferred is None:
@@ -123,7 +123,7 @@ class GraphCut(NamedTuple):
     """A graph in two parts."""
 
     input_side: set[Node]
-    """Without the inputs."""
+    """Nodes of the input side, without the inputs themselves."""
     deferred: dict[Node, tuple[int, ...]]
     """Nodes of the input side with deferred edges: the indices in ``node.next_functions`` that wait for part two."""
     late: set[Node]
@@ -138,7 +138,7 @@ def cut_graph(
     leaves: Mapping[int, int],
     is_compiled: bool,
 ) -> GraphCut:
-    """Cut the graph between ``roots``, where backward passes begin, and ``inputs``, behind which it belongs to others.
+    """Cut the graph between ``roots``, where backward passes begin, and ``inputs``, where it ends.
 
     ``leaves`` has the number of every tensor whose gradient is wanted, by its id. Nothing is deferred if there are
     nodes of ``torch.compile``.
@@ -203,7 +203,7 @@ def _with_users(
 def _add_connected(
     early: set[Node], weight_side: set[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]]
 ) -> None:
-    """Add to ``early`` all nodes of the weight side that are connected to it."""
+    """Add to ``early`` all nodes of weight sides that are connected to its nodes."""
     stack = list(early)
     while stack:
         node = stack.pop()
@@ -262,16 +262,16 @@ def free_saved_tensors(nodes: Iterable[Node]) -> None:
             if saved.unpack_hook is None:
                 try:
                     saved.register_hooks(_drop, _drop)
-                except RuntimeError:  # nothing is saved there
+                except RuntimeError:  # this node saves nothing
                     continue
 
 
 class _Enough(Exception):
-    """Ends a backward pass."""
+    """Raised to end a backward pass."""
 
 
 class _WithinBackward(torch.autograd.Function):
-    """Runs a function within a backward pass, which then ends."""
+    """Runs a function within a backward pass, and then ends the pass."""
 
     @staticmethod
     def forward(ctx: Any, work: Callable[[], None], anchor: Tensor, *leaves: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class DeferredGradients:
         self._hooks = []
 
     def gradients(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Run the recorded nodes for the deferred gradients alone; return these and their edges.
+        """Run the recorded nodes for the deferred gradients alone; return these gradients and their edges.
 
         torch's nodes ask the running backward pass which of their edges are needed. So this starts a pass that asks for
         the weight sides, runs the nodes by hand within it, and then ends it.

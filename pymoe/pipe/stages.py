@@ -1,4 +1,4 @@
-"""A pipeline consists of stages and edges: functions, and which output of which function feeds which input.
+"""A pipeline: stages, which are functions, and edges from their outputs to their inputs.
 
 :class:`StagedModel` is a model that was cut into stages, as a ``Pipe`` runs it, in one process or across several.
 :class:`Structure` notices when layers of the model have changed since its pipeline was made.
@@ -35,13 +35,13 @@ class Stage:
     """A part of a model, as a function of values. A value is a tensor, any nested structure of tensors, or anything."""
 
     function: Callable[..., Sequence[Any]]
-    """Takes the values of ``inputs`` and returns the output values, of which there are ``outputs``."""
+    """Takes the values of ``inputs`` and returns ``outputs`` values."""
     inputs: tuple[Source, ...]
     outputs: int
     modules: tuple[nn.Module, ...] = ()
     """The modules whose parameters and buffers the function uses."""
     device: torch.device | None = None
-    """The device to which its inputs are moved; None: they stay where they are."""
+    """The device to which the stage's inputs are moved; None: they stay where they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class StagedModel(ABC):
     """
 
     module: nn.Module
-    """The model. Parameters and buffers have the names that they have in it."""
+    """The model, which determines the names of parameters and buffers."""
     parts: tuple[nn.Module, ...]
     """The modules of the stages, whose parameters and buffers are the model's own."""
     devices: tuple[torch.device | None, ...]
@@ -105,7 +105,9 @@ class StagedModel(ABC):
 
     @property
     def loss(self) -> int | None:
-        """Return the index of the loss among the pipeline's outputs; None: the model is not known to return a loss."""
+        """Return the index of the loss among the pipeline's outputs; None if the model is not known to return a
+        loss.
+        """
         return None
 
     @abstractmethod
@@ -164,7 +166,7 @@ class StagedModel(ABC):
         )
 
     def minimised(self, values: Sequence[Any]) -> Any:
-        """Return what a step without a loss function minimises: the model's own loss, or the model's output."""
+        """Return the value that a step without a loss function minimises: the model's own loss, or its output."""
         loss = self.loss
         return self.unflatten_outputs(values) if loss is None else values[loss]
 
@@ -183,7 +185,7 @@ class StagedModel(ABC):
 
 
 def _call(part: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return the arguments of a micro-batch; its values are given in the mini-batch's order."""
+    """Return a call's arguments, from a micro-batch's values in the order of the mini-batch's leaves."""
     first, last = len(args), len(args) + len(kwargs)
     return part[:first], dict(zip(kwargs, part[first:last], strict=True))
 
@@ -194,7 +196,7 @@ def _call(part: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def place(
     parts: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None
 ) -> tuple[torch.device | None, ...]:
-    """Move every part to its device, and return the devices. None: the parts stay where they are.
+    """Move every part to its device, and return the devices. With ``devices=None`` the parts stay where they are.
 
     Raises:
         ValueError: the number of devices differs from the number of parts, one cannot be used, or parts on different
@@ -230,7 +232,7 @@ def usable_device(device: torch.device | str | int, what: str) -> torch.device:
 
 
 def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise RuntimeError if ``change``, which is about to be applied to tensors, would move one to another device."""
+    """Raise RuntimeError if ``change`` would move one of the tensors to another device."""
     for device in {tensor.device for tensor in tensors}:
         there = change(torch.empty(0, device=device)).device
         if there != device:
@@ -255,7 +257,7 @@ def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
 
 
 class Structure:
-    """The submodules, at all depths, of a model and of its stages, at the time when this object is made.
+    """A record of the submodules, at all depths, of a model and of its stages.
 
     Args:
         model: the model.
@@ -268,7 +270,7 @@ class Structure:
     ) -> None:
         found = {id(module): module for root in (model, *parts) for module in root.modules()}.values()
         self._model = model
-        self._shown = model._modules  # a pipe shares this dictionary; deleting a layer makes a new one
+        self._shown = model._modules  # a pipe shares this dictionary, but deleting a layer replaces it
         self._layers = dict(model._modules)
         self._parts = parts
         self._made = [(module, dict(module._modules), original) for module, original in made]
@@ -307,7 +309,7 @@ class Structure:
 
 def have_same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
     """Return whether two dictionaries have the same objects under the same names, in the same order."""
-    # By keys(), because TorchScript's dictionaries are not iterable.
+    # Uses keys(), because TorchScript's dictionaries are not iterable.
     return [*now.keys()] == [*then.keys()] and all(map(is_, now.values(), then.values()))
 
 

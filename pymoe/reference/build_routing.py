@@ -1,4 +1,4 @@
-"""build_routing: the position of every choice's row if rows are sorted by expert."""
+"""build_routing: computes the row of every choice when rows are sorted by expert."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def build_routing(
     check_build_routing(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
-        capacity = min(capacity, ROW_LIMIT)  # drops nothing either, and fits an int64
+        capacity = min(capacity, ROW_LIMIT)  # a greater capacity drops nothing either; this one fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()
 
     all_experts = num_experts
-    if foreign_experts:  # one more expert, which has no rows
+    if foreign_experts:  # all foreign experts become one more expert, without rows
         expert_S = expert_S.clamp(max=num_experts)
         all_experts = num_experts + 1
 
-    order = torch.argsort(expert_S, stable=True)  # row in full order -> choice, in (token, choice) order
+    order = torch.argsort(expert_S, stable=True)  # for each row of the full order, the index of its choice
     load = torch.bincount(expert_S, minlength=all_experts)
     start = load.cumsum(0) - load
-    place = torch.empty_like(order)  # choice -> how many choices of its expert come before it
+    place = torch.empty_like(order)  # for each choice, the number of earlier choices of its expert
     place[order] = torch.arange(rows, device=experts.device) - start[expert_S[order]]
 
     kept_load = load if capacity is None else load.clamp(max=capacity)

@@ -1,4 +1,4 @@
-"""combine: the weighted sum of a token's rows; rows of experts become rows of tokens again."""
+"""combine: sums each token's rows with weights, which turns experts' rows into tokens' rows again."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     slot = routing[0]
     checks.slots_in_range("combine", routing)
     dtype = accumulate_dtype(y.dtype)
-    if y.shape[0] == 0:  # add a row that an index can name although nothing reads it
+    if y.shape[0] == 0:  # clamped indices need at least one row
         y = torch.cat([y, y.new_zeros(1, y.shape[1])])
     weights_TK = None if weights is None else weights.to(dtype)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
     for choice in range(slot.shape[1]):
         row = slot[:, choice]
         kept = row >= 0
-        # Neither factor of a dropped choice is to reach the gradient of the other: 0 times what is not finite is NaN.
+        # Replace both factors of a dropped choice: in the gradients, 0 times an infinity or NaN would be NaN.
         term = torch.where(kept[:, None], y[row.clamp(min=0).long()].to(dtype), 0)
         if weights_TK is not None:
             term = spread(weights_TK[:, choice], 1, term.shape[1]) * term

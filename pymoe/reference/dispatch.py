@@ -1,4 +1,4 @@
-"""dispatch: the batch gather; rows of tokens become rows of experts."""
+"""dispatch: gathers tokens' rows into experts' rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""expert_activation: the element-wise middle of an expert."""
+"""expert_activation: the element-wise function between an expert's two linear layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
 
 
 def clamped(gate: Tensor, up: Tensor, kind: ClampedSwiglu) -> tuple[Tensor, Tensor]:
-    """Return gate and up within the limits of ``kind``, with the gradient 0 outside of them; up with its offset."""
+    """Return gate and up, clamped to the limits of ``kind`` (the gradient is 0 outside of them), up with its offset
+    added.
+    """
     gate = torch.where(gate > kind.limit, kind.limit, gate)
     up = torch.where(up < -kind.limit, -kind.limit, up)
     return gate, torch.where(up > kind.limit, kind.limit, up) + kind.up_offset

@@ -64,8 +64,8 @@ def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Tensor)
 
 
 def erfc_in_fixed_steps(v: Tensor) -> Tensor:
-    """Return 1 - erf of a float64 tensor, with its relative accuracy in the upper tail too. Not differentiable."""
-    y = v.abs().clamp(max=30.0)  # erfc underflows to 0 there; keeps a NaN
+    """Return 1 - erf of a float64 tensor, with full relative accuracy in the upper tail, too. Not differentiable."""
+    y = v.abs().clamp(max=30.0)  # erfc underflows to 0 beyond 30; clamp keeps NaN
     small = y.clamp(max=0.46875)
     erf = small * _ratio(_ERF, small * small)
     # e^(-y^2) = e^(-s^2) times a correction, where s is y rounded so that its square is exact
@@ -86,7 +86,7 @@ def log_in_fixed_steps(x: Tensor) -> Tensor:
     Not differentiable. x = 2^k (1 + f), and log(1 + f) by a polynomial in f / (2 + f).
     """
     bits = x.view(torch.int64)
-    shift = bits - 0x3FE6A09E00000000  # the upper half of 1 / sqrt 2: 1 + f lies within sqrt 2 of 1
+    shift = bits - 0x3FE6A09E00000000  # upper 32 bits of 1 / sqrt 2, so that 1 / sqrt 2 <= 1 + f < sqrt 2
     k = shift >> 52
     f = (bits - (k << 52)).view(torch.float64) - 1.0
     s = f / (f + 2.0)
@@ -121,7 +121,7 @@ def sum_in_order(values: Tensor, dim: int) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """``value`` repeated along a new dimension; the gradient of torch's ``expand`` would be a sum in torch's order."""
+    """Repeats ``value`` along a new dimension, with its own gradient: that of ``expand`` is a sum in torch's order."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""router_losses: the auxiliary losses that keep a router balanced and its logits small."""
+"""router_losses: computes the auxiliary losses that keep a router balanced and its logits small."""
 
 from __future__ import annotations
 

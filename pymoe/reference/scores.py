@@ -17,7 +17,7 @@ SUM_LANES = 16
 
 
 SUM_FLOOR = 1e-20
-"""Least divisor: smaller sums of scores are replaced by it (as in TransformerEngine and DeepSeek-V3)."""
+"""Smallest divisor: it replaces smaller sums of scores (as in TransformerEngine and DeepSeek-V3)."""
 
 
 def exp_in_fixed_steps(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def exp_in_fixed_steps(x: Tensor) -> Tensor:
         ]
         integer, bias, mantissa = torch.int32, 127, 23
     clamped = x.clamp(low, high)  # keeps a NaN
-    n = (clamped * 1.44269504088896341 + magic) - magic  # rounds to an integer
+    n = (clamped * 1.44269504088896341 + magic) - magic  # adding and subtracting `magic` rounds to an integer
     r = (clamped - n * ln2_high) - n * ln2_low
     p = torch.full_like(r, coefficients[0])
     for coefficient in coefficients[1:]:

@@ -34,7 +34,7 @@ CHECK_AGAIN_S = 5.0
 CHECK_DRAINING_S = 0.2
 """Seconds until the next check of a server that drains: it ends soon, and another may take its place."""
 REFUSED_S = 5.0
-"""Seconds after the server refused a stream in which no other is opened, and requests are calls of their own."""
+"""Seconds without attempts to open a stream after the server refused one; each request is then a separate call."""
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
 HUNG_UP = ("Socket closed", "Connection reset")
@@ -42,7 +42,7 @@ HUNG_UP = ("Socket closed", "Connection reset")
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_BYTES),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
-    ("grpc.enable_retries", 0),  # gRPC's own retries know nothing of keys
+    ("grpc.enable_retries", 0),  # gRPC would repeat requests regardless of their keys
     ("grpc.compression_enabled_algorithms_bitset", 1),  # no decompression of replies
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -111,7 +111,7 @@ class Channel:
 
     @property
     def why_not_reachable(self) -> str:
-        """Clause for messages that says why the server is not reachable."""
+        """Return a clause for error messages that says why the server is not reachable."""
         return "the connection is closed" if self.closed else f"the server at {self.address} cannot be reached"
 
     def _set_reachable(self, reachable: bool) -> None:
@@ -375,7 +375,7 @@ class Streams:
                     if not self._idle:
                         break
                     stream = self._idle.pop()
-                # If its time of idleness is over, the stream is being cancelled.
+                # The reset fails if the stream's idle time is over: it is being cancelled.
                 if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():
                     return stream
                 stream.cancel()

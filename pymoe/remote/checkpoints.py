@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass
 class Checkpoint:
-    """An expert between two updates."""
+    """The state of an expert between two updates, and the keys of the requests that it contains."""
 
     state: Mapping[str, Any]
     """The result of its backend's ``state_dict()``."""
@@ -66,7 +66,7 @@ class Checkpoint:
 
     @cached_property
     def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state for JSON, and copies of its tensors, by the names that represent them there.
+        """Return the state for JSON, and copies of its tensors by the names that represent them there.
 
         Raises the same as :func:`write_checkpoint`.
         """
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> int:
-        """Hash of the state. Raises the same as :func:`write_checkpoint`."""
+        """Return a hash of the state. Raises the same as :func:`write_checkpoint`."""
         content, tensors = self.encoded
         return zlib.crc32(_json(content), _crc(tensors))
 
@@ -203,7 +203,7 @@ def read_newest(folder: Path) -> Checkpoint | None:
     Raises:
         ValueError: all checkpoints are damaged; a new start would replace them.
     """
-    for left in (*folder.glob(".*.part"), *folder.glob(".tmp*")):  # from this code or safetensors, killed while writing
+    for left in (*folder.glob(".*.part"), *folder.glob(".tmp*")):  # left by a process that was killed while writing
         with suppress(OSError):
             left.unlink()
     found = _newest_first(folder)
@@ -246,7 +246,7 @@ def _checkpoint_of(content: dict[str, Any], tensors: dict[str, Tensor]) -> Check
     state: Any = OrderedDict(from_tree(content["state"], lambda name: tensors[name]))
     versions = from_tree(content.get("versions"), lambda name: tensors[name])
     if versions is not None:
-        state._metadata = versions  # without versions a module would convert its state as if from an older version
+        state._metadata = versions  # without versions, a module would convert the state as one of an older version
     keys = {
         str(client): (int(low), [int(one) for one in applied]) for client, (low, applied) in content["keys"].items()
     }
@@ -425,7 +425,7 @@ class ExpertCheckpoints:
         self._folder = folder_of(root, backend.name)
         self.answered = 0
         self.cannot_save: Exception | None = None
-        self._lock: FolderLock | None = None  # until this server has saved for the last time
+        self._lock: FolderLock | None = None  # held until this server has saved for the last time
         self._saved_updates: int | None = None
         self._saved_digest: int | None = None
         self._answered_at_save = 0
@@ -436,7 +436,7 @@ class ExpertCheckpoints:
 
     @property
     def saving(self) -> bool:
-        """True while a checkpoint is being made; for as long as the expert or the folder hangs."""
+        """True while a checkpoint is being made. Stays true for as long as the expert or the folder hangs."""
         return self._saving.locked() or self._writing.locked()
 
     @property

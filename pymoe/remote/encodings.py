@@ -76,7 +76,7 @@ def check_encoding(owner: str, encoding: Any) -> str:
 
 
 def encoding_for(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> str:
-    """Return the encoding of a tensor if ``encoding`` is wanted: raw if that takes no more bytes."""
+    """Return ``encoding``, or raw if that takes no more bytes for this tensor."""
     if encoding == "raw" or not dtype.is_floating_point:
         return "raw"
     return encoding if encoded_size(dtype, shape, encoding) < encoded_size(dtype, shape, "raw") else "raw"
@@ -116,7 +116,7 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
     Bytes of a message are copied, for ``raw`` once. Bytes that are already a tensor become a part of the result.
 
     Raises:
-        WireError: the dtype has no such encoding, no tensor has such a shape, or the number of bytes is another.
+        WireError: the dtype has no such encoding, no tensor has such a shape, or the number of bytes is wrong.
     """
     if encoding not in ENCODINGS or (encoding != "raw" and not dtype.is_floating_point):
         raise WireError(f"there is no encoding {encoding[:32]!r} of {dtype}")

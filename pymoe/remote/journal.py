@@ -31,10 +31,10 @@ from pymoe.runtime import QueueFull
 AppliedKeys = dict[str, tuple[int, list[int]]]
 """For each client, the number below which all keys are forgotten, and the applied numbers from there on."""
 MAX_OPEN = 4096
-"""Most keys of one client that it has not acknowledged."""
+"""Largest number of keys that a client may leave unacknowledged."""
 MAX_CLIENTS = 65536
 KEEP_CLIENT_S = 3600.0
-"""Seconds for which a silent client is remembered."""
+"""Seconds after a client's last request until it may be forgotten."""
 KEEP_ANSWERS_BYTES = 64 << 20
 IN_PART = -1
 """Takes the place of an update's number if some rows of a request were applied and others failed."""
@@ -47,7 +47,9 @@ class Applied:
     """The outcome of a backward request that has run."""
 
     update: int | None
-    """Number of the first update that contains any row of it, or :data:`IN_PART`; None: nothing was applied."""
+    """Number of the first update that contains any row of the request, or :data:`IN_PART`; None: nothing was
+    applied.
+    """
     answer: Sequence[Tensor] | None = None
     error: BaseException | None = None
 
@@ -104,11 +106,11 @@ class Journal:
             attempt: number of earlier attempts of the request.
             incarnation: the server run that last answered a backward request of the client; empty before the first
                 answer. If that was this run and the client is unknown, the client has been forgotten.
-            age: seconds since the first attempt. If they are too many and the client is unknown, it may have been
+            age: seconds since the first attempt. If it is too long and the client is unknown, the client may have been
                 forgotten.
 
         Raises:
-            AppliedError: it was or may have been applied, and the answer is gone.
+            AppliedError: the request was or may have been applied, and its answer is gone.
             QueueFull: the client has too many open keys, or there are too many clients.
             BaseException: any exception that ``run`` raises or reports. Then the key is new again, unless some rows
                 were applied.
@@ -125,12 +127,12 @@ class Journal:
             found = await self._wait(running)
             if found.update is not None and found.answer is not None:
                 return found.answer, True
-            # The first attempt failed, or was cancelled when its connection broke: nothing was applied.
+            # Either the first attempt failed, or it was cancelled when its connection broke; nothing was applied.
 
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
         if known is None:
-            # Only half of the time, since the client's clock started earlier and may run at another speed.
+            # Allow only half of the time, since the client's clock started earlier and may run at another speed.
             if attempt and (incarnation == self.incarnation or not age < KEEP_CLIENT_S / 2):
                 raise AppliedError(f"the client {name!r} was forgotten: its request may have been applied")
             self._make_room()
@@ -174,7 +176,7 @@ class Journal:
         outcome, cancel = run()
         running = known.running[seq] = _RunningRequest(asyncio.get_running_loop().create_future(), cancel)
 
-        async def settle() -> None:  # continues if the client is gone: it must be known what was applied
+        async def settle() -> None:  # goes on if the client is gone, to record what was applied
             try:
                 found = await outcome
             except BaseException as error:

@@ -69,7 +69,7 @@ class RequestNumbers:
 
 
 class ExpertStub:
-    """The client's view of an expert, from the description that the server gave.
+    """What the client knows of an expert, from the server's description.
 
     Attributes:
         schema: the schema of its requests.
@@ -105,13 +105,13 @@ class ExpertStub:
         self.answered_by = ""
 
     def with_constants(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the flat outputs: the tensors, and the constants of the schema in their places."""
+        """Return the flat outputs: ``tensors``, with the schema's constants in their places."""
         rest = iter(tensors)
         return [next(rest) if isinstance(leaf, BatchTensorProto) else leaf for leaf in self._leaves]
 
 
 class RemoteCall:
-    """One request to the server: its message, deadline and, for a backward pass, number, for all attempts.
+    """One request to the server, with what all of its attempts share: message, deadline and, if backward, number.
 
     The creator calls :meth:`end` once, after the last attempt.
 
@@ -150,7 +150,7 @@ class RemoteCall:
 
         Raises:
             TimeoutError: the deadline has passed.
-            ServerLost, QueueFull: the same, if that is why an earlier attempt failed.
+            ServerLost, QueueFull: the deadline has passed, and an earlier attempt failed for this reason.
         """
         request = self._request
         now = time.monotonic()
@@ -284,7 +284,7 @@ class _RemotePool:
 
     @property
     def why_unserved(self) -> str:
-        """Clause for messages that says why the pool is not served."""
+        """Return a clause for error messages that says why the pool is not served."""
         return self._stub.channel.why_not_reachable
 
 
@@ -350,7 +350,7 @@ class RemoteFuture(concurrent.futures.Future):
     """
 
     _attempt: Any = None  # future of gRPC
-    _may_block = False  # some callback may: only these need a thread of timers
+    _may_block = False  # true if a callback may block, and so needs a thread of timers
 
     def add_done_callback(self, function: Callable[[Any], Any]) -> None:
         """Call ``function(future)`` once the request is done or cancelled."""
@@ -359,11 +359,11 @@ class RemoteFuture(concurrent.futures.Future):
         super().add_done_callback(function)
 
     def _tell(self, function: Callable[[Any], Any]) -> None:
-        """Do the same for a function that does not block; see :func:`pymoe.runtime.future.tell`."""
+        """Add a callback that does not block; see :func:`pymoe.runtime.future.tell`."""
         super().add_done_callback(function)
 
     def cancel(self) -> bool:
-        """Cancel the request; return False if it is done. If it has begun on the server, it ends without its client."""
+        """Cancel the request; return False if it is done. If the server has begun to run it, it runs to its end."""
         cancelled = super().cancel()
         if cancelled and self._attempt is not None:
             self._attempt.cancel()
@@ -375,7 +375,7 @@ class RemoteFuture(concurrent.futures.Future):
 
 
 class _Permits:
-    """The requests that may be under way at the same time. Thread-safe."""
+    """A semaphore that limits the requests under way. Thread-safe."""
 
     def __init__(self, count: int) -> None:
         self._free, self._changed = count, threading.Condition()
@@ -393,13 +393,14 @@ class _Permits:
             self._changed.notify()
 
     def wait(self) -> None:
-        """Wait until a permit is left, and do not take it. For one thread at a time."""
+        """Wait until a permit is free, without taking it. Only one thread may wait at a time."""
         with self._changed:
             self._changed.wait_for(lambda: self._free > 0)
 
 
 class DirectPool(_RemotePool):
-    """Sends each request on its own, at once: for few callers with long requests, and if each may be cancelled.
+    """Sends each request separately and at once. Suits few callers with long requests, and requests that may be
+    cancelled.
 
     A request that waits because too many are under way, and is given up meanwhile, is never sent.
     """
@@ -415,7 +416,7 @@ class DirectPool(_RemotePool):
         """Send a request and return its future, like :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.
 
         Raises:
-            QueueFull: too many requests were under way for as long as this one has time.
+            QueueFull: too many requests were under way until this one's time was over.
         """
         self._check(tensors)
         seconds = self._seconds(timeout)
@@ -494,7 +495,7 @@ class _Attempts:
         except Exception as error:
             return self._end(error)
         self._future._attempt = attempt
-        if self._future.cancelled():  # before it had the attempt
+        if self._future.cancelled():  # cancelled before it knew of the attempt
             attempt.cancel()
         attempt.add_done_callback(self._ended)
         return None
@@ -519,7 +520,9 @@ class _Attempts:
         return call_soon(self._call_back, error, result)
 
     def _call_back(self, error: Exception | None, result: Any) -> None:
-        """Complete the future and keep the permit until its callbacks end: each request among them takes a thread."""
+        """Complete the future and keep the permit until its callbacks end: each callback that sends a request takes a
+        thread.
+        """
         try:
             self._complete(error, result)
         finally:

@@ -182,7 +182,7 @@ def _read(path: str | Path | None) -> bytes | None:
 
 
 def check_server(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if other machines can reach ``address``, and anybody could connect or listen in."""
+    """Raise ValueError if other machines can reach ``address``, and anybody could connect or eavesdrop."""
     check_token("ExpertServer", token)
     if is_local(address):
         return
@@ -221,7 +221,7 @@ def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def has_token(metadata: Any, token: str) -> bool:
-    """Return whether ``metadata`` carry the token, in a time that does not depend on how much of it is right."""
+    """Return whether ``metadata`` carry the token, in a time that does not reveal how much of it is right."""
     given = ""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str):

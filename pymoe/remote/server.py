@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pymoe.remote")
 
 CHECK_SIGNALS_S = 1.0
-"""Seconds after which a signal is noticed at the latest."""
+"""Longest time in seconds until a signal is noticed."""
 LAST_REPLIES_S = 1.0
-"""Time limit in seconds of the calls that are left when everything is saved."""
+"""Time limit in seconds for calls that are still running once everything is saved."""
 PATIENCE_S = 5.0
 """Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server."""
 MAX_CALLS = 8192
@@ -97,7 +97,7 @@ class ExpertServer:
             attempt had applied), ``failed``, ``malformed``, ``shed``, ``unauthenticated``, ``saved``, ``save_failed``.
 
     Raises:
-        ValueError: strangers could connect or listen in; two experts have one name; or with ``checkpoints``, experts
+        ValueError: strangers could connect or eavesdrop; two experts have one name; or with ``checkpoints``, experts
             share parameters, buffers or an optimizer, which two files would hold at different times, or the checkpoints
             of an expert are all damaged, come from another kind of optimizer, or have fewer updates than the backend.
         TypeError: a backend is not an ExpertBackend, or its schemas cannot be described to other machines; with
@@ -137,7 +137,7 @@ class ExpertServer:
         self._began = time.monotonic()
         self._drained = threading.Event()
         self.stuck = False
-        self._not_saved: dict[str, BaseException] = {}  # experts that the last save of all did not save, with reasons
+        self._not_saved: dict[str, BaseException] = {}  # experts that the last _save_all() did not save, with reasons
         entries = [ExpertEntry(backend, self.incarnation) for backend in members]
         for entry in entries:
             self._check(entry)
@@ -245,7 +245,7 @@ class ExpertServer:
                 if server is not None:
                     run(self._stop(server, grace))
                 elif self._not_saved or any(one.outdated for one in self._checkpoints().values()):
-                    # It was never started, or an earlier drain was interrupted or could not save.
+                    # The server was never started, or an earlier drain was interrupted or could not save.
                     run(self._save_all(max(grace, 1.0)))
             finally:
                 self._server = None
@@ -268,7 +268,7 @@ class ExpertServer:
         # The address stays taken until everything is saved: a successor would load older checkpoints.
         try:
             await self._service.drain(grace)  # this also ends _save_regularly()
-            # Only an expert that hangs still runs now, and its checkpoint would wait for it.
+            # Only experts that hang can still be running; a checkpoint of them would wait for them.
             await self._save_all(max(grace, 1.0))
         except asyncio.CancelledError:  # Ctrl-C; clients that wait for the drain are told, too
             names = [name for name, one in self._checkpoints().items() if one.may_be_outdated]
@@ -323,14 +323,14 @@ class ExpertServer:
         else:
             try:
                 self.drain(grace=0.0)
-            except Exception as failed:  # the error of the block is raised instead
+            except Exception as failed:  # the exception of the `with` block takes precedence
                 logger.error("%s", failed)
 
     # --- experts ---
 
     @property
     def experts(self) -> dict[str, ExpertBackend]:
-        """The served backends by name."""
+        """Return the served backends by name."""
         return {name: one.backend for name, one in self._service.entries.items()}
 
     def add(self, backend: ExpertBackend) -> None:
@@ -379,7 +379,7 @@ class ExpertServer:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of the messages and tensors of current calls."""
+        """Return the bytes of the messages and tensors of current calls."""
         return self._service.budget.used
 
     # --- checkpoints ---
@@ -406,7 +406,9 @@ class ExpertServer:
         return saved
 
     def _raise_not_saved(self, where: str) -> None:
-        """Raise an error for the experts that the last save of all did not save; after a drain, release the others."""
+        """Raise an error for the experts that the last ``_save_all`` did not save; after a drain, release the
+        others.
+        """
         if self._drained.is_set():
             self._release()
         if self._not_saved:

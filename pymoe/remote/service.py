@@ -36,25 +36,25 @@ from pymoe.runtime.numbered import numbered_backward_pool
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
 MAX_WATCHES = 4096
-"""Most connections that are told at once when the server drains."""
+"""Largest number of connections that are notified immediately when the server drains."""
 MAX_STREAMS = 1024
-"""Most streams of requests; each may hold one message, of the length that may be read, that exceeds the budget."""
+"""Largest number of request streams; each may hold one message of up to MAX_READ bytes outside the budget."""
 MAX_REQUEST_S = 3600.0
 """Time limit in seconds of a request whose client states none, or a longer one."""
 SLOW_REPLY_S = 10.0
-"""Seconds after the deadline of a request in which its client may read a long reply."""
+"""Seconds after a request's deadline during which its client may still read a long reply."""
 CUT_S = 1.0
-"""Seconds for which a drain waits for the end of requests that it has cancelled."""
+"""Seconds that a drain waits for cancelled requests to end."""
 DRAINING, CUT = "the server is draining", "the server drained before the request was done"
-"""Messages for clients whose requests a drain refuses, and whose requests it has cancelled."""
+"""Messages for clients whose requests a drain has refused (DRAINING) or cancelled (CUT)."""
 LONG_MESSAGE = 1 << 18
-"""Bytes from which on a message is encoded and decoded on another thread, so that short ones need not wait for it."""
+"""Messages of at least this many bytes are encoded and decoded on another thread, so that short ones need not wait."""
 LOOK_S = 0.05
-"""Seconds between two looks at the clock."""
+"""Seconds between two readings of the clock."""
 STALL_S = 0.2
-"""Seconds without a look at the clock after which the server counts as having stood still."""
+"""If the clock is not read for this many seconds, the event loop was stalled."""
 SETTLE_S = 0.05
-"""Seconds for which requests wait after that."""
+"""Seconds that requests wait after a stall."""
 
 T = TypeVar("T")
 _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDi
 class ByteBudget:
     """Limit on the bytes of messages and tensors that the server holds. For one thread.
 
-    The caller subtracts from ``used`` what it has taken.
+    The caller subtracts the bytes from ``used`` when it releases them.
     """
 
     def __init__(self, limit: int = MAX_BYTES_IN_FLIGHT) -> None:
@@ -90,10 +90,9 @@ def announced_size(metadata: Any) -> int:
 
 
 class StallDetector:
-    """Notices that the event loop stood still: the process was stopped, or got no processor.
-
-    The messages that arrived in the meantime are read one by one after that, and a request is read before the
-    cancellation that follows it. So requests then wait until the cancellations have been read as well.
+    """Detects stalls of the event loop, when the process was stopped or got no processor. Afterwards the messages that
+    have arrived are read one by one, each request before its cancellation. So requests wait until the cancellations
+    have been read as well.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class StallDetector:
         self._next: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Look at the clock regularly from now on, in the running event loop."""
+        """Start to read the clock regularly, in the running event loop."""
         self._looked = time.monotonic()
         self._look_again()
 
@@ -112,7 +111,7 @@ class StallDetector:
             self._next = None
 
     async def settle(self) -> float:
-        """Return the seconds that this waited: 0, unless the event loop has just stood still."""
+        """Wait for cancellations after a stall of the event loop; return the seconds waited, 0 without a stall."""
         if self._next is None or (wait := self._seconds_to_settle()) <= 0:
             return 0.0
         await asyncio.sleep(wait)
@@ -187,7 +186,7 @@ class ExpertEntry:
     async def backward(
         self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
     ) -> tuple[Sequence[Tensor], bool]:
-        """Return the gradients of the inputs, and whether an earlier attempt was applied and these are its answer.
+        """Return the inputs' gradients, and True if they are the answer to an earlier attempt, which was applied.
 
         Raises:
             ValueError: there is no key.
@@ -223,7 +222,7 @@ class ExpertEntry:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # It is unknown how much was changed by an update that raised half way.
+            # An update that raised may have been applied in part.
             broken = getattr(error, "pymoe_may_retry", True) is False
             in_part = broken or name in self._partly_applied
             if not isinstance(error, Exception):  # SystemExit and the like would end the event loop
@@ -231,7 +230,7 @@ class ExpertEntry:
             return Applied(IN_PART if in_part else None, error=error)
         finally:
             self._partly_applied.discard(name)
-        # A request of several batches counts from its first update: a state with that one contains a part of it.
+        # For a request of several batches, the first update counts: a state after it contains a part of the request.
         update = int(numbers.min()) if rows else self.backend.updates
         return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch's rows
 

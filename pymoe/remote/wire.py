@@ -1,4 +1,4 @@
-"""Messages between clients and servers: typed msgpack, checked before anything is made of them.
+"""Messages between clients and servers: typed msgpack, validated before use.
 
 Decoding never runs code, raises only :class:`~pymoe.remote.errors.WireError`, and allocates at most :data:`MAX_BYTES`
 for the tensors of a message. Both sides ignore fields that they do not know, so that later versions may add some; a
@@ -9,7 +9,7 @@ bytes, one tensor after the other, so that neither side ever holds a long messag
 tensors. A tensor's bytes are copied once on the way into a message or frame and once on the way out, not counting the
 copies that gRPC makes.
 
-Schemas in messages, and optimizer states in checkpoints, are **trees**: nested structures as JSON knows them.
+Schemas in messages, and optimizer states in checkpoints, are **trees**: nested structures that JSON can represent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_TENSORS = 256
 MAX_NAME = 256
 """Longest name of an expert or a client, in bytes of UTF-8."""
 MAX_DEPTH = 64
-"""Most containers of a tree inside each other."""
+"""Largest nesting depth of containers in a tree."""
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -92,7 +92,7 @@ class Request(msgspec.Struct, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """The outputs, or the gradients of the inputs; or, on a stream, the reason why there are none."""
+    """The outputs, or the gradients of the inputs; or, on a stream, the reason for their absence."""
 
     tensors: Tensors
     incarnation: str = ""
@@ -102,7 +102,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     """On a stream, the status code with which a gRPC call would have ended."""
     details: str = ""
     kind: str = ""
-    """Name of the exception, as in the metadata ``pymoe-error``."""
+    """Name of the exception, as in the ``pymoe-error`` metadata."""
 
 
 class ExpertInfo(msgspec.Struct, omit_defaults=True):
@@ -166,7 +166,7 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
     """Return the message of this kind; its tensors are views of ``data``, which :func:`unpack` reads.
 
     Raises:
-        WireError: the bytes are no such message.
+        WireError: the bytes are not such a message.
     """
     try:
         found: MessageT = _decoders[kind].decode(data)
@@ -215,7 +215,7 @@ def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
 
 
 def frames(tail: Sequence[memoryview]) -> Iterator[bytes]:
-    """Yield the bytes of a message's long tensors; each frame is made when it is asked for."""
+    """Yield the bytes of a message's long tensors; each frame is made on demand."""
     for data in tail:
         for begin in range(0, data.nbytes, FRAME):
             yield bytes(data[begin : begin + FRAME])
@@ -234,7 +234,7 @@ class Tail:
 
     Attributes:
         missing: number of bytes that have not arrived yet.
-        data: for each tensor of the message, its bytes from inside the message, or a tensor of those that follow it.
+        data: for each tensor, its bytes if they are inside the message, or a tensor that receives them.
 
     Raises:
         WireError: more bytes are announced than a message may have.
@@ -244,7 +244,7 @@ class Tail:
         self.missing = following(packed)
         if self.missing > MAX_BYTES:
             raise WireError(f"expected tensors of at most {MAX_BYTES} bytes, got {self.missing}")
-        # Memory costs nothing until it is touched, so an announced tensor takes only as much as has arrived.
+        # The system provides memory when it is first written, so an announced tensor takes only as much as has arrived.
         self.data = [torch.empty(one.following, dtype=torch.uint8) if one.following else one.data for one in packed]
         self._open = [one.numpy() for one in self.data if isinstance(one, Tensor)]
         self._filled = 0
@@ -290,7 +290,7 @@ def unpack(packed: Sequence[Packed], tail: Tail | None = None) -> list[Tensor]:
     """Return the tensors of a message in memory of their own; ``tail`` holds the bytes that followed it.
 
     Raises:
-        WireError: the bytes are no such tensors, or see :func:`unpacked_size`.
+        WireError: the bytes do not match the tensors' descriptions, or see :func:`unpacked_size`.
     """
     unpacked_size(packed)
     tensors = []
@@ -341,7 +341,7 @@ def from_tree(tree: Any, read: Callable[[Any], Any], depth: int = MAX_DEPTH) -> 
     """Undo :func:`to_tree`; ``read`` undoes ``write``.
 
     Raises:
-        ValueError: from ``read``, or the tree is none that :func:`to_tree` returns.
+        ValueError: from ``read``, or :func:`to_tree` cannot have returned the tree.
     """
     if tree is None or type(tree) in _PLAIN:
         return tree
@@ -385,7 +385,7 @@ def read_schema(tree: Any) -> Any:
     """Undo :func:`write_schema`, except for devices and other properties that concern one machine only.
 
     Raises:
-        ValueError: the tree is no schema.
+        ValueError: the tree is not a schema.
     """
     return from_tree(tree, _read_proto)
 

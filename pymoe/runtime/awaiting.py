@@ -52,7 +52,7 @@ def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, A
     try:
         return future.result()
     finally:
-        del future  # its exception has this frame in the traceback: they would hold each other
+        del future  # its exception's traceback has this frame: a reference cycle
 
 
 def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> None:
@@ -60,7 +60,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
     if not isinstance(future, RequestFuture):
 
         def wake(_: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed, so nothing waits in it
+            with suppress(RuntimeError):  # the loop is closed: no task waits
                 loop.call_soon_threadsafe(Mailbox.wake, waiter)
 
         return tell(future, wake)
@@ -70,7 +70,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
-    """Let the loop empty its mailbox; if the loop is gone, nothing waits in it, and the mailbox is discarded."""
+    """Let the loop empty its mailbox; if the loop is gone, discard the mailbox, since no task waits there."""
     if (loop := loop_of()) is None:
         return mailbox.discard()
     try:

@@ -159,7 +159,7 @@ class ExpertBackend(nn.Module):
                 f"an outputs_schema there is no such call"
             )
             raise
-        self._expert_device = ExpertDevice(self.expert)  # a lazy expert gets its parameters only by now
+        self._expert_device = ExpertDevice(self.expert)  # a lazy expert has its parameters only now
         return schema
 
     def _make_pools(self) -> None:
@@ -375,7 +375,7 @@ class ExpertBackend(nn.Module):
             self._rule.forget()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         missing_keys = args[1]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of the bare module: all of it is loaded
+        if (key := f"{prefix}_extra_state") in missing_keys:  # the plain module's state: nothing is missing
             missing_keys.remove(key)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -424,7 +424,7 @@ class ExpertBackend(nn.Module):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything except locks and pools: a copy gets its own pools, empty and served by no runtime."""
+        """Return everything except locks and pools. A copy gets its own empty pools, which no runtime serves."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", *_POOLS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from pymoe.runtime.schema import RequestSchema
 UNSERVED_WARNING_DELAY_S = 2.0
 """Seconds after which a client without a timeout warns that no runtime serves its pool."""
 
-# Shared by copies of a client: the server, and the information that it gave about itself.
+# Attributes that copies of a client share: the server, and its description of itself.
 SHARED = {"_backend", "_forward_pool", "_backward_pool", "_schema"}
 
 
@@ -101,7 +101,7 @@ class ExpertClient(nn.Module):
         return await call
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
-        """Return the caller's result for the flat ``outputs``, as part of its graph if it records one.
+        """Return the caller's result for the flat ``outputs``, as part of the autograd graph if grad mode is on.
 
         ``versions``: the version counters of the inputs when they were sent; None means now.
         """
@@ -140,7 +140,9 @@ class ExpertClient(nn.Module):
             raise
 
     def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
-        """Wait for a while, then warn of a likely cause. A thread that waits with a limit runs no batch itself."""
+        """Wait for a while, then warn of a likely cause. (A thread that waits with a time limit never runs a batch
+        itself.)
+        """
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
             self._warned = True
@@ -150,7 +152,7 @@ class ExpertClient(nn.Module):
             )
 
     def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
-        """Raise another TimeoutError that says more, unless the expert raised ``error``."""
+        """Raise a TimeoutError with more detail, unless ``error`` came from the expert."""
         if not future.done() or future.cancelled():
             why = "" if pool.served else f"; {pool.why_unserved}"
             raise TimeoutError(f"{pool.name}: the request is not done within {self.timeout} s{why}") from error
@@ -213,7 +215,7 @@ class PendingCall:
 
 
 Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]], Sequence[Tensor | None]]
-"""Function from inputs, gradients of the output tensors, and a mask of needed gradients to the inputs' gradients."""
+"""Function that takes inputs, output gradients and a mask of needed gradients, and returns input gradients."""
 
 
 class ServedCall(torch.autograd.Function):
@@ -269,7 +271,7 @@ def overlap(first: Tensor, second: Tensor) -> bool:
         return False
     one, other = _extent(first), _extent(second)
     if first.dtype == second.dtype and first.stride() == second.stride() and first.dim() >= 2:
-        # Columns of one matrix, as from chunk(): apart if their ranges within a row are.
+        # Columns of one matrix, as from chunk(), are disjoint if their ranges within a row are.
         row = max(first.stride(0) * first.itemsize, 1)
         rows = _extent(first[:1]), _extent(second[:1])
         one, other = (range(part.start % row, part.start % row + len(part)) for part in rows)

@@ -23,7 +23,7 @@ def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def as_leaf(tensor: Tensor) -> Tensor:
     """Return the same values outside of any graph; the result collects a gradient if its dtype has any."""
-    if tensor.is_inference():  # made by a client in inference mode: autograd cannot save it
+    if tensor.is_inference():  # autograd cannot save a tensor made in inference mode
         tensor = tensor.clone()
     leaf = tensor.detach()
     return leaf.requires_grad_() if has_gradient(leaf.dtype) else leaf
@@ -55,7 +55,7 @@ def run_backward_pass(
 
 
 def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return each gradient in separate memory: autograd may keep one as ``.grad``, and add to it in place."""
+    """Return the gradients in separate memory, since autograd may keep one as ``.grad`` and add to it in place."""
     seen: set[int] = set()
     apart: list[Tensor | None] = []
     for gradient in found:

@@ -1,4 +1,4 @@
-"""The location of an expert's parameters and buffers, and the way of requests' tensors there and back."""
+"""Device of an expert's parameters and buffers; moves requests' tensors to it and results back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExpertDevice:
     def copy_own(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``leaves`` with copies of tensors that lie in the expert's memory: clients may change their results.
 
-        Memory that parameters or buffers got after this object was made is not known.
+        Memory that parameters or buffers received after this object was made is not recognised.
         """
         return tuple([leaf.clone() if self._owns(leaf) else leaf for leaf in leaves])
 

@@ -1,7 +1,7 @@
 """Futures of requests, and waiting for many of them: the first, all, or each as it ends.
 
 A request has one future: if one of several tasks that await it is cancelled, it is cancelled for all of them (to
-prevent that, await ``asyncio.shield(asyncio.ensure_future(...))`` of it). See awaiting.py.
+prevent that, await ``asyncio.shield(asyncio.ensure_future(...))`` of it). (See awaiting.py.)
 
 ``concurrent.futures.wait`` and ``as_completed`` accept these futures as well, with a lock for each; :func:`wait` and
 :func:`as_completed` accept the futures of any executor, at a lower cost.
@@ -35,15 +35,15 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 def tell(future: Any, function: Callable[[Any], Any]) -> None:
-    """Call ``function(future)``, which does not block, once the future is done; on the thread that completes it."""
+    """Call ``function(future)`` once the future is done, on the thread that completes it; it must not block."""
     getattr(future, "_tell", future.add_done_callback)(function)
 
 
 class Standard:
     """The part of a future that ``concurrent.futures.wait`` and ``as_completed`` use, created on first use.
 
-    They ask for the state and leave their waiters under the condition, so the state is the one that waiters were told.
-    The native future creates this object at the first access to ``_condition``, ``_waiters`` or ``_state``.
+    They read the state and add their waiters under the condition, so the state agrees with what waiters are told. The
+    native future creates this object at the first access to ``_condition``, ``_waiters`` or ``_state``.
     """
 
     def __init__(self, future: Future) -> None:
@@ -132,7 +132,7 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
     """
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     count = len(futures)
-    put = ended.put  # one object, which can be found again
+    put = ended.put  # one bound method object, so that _forget() finds it
     pending = set(futures)
     del futures
 

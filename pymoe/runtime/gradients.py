@@ -1,4 +1,4 @@
-"""The way from the gradients of a batch to the gradients of an update: finite, accumulated, reduced, clipped."""
+"""Turns a batch's gradients into an update's gradients: checks that they are finite, accumulates, reduces, clips."""
 
 from __future__ import annotations
 

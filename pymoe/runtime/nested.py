@@ -37,7 +37,7 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
 
 
 def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others: Any) -> Any:
-    """Return ``structure`` with each leaf replaced by ``function`` of it and of the corresponding leaves of ``others``.
+    """Return ``structure`` with each leaf replaced by ``function(leaf, *corresponding leaves of others)``.
 
     Raises:
         TypeError: no structure was given. ``functools.partial(nested_map, function)`` makes a function of structures.
@@ -106,7 +106,7 @@ def _rebuild(structure: Any, make_leaf: Callable[[Any], Any]) -> Any:
             return in_order
         try:
             return type(structure)(in_order)
-        except TypeError:  # a defaultdict or similar type, whose first argument is something else
+        except TypeError:  # such as defaultdict, whose first argument is not a mapping
             return in_order
     if isinstance(structure, (list, tuple)):
         items = [_rebuild(item, make_leaf) for item in structure]

@@ -21,8 +21,8 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
     """Return another pool of the backend's backward pass, and the set of requests of which it has applied rows.
 
     The pool has the same options and excludes the backend's forward pool. A request has an additional tensor, int64 of
-    shape (rows,): its name, with the same number in every row, or zeros for a request without a name. The set gets this
-    number; its reader removes it.
+    shape (rows,): an ID, the same in every row, or zeros for a request without one. The pool adds the ID to the set;
+    the caller removes it.
 
     A result is the result of ``backend.backward_pool`` followed by an int64 tensor (rows,): the number of the update
     that contains, or with ``accumulate_steps`` will contain, the gradient of the row. A state whose ``updates`` is at
@@ -37,7 +37,7 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
 
     def backward(*tensors_and_names: Tensor) -> tuple[Tensor, ...]:
         *tensors, names = tensors_and_names
-        with backend._lock:  # it is re-entrant: no other pass comes between the update and its number
+        with backend._lock:  # re-entrant; held so that no other pass runs between an update and reading its number
             before = backend.updates
             try:
                 gradients = backend.backward(*tensors)

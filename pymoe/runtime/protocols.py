@@ -9,13 +9,13 @@ from pymoe.runtime.room import RoomLine
 
 
 class RequestPool(Protocol):
-    """Takes requests of one pass of an expert. :class:`~pymoe.runtime.TaskPool` is one.
+    """Takes requests for one pass of an expert, as :class:`~pymoe.runtime.TaskPool` does.
 
     Only for this package: clients and mixtures use methods of pools that are not public.
     """
 
     _line: RoomLine
-    """The requests that wait for room."""
+    """The queue of requests that wait for room."""
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class RequestPool(Protocol):
 
     @property
     def why_unserved(self) -> str:
-        """Clause for messages that says why the pool is not served."""
+        """Return a clause for error messages that says why the pool is not served."""
 
     def submit_task(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""

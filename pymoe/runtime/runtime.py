@@ -172,7 +172,7 @@ class Runtime:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
             self._executor.take_back([pool for pool in coming if pool in self.pools])
             new = [pool for pool in coming if pool not in self.pools]
-            # A pool that excludes a pool which is served here is already served together with it.
+            # A pool that excludes an already served pool is served together with it.
             here = self.pools
             self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])
             self._served.add(new)

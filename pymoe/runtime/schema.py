@@ -1,4 +1,4 @@
-"""Arguments and results of a served expert: the one place that knows a request's arguments, outputs and their names.
+"""Converts arguments and results of a served expert to flat tensors and back; all code that names them is here.
 
 Pools carry flat tuples of tensors. *Flat* is the order of :func:`~pymoe.runtime.nested_flatten`: positional arguments,
 then keyword arguments by name. A request is checked in two steps: :meth:`RequestSchema.flatten_arguments` checks the
@@ -37,10 +37,10 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 
 
 class RequestSchema:
-    """The arguments and outputs of the expert called ``name``, between their structures and flat tensors.
+    """Converts arguments and outputs of the expert ``name`` between their structures and flat tensors.
 
-    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general way costs
-    more than many an expert of one row. Leaves of the schemas are prototypes or constants.
+    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general path takes
+    longer than many experts take for one row. Leaves of the schemas are prototypes or constants.
 
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: the client chooses the device of a tensor.
@@ -89,7 +89,7 @@ class RequestSchema:
                 self._check_constants(flat)
                 leaves = zip(flat, self._argument_leaves, strict=True)
                 flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
-        if is_any_autocast_enabled():  # torch's public functions all ask about one device
+        if is_any_autocast_enabled():  # torch's public functions each ask about one device only
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
         return flat
 
@@ -220,7 +220,7 @@ def _anywhere(schema: Any) -> tuple[BatchTensorProto, ...]:
 def _equal(first: Any, second: Any) -> bool:
     try:
         return bool(first == second)
-    except Exception:  # arrays, and other objects whose truth value is not defined
+    except Exception:  # arrays and other objects without a truth value
         return False
 
 

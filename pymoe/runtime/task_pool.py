@@ -157,7 +157,7 @@ class TaskPool(_runtime.TaskPool):
 
     @property
     def why_unserved(self) -> str:
-        """Clause for messages that says why the pool is not served."""
+        """Return a clause for error messages that says why the pool is not served."""
         return "no Runtime serves the pool"
 
     @property

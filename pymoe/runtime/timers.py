@@ -25,7 +25,7 @@ NEVER = float("inf")
 _changed = threading.Condition()  # guards all of these; reentrant, since the garbage collector may cancel a timer
 _due: dict[TimerHandle, float] = {}  # when a function is to be called, on the monotonic clock
 _watching: set[threading.Thread] = set()  # threads that wait for a timer, or were started or woken to do so
-_wakes = NEVER  # a thread that waits wakes at this time at the latest
+_wakes = NEVER  # latest time at which a waiting thread wakes up
 
 
 class TimerHandle:
@@ -74,7 +74,7 @@ class TimerHandle:
         except BaseException:
             try:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            except BaseException:  # from a hook of the program
+            except BaseException:  # raised by the program's threading.excepthook
                 sys.__excepthook__(*sys.exc_info())
 
 
@@ -94,7 +94,7 @@ def call_soon(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _let_a_thread_look() -> None:
-    """Let a thread look at the timers: one that waits, or a new one. The lock is held."""
+    """Wake a waiting thread, or start one, to look at the timers. Call it with the lock held."""
     if _watching:
         _changed.notify()
         return
@@ -102,7 +102,7 @@ def _let_a_thread_look() -> None:
     try:
         _watching.add(thread)
         thread.start()
-    except BaseException:  # after Ctrl-C the thread may have been started: then there is one more than needed
+    except BaseException:  # after Ctrl-C the thread may have been started: at worst there is one too many
         _watching.discard(thread)
         raise
 

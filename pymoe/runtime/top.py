@@ -148,7 +148,7 @@ class Watched:
 
 
 class Watching(Protocol):
-    """Pools that are read repeatedly: of this user's processes, or of a server."""
+    """Source of pools that are read repeatedly: this user's processes, or a server."""
 
     where: Any
     """A socket, a folder or an address, for messages."""
@@ -292,7 +292,7 @@ def coloured(reports: Sequence[Report], width: int) -> Any:
 
 
 def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
-    """Return the columns that fit: the least needed ones are removed, one by one, until the rest fits."""
+    """Return the columns that fit: the least important ones are dropped until the rest fits."""
     widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
     for name in LEAST_NEEDED:
         if sum(widths.values()) <= width + 2:

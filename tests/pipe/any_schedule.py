@@ -1,4 +1,4 @@
-"""Schedules and times for property tests."""
+"""Hypothesis strategies for schedules and times."""
 
 import random
 
@@ -10,13 +10,15 @@ from pymoe.pipe.schedules import build, names, options
 
 
 def examples(number):
-    """Decorates a property test: so many examples, the same ones at every run, and ten times as many exhaustively."""
+    """Decorate a property test to run ``number`` examples, the same in every run; ten times as many with
+    --level=exhaustive.
+    """
     return settings(max_examples=rounds(number, 10 * number), deadline=None, derandomize=True, database=None)
 
 
 @st.composite
 def schedules(draw, most_stages=7, most_micro_batches=13):
-    """Any schedule by any builder: fewer micro-batches than stages, uneven groups, every option."""
+    """Draw a schedule of any builder: also with fewer micro-batches than stages, uneven groups, and any option."""
     name = draw(st.sampled_from(names()))
     chosen = {}
     if "virtual_stages" in options(name):
@@ -29,7 +31,7 @@ def schedules(draw, most_stages=7, most_micro_batches=13):
 
 
 def times(schedule, seed):
-    """A time for every action: integers from 0 to 9, so that sums are exact."""
+    """Return a time for every action: integers from 0 to 9, so that sums are exact."""
     chance = random.Random(seed)
     durations = {action: chance.randint(0, 9) for order in schedule.orders for action in order}
     return durations.__getitem__

@@ -1,4 +1,4 @@
-"""Tests of pipelines find the modules that they share."""
+"""Makes the helper modules of this folder importable."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ for folder in (Path(__file__).parents[1] / "runtime", Path(__file__).parent):
 
 @pytest.fixture
 def doubles():
-    """Tensors are float64 unless they say otherwise, and random numbers the same every time."""
+    """Use float64 as the default dtype, and seed random numbers."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     yield

@@ -1,4 +1,4 @@
-"""Micro-batches for batch norms, without a pipeline around them."""
+"""Calls batch norms with micro-batches, without a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 
 
 def run(module: Callable[[Tensor], Any], batch: Tensor, chunks: int, stage: int = 0, **flags: bool) -> list[Any]:
-    """What a stage of a pipeline gives for each micro-batch of ``batch``."""
+    """Call ``module`` for each micro-batch of ``batch``, as a stage of a pipeline does."""
     parts = batch.tensor_split(chunks)
     outputs = []
     for index, part in enumerate(parts):
@@ -36,7 +36,7 @@ def micro_batches(module: nn.Module, batch: Tensor, chunks: int) -> Callable[[in
 
 
 def pair(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A layer and a deferred copy."""
+    """Return a layer and its deferred copy."""
     return layer, convert_deferred_batch_norm(copy.deepcopy(layer))
 
 

@@ -1,4 +1,4 @@
-"""A model whose layers take random times and raise where a test says."""
+"""A model whose layers take random times, and raise where a test plants an error."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ from pymoe.pipe.context import is_recomputing, micro_batch
 STAGES, CHUNKS, ROWS, WIDTH = 4, 4, 10, 6
 
 
-_making = threading.Lock()  # torch's random numbers are everybody's
+_making = threading.Lock()  # torch's generator is shared by all threads
 
 
 class Planted(Exception):
-    """Raised with the pass, stage and micro-batch where it was planted."""
+    """A planted error; carries the pass, stage and micro-batch."""
 
 
 class Faults:
-    """What goes wrong in the steps of a model, and what its layers do."""
+    """Decides which calls in a model's steps raise, and how long layers take."""
 
     def __init__(self, seed: int, *, rate: float = 0.0, longest: float = 0.0) -> None:
         """
-        Args:
-            seed: decides everything.
-            rate: of all calls this share raises.
-            longest: seconds that a call takes at most.
+        Args: seed: determines all choices. rate: the share of calls that raise. longest: most seconds that a call
+            takes.
         """
         self._seed = seed
         self._lock = threading.Lock()
         self.rate = rate
         self.longest = longest
         self.step = 0
-        self._inside: Counter[int] = Counter()  # calls that go on, by thread
-        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers were given or have made
+        self._inside: Counter[int] = Counter()  # calls in progress, by thread
+        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers have received or made
 
     def planted(self, *place: Any) -> bool:
-        """Whether the call at a place, (pass, stage, micro-batch), raises in this step."""
+        """Return whether the call at a place (pass, stage, micro-batch) raises in this step."""
         return random.Random(f"{self._seed} {self.step} {place}").random() < self.rate
 
     def call(self, *place: Any) -> None:
@@ -63,12 +61,14 @@ class Faults:
 
     @property
     def inside(self) -> int:
-        """Calls that go on in other threads. (Ctrl-C may end one of the main thread before it can say so.)"""
+        """Return the number of calls in progress in other threads. (Ctrl-C may end a call of the main thread
+        uncounted.)
+        """
         with self._lock:
             return sum(count for thread, count in self._inside.items() if thread != threading.get_ident())
 
     def forget_threads(self) -> None:
-        """In the child of a fork: the others are not there."""
+        """Forget other threads in a forked child, where they do not exist."""
         self._lock = threading.Lock()
         self._inside.clear()
 
@@ -92,7 +92,7 @@ class Flaky(nn.Module):
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self._faults = unseen(faults)  # no state of the model: recomputations count
+        self._faults = unseen(faults)  # not part of the model's state, so recomputations count
 
     @property
     def faults(self) -> Faults:
@@ -116,7 +116,7 @@ class Flaky(nn.Module):
 
 
 def model(faults: Faults) -> nn.Sequential:
-    """Always the same weights."""
+    """Return a model that always has the same weights."""
     with _making:
         torch.manual_seed(0)
         return nn.Sequential(*[Flaky(faults) for _ in range(STAGES)])
@@ -128,7 +128,7 @@ def batch() -> torch.Tensor:
 
 
 def loss_of(faults: Faults) -> Any:
-    """A loss that takes part in the faults."""
+    """Return a loss function that also raises planted errors."""
 
     def loss(y: torch.Tensor) -> torch.Tensor:
         about = micro_batch()
@@ -140,25 +140,25 @@ def loss_of(faults: Faults) -> Any:
 
 
 def places(checkpointed: range) -> list[tuple[str, int, int]]:
-    """Where calls of a step are that may raise."""
+    """Return the places of a step's calls that may raise."""
     found = [(name, stage, i) for name in ("forward", "backward") for stage in range(STAGES) for i in range(CHUNKS)]
     found += [("recomputation", stage, i) for stage in range(STAGES) for i in checkpointed]
     return found + [("loss", STAGES - 1, i) for i in range(CHUNKS)]
 
 
 def grads_of(module: nn.Module) -> list[torch.Tensor | None]:
-    """Of all parameters."""
+    """Return the gradients of all parameters."""
     return [parameter.grad for parameter in module.parameters()]
 
 
 def expected_grads() -> list[torch.Tensor]:
-    """Of the plain model."""
+    """Return the gradients of the plain model."""
     plain = model(Faults(0))
     loss_of(Faults(0))(plain(batch())).backward()
     return [grad for grad in grads_of(plain) if grad is not None]
 
 
 def run_step(pipe: Pipe, faults: Faults, **options: Any) -> torch.Tensor:
-    """One step, from no gradients."""
+    """Run one step, without earlier gradients."""
     pipe.zero_grad()
     return pipe.step(batch(), loss_fn=loss_of(faults), **options)

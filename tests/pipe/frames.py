@@ -35,12 +35,12 @@ class Frame(NamedTuple):
 
 
 class Traced(nn.Module):
-    """A layer that notes how it was reached."""
+    """A layer that records the frames through which it was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.found = unseen({})  # no state of the model: recomputations leave theirs
+        self.found = unseen({})  # not part of the model's state, so recomputations record, too
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         where = "inline" if threading.current_thread() is threading.main_thread() else "worker"
@@ -63,8 +63,8 @@ def frames_of_this_thread() -> list[Frame]:
 
 
 def ways() -> dict[str, list[Frame]]:
-    """Return by which frames a layer was reached: in a step with the default options, inline and on threads."""
-    layer = Traced()  # in the middle: the first stage is the caller's thread's, and the last goes on to the loss
+    """Return the frames through which a layer was reached in a step with default options, inline and on threads."""
+    layer = Traced()  # a middle stage: the first is on the caller's thread, and the last adds the loss
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), layer, nn.Linear(2, 2)), chunks=3)
     before = plan.ALWAYS_THREADS, plan.INLINE_LIMIT_S
     try:

@@ -1,4 +1,4 @@
-"""Kinds of state that version counters and the attributes of modules do not show."""
+"""Kinds of state that neither version counters nor attributes of modules show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class ParameterByData(ParameterWithoutGradient):
-    """The momentum encoders of BYOL and MoCo."""
+    """Updates like the momentum encoders of BYOL and MoCo."""
 
     def write(self, value):
         self.kept.data.mul_(0).add_(value)
@@ -46,7 +46,7 @@ class CodebookByData(LargeParameterByData):
 
 
 class NormalisedByData(Keeps):
-    """Writes before it reads, and its graph keeps what it has written."""
+    """Writes before it reads, so that its graph keeps the written value."""
 
     def forward(self, x):
         if self.on:
@@ -86,7 +86,7 @@ class LargeByDataLater(LargeByData):
 
 
 class Anew(Keeps):
-    """What cannot be copied, or would be shared by copies."""
+    """State that cannot be copied, or that copies would share."""
 
     def __deepcopy__(self, memo):
         again = type(self)()
@@ -152,7 +152,7 @@ class InAttributeOfFunction(Anew):
 
 
 class InDecorator(Anew):
-    """Of a function that torch has wrapped."""
+    """State of a function that torch has wrapped."""
 
     def make(self, value):
         kept = [value]
@@ -225,7 +225,7 @@ class WithAttribute(dict):
 
 
 class Draws(Anew):
-    """Keeps what changes when it is read."""
+    """Keeps an object that changes when it is read."""
 
     def make(self, value):
         self.kept = self.begin()
@@ -291,7 +291,7 @@ class NumpyRandomState(PythonRandom):
         return numpy.random.RandomState(3)
 
     def read(self):
-        return torch.tensor(1.0 + abs(self.kept.standard_normal()))  # of which it keeps every other
+        return torch.tensor(1.0 + abs(self.kept.standard_normal()))  # of which it keeps every other number
 
 
 class Array(Keeps):
@@ -319,14 +319,14 @@ class StridedArray(Array):
 
 
 class ReversedArray(Array):
-    """torch knows no such strides."""
+    """An array with negative strides, which torch does not have."""
 
     def make(self, value):
         self.kept = numpy.full(3, float(value))[::-2]
 
 
 class ViewedArray(Array):
-    """A part that cannot be written to, of one that can."""
+    """A read-only view of a writable array."""
 
     def make(self, value):
         base = numpy.full(3, float(value))
@@ -429,10 +429,10 @@ KINDS = {
     "InMethod": in_method,
 }
 MAY_FAIL = {"LargeLaterInTheStep", "LargeByDataLater"}
-"""A step in whose middle they begin may fail."""
+"""With these, a step may fail if writes begin in the middle of it."""
 FOREIGN = {
     *("InObject", "InClosure", "InVariableOfClosure", "InDefault", "InAttributeOfFunction", "InDecorator", "InSlots"),
     *("InBoundMethod", "InSubclassOfDict", "Counts", "Iterates", "GeneratorFunction", "Cycles", "ReversedArray"),
     *("ArrayOfObjects", "ClassNumber", "ClassList", "ReplacedClassTensor", "InMethod"),
 }
-"""What cannot be put back."""
+"""Kinds of state that cannot be restored."""

@@ -1,4 +1,4 @@
-"""Kinds of state: layers that read what they keep and then write to it."""
+"""Kinds of state: layers that read a value that they keep, and then write to it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LARGE = held_values.SMALL_BYTES // 8 + 1
 
 
 class Keeps(nn.Module):
-    """Divides by what it keeps, and moves that; ``on``: whether it does."""
+    """Divides by a kept value, and then changes it; ``on``: whether it does."""
 
     begins = 0
-    """The number of the forward in which it begins, after it was switched on."""
+    """The number of the forward, after it was switched on, in which it begins to write."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Keeps(nn.Module):
 
     def forward(self, x):
         y = self.linear(x) / self.read().clone()
-        self.forwards += self.begins > 0  # a counter is a state of its own
+        self.forwards += self.begins > 0  # counted only if needed, as a counter is itself state
         if self.on and self.forwards >= self.begins:
             with torch.no_grad():
                 self.write(0.9 * self.read() + 0.1 * x.abs().mean())
@@ -139,7 +139,7 @@ class InObject(Keeps):
 
 
 class ParameterWithoutGradient(Keeps):
-    """A momentum encoder, for one."""
+    """Updates a parameter without gradients, like a momentum encoder."""
 
     def make(self, value):
         self.kept = nn.Parameter(value, requires_grad=False)
@@ -194,7 +194,7 @@ class Generator(Keeps):
 
 
 class Counter(Keeps):
-    """Of a number that nothing is computed from."""
+    """Counts forwards in a number from which nothing is computed."""
 
     begins = 1
 
@@ -221,12 +221,12 @@ class LaterInTheStep(Keeps):
     begins = CHUNKS + 3
 
 
-class LargeLaterInTheStep(Large):  # no copy of what earlier micro-batches saw: in some schedules the step fails
+class LargeLaterInTheStep(Large):  # earlier micro-batches' state was not copied: the step may fail
     begins = CHUNKS + 3
 
 
 class LastOutput(Keeps):
-    """Keeps what it returns, and its history."""
+    """Keeps its last output with its history."""
 
     def forward(self, x):
         self.last = super().forward(x)
@@ -234,7 +234,7 @@ class LastOutput(Keeps):
 
 
 class Norm(nn.Module):
-    """``on``: whether it is in training."""
+    """A batch norm; ``on``: whether it is in training mode."""
 
     def __init__(self, norm):
         super().__init__()
@@ -249,7 +249,7 @@ class Norm(nn.Module):
 
 
 class Observer(Norm):
-    """``on``: whether it observes and quantises."""
+    """A quantisation observer; ``on``: whether it observes and quantises."""
 
     def forward(self, x):
         self.norm.apply(quantization.enable_observer if self.on else quantization.disable_observer)
@@ -258,7 +258,7 @@ class Observer(Norm):
 
 
 class OwnStatistics(Norm):
-    """Statistics that ``F.batch_norm`` moves for a class of one's own."""
+    """A user's class whose statistics ``F.batch_norm`` updates."""
 
     def __init__(self):
         super().__init__(nn.Module())

@@ -17,7 +17,7 @@ WIDTH = 5
 
 @skippable(stash=["early", "late"])
 class Down(nn.Module):
-    """Stashes its input, and what it makes of it, which goes to two modules."""
+    """Stashes its input, and a value computed from it that two modules pop."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Up(nn.Module):
 
 
 class Pair(nn.Module):
-    """A nested structure with something in it that is no tensor."""
+    """Returns a nested structure that also contains something other than a tensor."""
 
     def forward(self, x):
         return {"halves": (x * 0.5, x.sin()), "name": "pair", "rows": torch.arange(len(x))}
@@ -64,13 +64,13 @@ class Unpair(nn.Module):
 
 
 def row_model(seed=0):
-    """Rows do not see each other. Eight layers with skips, tied weights, in-place edits and nested values."""
+    """Return eight layers, whose rows are independent, with skips, tied weights, in-place edits and nested values."""
     torch.manual_seed(seed)
     tied = nn.Linear(WIDTH, WIDTH)
     layers = [
         Down(),
         nn.Sequential(nn.Softplus(), tied),
-        nn.LeakyReLU(0.2, inplace=True),  # at the beginning of a stage, when every stage has two layers
+        nn.LeakyReLU(0.2, inplace=True),  # first in its stage if every stage has two layers
         Pair(),
         Unpair(),
         Middle(),
@@ -81,7 +81,7 @@ def row_model(seed=0):
 
 
 def batch_model(seed=0):
-    """With layers that draw numbers and that look at all rows. Eight layers."""
+    """Return eight layers, some of which draw numbers or combine rows."""
     torch.manual_seed(seed)
     layers = [
         nn.Linear(WIDTH, WIDTH),
@@ -97,7 +97,7 @@ def batch_model(seed=0):
 
 
 def batches(count, rows, seed=1):
-    """(inputs, targets) of ``count`` mini-batches, of ``rows`` rows in turn."""
+    """Return (inputs, targets) of ``count`` mini-batches, whose sizes cycle through ``rows``."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):
         shape = rows[number % len(rows)], WIDTH
@@ -105,14 +105,14 @@ def batches(count, rows, seed=1):
 
 
 def plain_step(model, x, y):
-    """The gradients of the whole mini-batch; the loss."""
+    """Set the gradients of the whole mini-batch; return the loss."""
     loss = F.mse_loss(model(x), y)
     loss.backward()
     return loss.detach()
 
 
 def step_by_micro_batches(parts, x, y, chunks):
-    """What a pipe of these parts does, by the ordinary means: micro-batch by micro-batch, part by part."""
+    """Compute a pipe's results by ordinary means: micro-batch by micro-batch, part by part."""
     random_streams.install()
     source = random_streams.RandomSource()
     chunks = min(chunks, len(x))
@@ -132,7 +132,7 @@ def sgd(model):
 
 @functools.cache
 def can_build(schedule, stages, micro_batches):
-    """Whether there is such a schedule: some need a certain number of micro-batches."""
+    """Return whether there is such a schedule, since some need certain numbers of micro-batches."""
     try:
         build(schedule, stages, micro_batches)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Graphs of stages for the tests of split backward passes, and the comparison of both ways."""
+"""Graphs of stages for tests of split backward passes, and their comparison with whole passes."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ calls = Counter()
 
 
 class CountedWork(TorchDispatchMode):
-    """Counts the operators that cost, and the outputs that are asked of convolutions and norms."""
+    """Counts expensive operators, and the requested outputs of convolutions and norms."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class CountedWork(TorchDispatchMode):
 
 
 class Scaled(torch.autograd.Function):
-    """x * w, whose backward counts its calls."""
+    """Computes x * w, and counts calls of its backward."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -46,7 +46,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Halves(torch.autograd.Function):
-    """Two outputs from an argument that is no tensor, a tensor and a weight; gradients may be missing."""
+    """A Function with two outputs, from a non-tensor, a tensor and a weight; gradients may be missing."""
 
     @staticmethod
     def forward(ctx, by, x, w):
@@ -61,7 +61,7 @@ class Halves(torch.autograd.Function):
 
 
 class InParts(torch.autograd.Function):
-    """x @ w.T, whose backward gives the gradients that it is asked for."""
+    """Computes x @ w.T; its backward computes only the requested gradients."""
 
     backward_in_parts = True
 
@@ -80,7 +80,7 @@ class InParts(torch.autograd.Function):
 
 
 class Boundary(torch.autograd.Function):
-    """Where a stage's graph begins: never run."""
+    """The node where a stage's graph begins, which must never run."""
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -97,7 +97,7 @@ def begin(*tensors):
 
 
 class Case:
-    """A graph made by ``build(*aliases)`` once for every use, and what its backward passes give."""
+    """A graph that ``build(*aliases)`` makes anew for each use, and the results of its backward passes."""
 
     def __init__(self, build, *inputs):
         self.build, self.inputs = build, inputs
@@ -131,7 +131,9 @@ class Case:
         return (*split.input_gradients, *of_leaves), leaves, dict(calls), first.work, second.work
 
     def check(self, exact=True):
-        """Both ways give the same and do the same; returns the work of both parts."""
+        """Check that split and whole backward give the same results and do the same work; return the work of both
+        parts.
+        """
         whole, leaves, whole_calls, whole_work = self.whole()
         parts, part_leaves, part_calls, first, second = self.parts()
         assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in part_leaves]

@@ -1,4 +1,4 @@
-"""balance_cost: the best way to cut costs into blocks, against all ways."""
+"""balance_cost: finds the best way to cut costs into blocks, compared with all ways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sums(costs, sizes):
 
 
 def merit(costs, sizes):
-    """The smaller the better."""
+    """Return a key by which better solutions are smaller."""
     blocks = sums(costs, sizes)
     return max(blocks), sum(block**2 for block in blocks), sum(size**2 for size in sizes)
 
@@ -53,11 +53,11 @@ def test_no_way_is_better(costs, data):
         ([1, 1, 1, 1], 2, [2, 2]),
         ([1, 1, 1, 5], 2, [3, 1]),
         ([5, 1, 1, 1], 2, [1, 3]),
-        ([9, 1, 1, 1, 1], 3, [1, 2, 2]),  # the first block is what it is; the others are even
+        ([9, 1, 1, 1, 1], 3, [1, 2, 2]),  # the first block is fixed; the others are even
         ([0, 0, 0, 0, 0, 0], 3, [2, 2, 2]),
         ([1, 2, 3], 3, [1, 1, 1]),
         ([1, 2, 3], 1, [3]),
-        ([0.1, 0.2, 0.3], 2, [2, 1]),  # 0.1 + 0.2 is above 0.3 by a rounding error: no reason to give the 0.2 away
+        ([0.1, 0.2, 0.3], 2, [2, 1]),  # 0.1 + 0.2 exceeds 0.3 only by rounding, and must not move the 0.2
     ],
 )
 def test_known_ways(costs, partitions, expected):

@@ -1,4 +1,4 @@
-"""Balance by size: bytes that layers hold, on every device."""
+"""Balance by size: counts the bytes that layers hold, on every device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pymoe.pipe.skip import pop, skippable, stash
 
 
 class Saves(nn.Module):
-    """Has autograd keep ``copies`` of its input, and the input."""
+    """Makes autograd keep its input and ``copies`` copies of it."""
 
     def __init__(self, copies: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def test_activations_are_those_of_one_micro_batch():
 
 def test_a_storage_that_two_layers_keep_counts_for_the_first():
     first, second, third = profile_sizes(nn.Sequential(nn.ReLU(), nn.Linear(4, 4, bias=False), nn.ReLU()), SAMPLE)
-    assert first.activations == 128  # the output of a ReLU, which the Linear keeps, too
+    assert first.activations == 128  # the ReLU's output, which the Linear also keeps
     assert second.activations == 0
     assert third.activations == 128
 
@@ -50,7 +50,7 @@ def test_a_storage_that_two_layers_keep_counts_for_the_first():
 def test_a_view_holds_what_it_is_a_view_of():
     class Part(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return (x.exp() * 2)[:1].square()  # exp keeps its output, square one row of another
+            return (x.exp() * 2)[:1].square()  # exp keeps its output, square keeps one row of another tensor
 
     (layer,) = profile_sizes(nn.Sequential(Part()), SAMPLE)
     assert layer.activations == 256
@@ -118,7 +118,7 @@ def test_integers_are_an_input():
 
 
 class Penalty(nn.Module):
-    """Goes backward within its forward."""
+    """Runs a backward pass within its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(x.exp().sum(), x, retain_graph=True)

@@ -1,4 +1,4 @@
-"""Balance by time: what layers take by a clock that they turn themselves."""
+"""Balance by time: times layers with a fake clock that they advance themselves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Spend(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Takes as long as it is told."""
+    """Takes as long as it is told, by the fake clock."""
 
     def __init__(self, forward: float, backward: float = 0.0) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_pipe_takes_the_balance():
 
 
 class Uneven(Layer):
-    """Takes longer every now and then: the first time, as whoever has to set things up, and the third."""
+    """Takes longer the first time, as if for set-up, and the third time."""
 
     passes = 0
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a pipe has all that the model's ``state_dict`` has, and loading restores it or names the keys."""
+"""A pipe's checkpoint has everything in the model's ``state_dict``; loading restores it or names the keys."""
 
 import pytest
 import torch

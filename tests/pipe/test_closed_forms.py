@@ -1,4 +1,4 @@
-"""Bubbles and live activations of the schedules are those of their papers."""
+"""Bubbles and live activations of the schedules agree with their papers."""
 
 import pytest
 from any_schedule import examples
@@ -24,7 +24,9 @@ def test_the_bubble_of_gpipe_and_1f1b(name, p, m):
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SHAPES if m >= p])
 def test_interleaving_divides_the_bubble_by_the_virtual_stages(v, p, m):
-    """Also where micro-batches are no multiple of the workers. Times are those of a v-th of a worker's part."""
+    """The formula also holds if the number of micro-batches is not a multiple of the workers. A stage takes 1/v of
+    the time.
+    """
     whole = simulate(build("1f1b", p, m), Times(v, v, v))
     record = simulate(build("interleaved-1f1b", p * v, m, virtual_stages=v), Times(1, 1, 1))
     assert record.ideal == whole.ideal
@@ -92,7 +94,7 @@ def test_a_split_backward_keeps_what_the_weights_need():
 @pytest.mark.parametrize("m", [1, 3, 5, 8])
 @pytest.mark.parametrize("name", names())
 def test_gradients_are_summed_in_the_order_of_micro_batches(name, m):
-    """In every stage of every schedule, so the sum is the same to the last bit."""
+    """Every schedule sums a stage's gradients in the same order, so the sums are equal to the last bit."""
     schedule = build(name, 4, m)
     for stage, worker in enumerate(schedule.placement):
         for kind in Kind:
@@ -101,7 +103,7 @@ def test_gradients_are_summed_in_the_order_of_micro_batches(name, m):
 
 
 def test_stages_that_workers_do_not_divide():
-    """Five stages, two a worker: the last worker has one."""
+    """With five stages, two per worker, the last worker has one stage."""
     schedule = build("interleaved-1f1b", 5, 4, virtual_stages=2)
     assert schedule.placement == (0, 1, 2, 0, 1)
     assert [len(order) for order in schedule.orders] == [16, 16, 8]

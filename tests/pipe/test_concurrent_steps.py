@@ -1,4 +1,4 @@
-"""Steps of several pipes at the same time: right where nobody writes to what they share, else both are refused."""
+"""Concurrent steps of several pipes: correct if none writes to shared state, and otherwise both are refused."""
 
 import copy
 import threading
@@ -21,13 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Pipe. a forward:UserWarning"),
 ]
 OPAQUE = {"GeneratorFunction", "Cycles", "ReversedArray"}
-"""Nobody can tell whether these are written to."""
+"""For these kinds, it cannot be detected whether they are written to."""
 WRITING = sorted({*KINDS} - OPAQUE - {"NormalisedByData"})
-"""Kinds whose every forward changes their state."""
+"""Kinds whose state every forward changes."""
 
 
 class Meet(nn.Module):
-    """Waits once in a step for that of the other pipe."""
+    """Waits once per step for the other pipe's step."""
 
     def __init__(self, barrier):
         super().__init__()
@@ -44,7 +44,7 @@ class Meet(nn.Module):
 
 
 def pair(layer, checkpoint="never"):
-    """Two models that share a layer, as pipes whose steps wait for each other at their beginnings and ends."""
+    """Return pipes of two models that share a layer; their steps wait for each other at their beginnings and ends."""
     first, last = threading.Barrier(2), threading.Barrier(2)
     models = [
         nn.Sequential(Meet(first), nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Tanh(), Meet(last)) for _ in range(2)
@@ -105,8 +105,8 @@ def test_steps_that_share_a_layer_to_which_nobody_writes_run_at_the_same_time(ki
 
 @pytest.mark.parametrize("kind", WRITING)
 def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_with_it(kind):
-    """The states of random number generators, and arrays of numpy, were put back without a note: a step may have drawn
-    the numbers of another, and both ended well.
+    """States of random generators, and numpy arrays, were restored without a note: a step may have drawn another's
+    numbers, and both succeeded.
     """
     torch.manual_seed(0)
     layer = KINDS[kind]().float()
@@ -115,10 +115,10 @@ def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_wi
     other = Pipe(nn.Sequential(*map(Meet, barriers), layer), 1, balance=[2, 1])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(3):  # some begin to write later, and some are copied only once they were found to be written
-            output = trained(torch.ones(6, 4))  # writes to it, alone
+        for _ in range(3):  # some start to write later; some are copied only after a write was seen
+            output = trained(torch.ones(6, 4))  # writes to the layer, but runs alone
     expected = pytest.raises(RuntimeError, match="ran at the same time")
-    if any("keeps its graphs" in str(one.message) for one in said):  # so nothing is recomputed, nor put back
+    if any("keeps its graphs" in str(one.message) for one in said):  # so nothing is recomputed or restored
         expected = nullcontext()
 
     def evaluate():

@@ -1,4 +1,4 @@
-"""DeferredBatchNorm: statistics of whole mini-batches, collected from micro-batches."""
+"""DeferredBatchNorm: collects the statistics of whole mini-batches from micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {
 def test_running_statistics_are_those_of_the_whole_mini_batch(case, chunks, momentum):
     make, shape = CASES[case]
     if case == "rows" and chunks == 8:
-        shape = (19, *shape[1:])  # one row alone has no variance
+        shape = (19, *shape[1:])  # a single row has no variance
     ordinary, deferred = pair(make(3, momentum=momentum).double())
     for batch in batches(*shape):
         ordinary(batch)
@@ -151,7 +151,7 @@ def test_half_inputs_have_statistics_in_the_dtype_of_the_layer(dtype, whole):
 
 def test_means_between_the_numbers_of_a_half_layer_leave_its_variance_right():
     deferred = convert_deferred_batch_norm(nn.BatchNorm1d(1, momentum=1.0).bfloat16())
-    batch = batches(64, 1, count=1)[0].mul(2).add(400).bfloat16()  # multiples of 2; means of parts are not
+    batch = batches(64, 1, count=1)[0].mul(2).add(400).bfloat16()  # multiples of 2, unlike the means of parts
     run(deferred, batch, 8)
     torch.testing.assert_close(deferred.running_var, batch.double().var(0).bfloat16(), rtol=0, atol=0)
 
@@ -183,7 +183,7 @@ def test_it_learns_statistics_in_inference_mode():
 
 
 def test_a_layer_called_twice_updates_as_often():
-    # The second call normalises what the first gave; that must be the same for parts and whole here.
+    # The second call normalises the first call's output, which must be equal for parts and whole here.
     ordinary, deferred = pair(nn.BatchNorm1d(2, momentum=0.3).double())
     for batch in batches(12, 2):
         ordinary(batch)
@@ -205,7 +205,7 @@ def test_a_layer_called_twice_forgets_an_unfinished_mini_batch():
             with context.running(context.MicroBatch(index, 4, 0.25)):
                 twice(lost)
         with context.running(context.MicroBatch(done, 4, 0.25)):
-            deferred(lost)  # the failure is between the two calls
+            deferred(lost)  # a failure between the two calls
         ordinary(batch), ordinary(batch * 2)
         run(twice, batch, 4)
         assert_same_statistics(ordinary, deferred)
@@ -216,7 +216,7 @@ def test_a_layer_in_two_stages_keeps_them_apart():
     (batch,) = batches(12, 2, count=1)
     parts = batch.tensor_split(4)
     ordinary(batch), ordinary(batch * 2)
-    for stage, index in [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2), (1, 3)]:  # as a pipeline goes
+    for stage, index in [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2), (1, 3)]:  # in the order of a pipeline
         with context.running(context.MicroBatch(index, 4, 0.25, stage=stage)):
             deferred(parts[index] * (1 + stage))
     assert_same_statistics(ordinary, deferred)

@@ -16,12 +16,12 @@ from pymoe.pipe import Pipe, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 from pymoe.pipe.schedules import Action, Kind, Schedule
 
-# Of pipes with one micro-batch, among others.
+# Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 
 class Twice(nn.Module):
-    """One batch norm under two names."""
+    """Has one batch norm under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_compiled_it_is_one_graph_outside_of_a_pipeline_and_right_inside():
     first, third = batches(2, 3, 4, 4, count=2)
     (second,) = batches(8, 3, 4, 4, count=1)
     compiled(first)
-    run(parted, second, 4)  # parts of the shape that has been compiled
+    run(parted, second, 4)  # parts with the compiled shape
     compiled(third)
     for batch in (first, second, third):
         ordinary(batch)
@@ -183,7 +183,7 @@ def convolutions() -> nn.Sequential:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_the_first_layer_of_a_pipeline_sees_the_whole_mini_batch(chunks, schedule, checkpoint):
-    # Layers after it see micro-batches that were normalised one by one: their inputs are others than in one batch.
+    # Later layers see separately normalised micro-batches, so their inputs differ from those of one batch.
     torch.manual_seed(3)
     model = convolutions()
     first = copy.deepcopy(model[:2])
@@ -222,7 +222,7 @@ def test_every_layer_of_a_pipeline_collects_what_it_sees(stages):
 
 
 class FailsOnce(nn.Module):
-    """In the micro-batch that it is told."""
+    """Fails once, in the given micro-batch."""
 
     index: int | None = None
 
@@ -268,7 +268,9 @@ def test_a_layer_in_two_stages_of_a_pipeline_updates_by_each(schedule, checkpoin
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)])
 def test_micro_batches_may_come_in_any_order(order: tuple[int, ...]) -> None:
-    """A schedule of one's own may take them so; an index below the last one was taken for another mini-batch."""
+    """A custom schedule may run micro-batches in any order; an index below the last one was taken for a new
+    mini-batch.
+    """
     layer = nn.BatchNorm1d(3)
     found = []
     x = torch.randn(8, 3) * torch.arange(1, 9)[:, None]

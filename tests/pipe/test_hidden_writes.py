@@ -1,4 +1,4 @@
-"""Writes that no version counter shows: found out by fingerprints of memory, in every way to make a pipe."""
+"""Writes that no version counter shows: fingerprints of memory find them, however the pipe was made."""
 
 import copy
 
@@ -70,7 +70,7 @@ def test_however_a_pipe_is_made_what_forwards_write_is_the_models_or_refused(kin
                 pipe.step(batch(step), loss_fn=loss_fn)
         except Exception:
             if make is captured:
-                continue  # what cannot be captured is refused
+                continue  # models that cannot be captured are refused
             raise
         for step in range(2):
             for part in batch(step).chunk(CHUNKS):
@@ -108,7 +108,7 @@ def test_an_optimizer_that_writes_by_data_between_forward_and_backward_is_notice
 
 
 class ReadsThenWrites(nn.Linear):
-    """Its graph keeps a weight that it changes behind autograd's back."""
+    """Its graph keeps a weight that the layer changes without autograd noticing."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -117,7 +117,7 @@ class ReadsThenWrites(nn.Linear):
 
 
 def test_a_graph_that_needs_a_parameter_that_was_put_back_and_has_changed_since_raises():
-    """Without recomputation torch says nothing, and computes with what is there by then."""
+    """Without recomputation, torch silently computes with the changed values."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), ReadsThenWrites(4, 4), nn.Linear(4, 1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -126,7 +126,7 @@ def test_a_graph_that_needs_a_parameter_that_was_put_back_and_has_changed_since_
 
 
 class ScalesByBuffer(nn.Linear):
-    """Its graph keeps a buffer that later forwards change behind autograd's back."""
+    """Its graph keeps a buffer that later forwards change without autograd noticing."""
 
     def __init__(self, elements):
         super().__init__(4, 4)
@@ -139,7 +139,7 @@ class ScalesByBuffer(nn.Linear):
 
 @pytest.mark.parametrize("elements", [4, 1 << 15], ids=["small", "large"])
 def test_a_graph_that_needs_a_buffer_that_was_put_back_and_has_changed_since_raises(elements):
-    """Small buffers, which are copied in any case, gave wrong gradients in silence."""
+    """Small buffers, which are copied in any case, silently gave wrong gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), ScalesByBuffer(elements), nn.Linear(4, 1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -160,7 +160,9 @@ class OwnBatchNorm(nn.Module):
 @pytest.mark.parametrize("make", [nn.BatchNorm1d, OwnBatchNorm])
 @pytest.mark.parametrize("channels", [4, 1 << 15], ids=["small", "large"])
 def test_batch_norms_of_any_width_are_recomputed(make, channels):
-    """Their nodes keep running statistics without need: the second micro-batch of a wide one raised torch's error."""
+    """Their nodes save running statistics needlessly; the second micro-batch of a wide batch norm raised torch's
+    error.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, channels), make(channels), nn.Linear(channels, 1))
     plain = copy.deepcopy(model)
@@ -218,7 +220,7 @@ def test_a_forward_is_not_recomputed_if_a_later_one_was_found_to_write_what_its_
     part = Part(1 << 18)
     held = HeldState([("", part)], moment=2)
     earlier = held.after(held.before())
-    later = held.before()  # the fourth: it reads everything
+    later = held.before()  # the fourth reading, which is complete
     where = next(n for n in range(16, 16000, 16) if _is_unseen(part, earlier, n))
     part.kept.data[where] += 1
     assert held.after(later) is None
@@ -259,7 +261,7 @@ def test_a_stage_that_is_not_recomputed_takes_no_fingerprints(monkeypatch):
 
 
 class WritesAgain(nn.Module):
-    """Writes to what its first run leaves alone when it is recomputed, or leaves it alone then, too."""
+    """Its recomputation writes to state that the first run did not change, or does not change it either."""
 
     def __init__(self, write):
         super().__init__()

@@ -1,4 +1,4 @@
-"""When a pipe calls its threads: not for short actions, and not for long if they are slower with them."""
+"""When a pipe starts its threads: not for short actions, and not for long ones if threads make them slower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG, SHORT = 2 * plan.INLINE_LIMIT_S, plan.INLINE_LIMIT_S / 10
 
 def test_one_long_action_calls_nobody_and_several_do() -> None:
     long: list[float] = []
-    assert not calls_threads(long, 100 * plan.LONG_ACTIONS_S)  # held up by another process
+    assert not calls_threads(long, 100 * plan.LONG_ACTIONS_S)  # a single action that another process delayed
     assert not calls_threads(long, SHORT)
     assert not calls_threads(long, LONG)
     assert calls_threads(long, LONG)
@@ -55,7 +55,7 @@ def test_an_old_time_of_smaller_batches_is_forgotten() -> None:
 
 
 class Clock:
-    """Seconds that actions are said to take, whatever the machine is busy with."""
+    """A fake clock that gives actions their durations, whatever the load of the machine."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -71,7 +71,7 @@ class Clock:
 
 
 class Recorded(nn.Module):
-    """Notes its thread; slow in one step, and ever after on threads that are not the caller's."""
+    """Records its thread; slow in one step, and from then on in threads other than the caller's."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A loss function is called once for each micro-batch, in their order, whatever is recomputed: it may have a state."""
+"""A loss function is called once for each micro-batch, in order, even if others are recomputed: it may have state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D = torch.float64
 
 
 class Centre(nn.Module):
-    """A distance to a running mean, which it keeps in a buffer, in a plain tensor and in a list."""
+    """A distance to a running mean, kept in a buffer, in a plain tensor and in a list."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Centre(nn.Module):
 
 
 class Plain:
-    """The same, which is no module and cannot be found."""
+    """The same without a module, so that it cannot be found."""
 
     def __init__(self, centre):
         self.centre = centre
@@ -81,7 +81,7 @@ def test_the_state_of_a_loss_function_is_that_of_a_loop_over_micro_batches(held)
 
 
 class Trainer:
-    """Has the model, and a loss with an MoE."""
+    """Has the model, and a loss with an MoE layer."""
 
     def __init__(self, model, moe):
         self.model, self.moe = model, moe

@@ -1,4 +1,6 @@
-"""A step has the gradients of ``loss_fn(model(x), y).backward()`` for losses that are no means over rows, or raises."""
+"""For losses that are not means over rows, a step has the gradients of ``loss_fn(model(x), y).backward()``, or
+raises.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def language_model():
 
 
 def sentences(lengths=(6, 2, 0, 1, 0, 0, 5)):
-    """Inputs, and targets of these lengths before their padding."""
+    """Return inputs, and targets with these lengths before padding."""
     tokens = torch.randint(WORDS, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
     for row, length in zip(tokens[1], lengths, strict=True):
         row[length:] = PADDING
@@ -75,7 +77,7 @@ def mean_of_the_chosen(output, y):
 
 
 def times_reciprocal(output, y):
-    """A mean, too, which is taken for a sum."""
+    """A mean in disguise, which is taken for a sum."""
     return F.cross_entropy(output, y, reduction="sum") * (1 / tokens(y).double())
 
 
@@ -167,7 +169,7 @@ def test_a_term_of_parameters_alone_may_be_any():
 
 
 class Fused(torch.autograd.Function):
-    """A mean over tokens of which autograd knows nothing."""
+    """A mean over tokens that autograd cannot see."""
 
     @staticmethod
     def forward(ctx, output, y):
@@ -182,7 +184,7 @@ class Fused(torch.autograd.Function):
 
 
 def test_padding_under_a_loss_that_tells_nothing_is_refused():
-    """An error rather than a warning: nearly every loss that knows -100 leaves it out of its mean."""
+    """An error and not a warning, since nearly every loss that knows -100 omits it from its mean."""
     x, y = sentences()
     model = language_model()
     pipe = Pipe(model, 4, balance=[1, 3])
@@ -195,7 +197,7 @@ def test_padding_under_a_loss_that_tells_nothing_is_refused():
 
 
 class Captured(nn.Module):
-    """A model that returns its loss if it is given labels, as those of transformers do."""
+    """A model that returns its loss if it is given labels, as transformers' models do."""
 
     def __init__(self):
         super().__init__()

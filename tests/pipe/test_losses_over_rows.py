@@ -33,7 +33,7 @@ def covariance(z: Tensor, y: Tensor) -> Tensor:
 
 
 def of_views(z: Tensor, y: Tensor) -> Tensor:
-    """SimCLR: the two halves of a batch are views of the same things."""
+    """SimCLR: the two halves of a batch are views of the same objects."""
     one, other = normalised(z).chunk(2)
     return F.cross_entropy(one @ other.T, torch.arange(len(one)))
 
@@ -241,7 +241,7 @@ LEARNT = {
 @pytest.mark.parametrize("chunks", [2, 3, ROWS])
 @pytest.mark.parametrize("name", LEARNT)
 def test_losses_may_have_learnt_weights(name: str, chunks: int) -> None:
-    """A weight's own path through a product, on which the factor is the loss, told of losses that differ."""
+    """A factor on the loss is also a path to the weight; it was mistaken for a sign of unequal losses."""
     loss_fn = Uncertainty(LEARNT[name])
     plain = copy.deepcopy(loss_fn)
     model = model_of()
@@ -269,7 +269,7 @@ def test_a_models_own_loss_may_have_learnt_weights(name: str, balance: list[int]
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_learnt_weights_hide_no_loss_that_is_no_mean(chunks: int) -> None:
-    """A weight that depends on the target, or a sum under a weight, is still seen."""
+    """A weight that depends on the target, and a weighted sum, are still detected."""
     scale = nn.Parameter(torch.tensor(0.3, dtype=D))
     of_target = nn.Linear(WIDTH, 1).to(D)
     assert outcome(lambda z, y: scale.exp() * (z - y).square().sum(), chunks) == "refused"
@@ -305,7 +305,7 @@ def outcome(loss_fn, chunks: int, **options) -> str:
 
 OF_SEVERAL_ROWS = {"views", "neighbours", "pairs by hand", "pairs by einsum"}
 OF_SEVERAL_ROWS |= {"first row", "first of the rows", "worst row", "quantiles of columns"}
-"""They need an even number of rows, or compute something else of one row."""
+"""These need an even number of rows, or compute something else for one row."""
 
 
 @pytest.mark.thinned(usual=60)
@@ -326,9 +326,9 @@ def test_means_over_rows_of_any_making_have_the_gradients_of_the_model(name: str
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_has_other_gradients_in_micro_batches(name: str) -> None:
-    """A step that is told to take a loss for a mean over rows shows that its refusal was none of a mean."""
+    """Forcing the refused losses to be treated as means over rows gives wrong gradients, so the refusals are right."""
     assert outcome(REFUSED[name], 4, reduction=len) == "different"
-    assert outcome(REFUSED[name], 1) == "equal"  # one micro-batch is the whole
+    assert outcome(REFUSED[name], 1) == "equal"  # one micro-batch is the whole mini-batch
 
 
 def test_an_output_whose_rows_are_not_its_dimension_0_is_not_judged() -> None:

@@ -1,4 +1,6 @@
-"""Names and behaviour of torchgpipe, PiPPy and ``torch.distributed.pipelining`` are there, or an error says what is."""
+"""Names and behaviour of torchgpipe, PiPPy and ``torch.distributed.pipelining`` exist here, or errors name the
+replacements.
+"""
 
 import typing
 import warnings
@@ -89,7 +91,7 @@ def test_pipe_says_where_models_go_that_it_does_not_take():
 
 
 class TestAnnotatedSplitPoints:
-    """PiPPy changes the model and returns None; here a copy is returned."""
+    """PiPPy changes the model and returns None; pymoe returns a copy."""
 
     WORDS = "capture what annotate_split_points returns"
 
@@ -142,7 +144,7 @@ class Up(Scale):
 
 
 class Around(nn.Module):
-    """As torchgpipe's skippable modules keep the decorated one."""
+    """Wraps the decorated module, as torchgpipe's skippable modules do."""
 
     def __init__(self, module):
         super().__init__()

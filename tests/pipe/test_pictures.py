@@ -1,4 +1,4 @@
-"""What a record looks like, as text, as a file and from the command line; and that schedules need no other package."""
+"""Pictures of records as text, as files and from the command line; schedules need no other package."""
 
 import doctest
 import subprocess

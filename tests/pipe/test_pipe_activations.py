@@ -1,4 +1,4 @@
-"""How many activations stages hold at once, and the pictures of runs."""
+"""Numbers of activations that stages hold at once, and pictures of runs."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ from unseen import unseen
 from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import Schedule, build, simulate, text
 
-# Of pipes with one micro-batch, among others.
+# Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 
 class Counter:
-    """Counts what is alive, by owner, and remembers the greatest numbers."""
+    """Counts living objects by owner, and records the largest counts."""
 
     def __init__(self, stages):
         self.now, self.peak = [0] * stages, [0] * stages
@@ -26,7 +26,7 @@ class Counter:
 
 
 class Held:
-    """Alive as long as the graph that has it."""
+    """An object that lives as long as the graph that holds it."""
 
     def __init__(self, counter, stage):
         self.counter, self.stage = counter, stage
@@ -51,19 +51,19 @@ class Keep(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """A linear layer whose graphs are counted; ``pause`` gives every forward a time."""
+    """A linear layer whose graphs are counted; ``pause``: seconds that each forward takes."""
 
     def __init__(self, counter, number, pause):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.counter, self.number, self.pause = unseen(counter), number, pause  # which is no state of the model
+        self.counter, self.number, self.pause = unseen(counter), number, pause  # not part of the model's state
 
     def forward(self, x):
         time.sleep(self.pause)
         return self.linear(Keep.apply(x, Held(self.counter(), self.number)))
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.001])  # on one thread, and on several
+@pytest.mark.parametrize("pause", [0.0, 0.001])  # inline, and on several threads
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_hold_as_many_activations_as_the_simulator_says(schedule, micro_batches, pause):
@@ -91,7 +91,7 @@ def test_checkpointed_micro_batches_hold_graphs_in_their_backward_alone():
 
 
 def test_the_graph_of_a_checkpointed_forward_goes_with_it():
-    """It is made, for modules that ask for gradients, and nobody keeps it for the backward."""
+    """It is made for modules that ask for gradients, but nothing keeps it for the backward."""
     counter = Counter(2)
     model = nn.Sequential(*[Stage(counter, number, 0.0) for number in range(2)])
     loss = Pipe(model, 4, "always")(torch.randn(8, WIDTH, requires_grad=True)).sum()
@@ -126,7 +126,7 @@ def test_a_run_is_drawn_as_a_plan_is():
 
 
 def test_a_schedule_of_ones_own_is_run():
-    """All of a micro-batch before the next."""
+    """The schedule runs all of a micro-batch before the next."""
     base = build("gpipe", 2, 3)
     orders = tuple(
         tuple(action for number in range(3) for action in order if action.micro_batch == number)

@@ -1,4 +1,4 @@
-"""Steps that gain nothing warn, and mistakes are answered in the words of the caller."""
+"""Steps that gain nothing warn, and errors use the caller's words."""
 
 import warnings
 

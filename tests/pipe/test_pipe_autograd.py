@@ -1,4 +1,4 @@
-"""What a pipe leaves in gradients, and how it behaves as a part of autograd."""
+"""Gradients that a pipe leaves, and its behaviour as a part of autograd."""
 
 import threading
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pymoe.pipe import Pipe
 
-# Of pipes with one micro-batch, among others.
+# Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 
@@ -88,7 +88,7 @@ def test_inputs_and_targets_get_their_gradients():
     x, y = a_batch()
     sources = [t.clone().requires_grad_() for t in (x, y)]
     model, plain = row_model(), row_model()
-    given = [source * 2 for source in sources]  # with a history of their own
+    given = [source * 2 for source in sources]  # tensors with a history
     F.mse_loss(plain(given[0]), given[1]).backward()
     expected = [source.grad.clone() for source in sources]
     for source in sources:
@@ -135,7 +135,7 @@ def test_frozen_stages_in_front_cost_no_backward_and_get_no_gradient(schedule, c
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_tensors_of_closures_get_gradients_too(checkpoint):
     secret = torch.full((WIDTH,), 0.5, dtype=torch.float64, requires_grad=True)
-    derived = secret * 2  # a graph that was there before, and that all micro-batches end in
+    derived = secret * 2  # an existing graph in which all micro-batches end
 
     class Closure(nn.Module):
         def forward(self, x):
@@ -196,7 +196,7 @@ def test_a_tensor_changed_between_the_passes_is_noticed():
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_an_edit_of_what_the_stage_before_has_saved_is_noticed(checkpoint):
-    """Sigmoid saves its result, and the next stage changes it: the model alone fails, too."""
+    """Sigmoid saves its result, which the next stage changes: the model alone fails, too."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.LeakyReLU(inplace=True)).double()
     x, y = a_batch()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -205,7 +205,7 @@ def test_an_edit_of_what_the_stage_before_has_saved_is_noticed(checkpoint):
     if checkpoint != "always":
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             pipe.step(x, target=y, loss_fn=F.mse_loss)
-    else:  # what is run again saves it again
+    else:  # a recomputation saves it again
         pipe.step(x, target=y, loss_fn=F.mse_loss)
 
 

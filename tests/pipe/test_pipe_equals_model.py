@@ -1,7 +1,6 @@
-"""A pipe leaves what the model alone leaves: outputs, gradients, statistics and, after training, parameters.
-
-Those of four stages with the default checkpointing are trained for a hundred steps, the others for fewer; with
-``--level=exhaustive`` all are trained for a hundred.
+"""A pipe has the results of the model alone: outputs, gradients, statistics and, after training, parameters. Pipes of
+four stages with default checkpointing train for a hundred steps, others for fewer; with ``--level=exhaustive`` all are
+trained for a hundred.
 """
 
 import copy
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from pymoe.pipe import Pipe
 
-# Of pipes with one micro-batch, among others.
+# Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 TOLERANCE = 1e-12
@@ -45,7 +44,7 @@ def compare_gradients(ours, theirs, what):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", STAGES)
 def test_training_equals_that_of_the_model(stages, schedule, checkpoint):
-    """Skips, tied weights, nested values, in-place edits; mini-batches that do not divide, of changing sizes."""
+    """The model has skips, tied weights, nested values and in-place edits; mini-batches are uneven and change sizes."""
     models = {chunks: row_model() for chunks in CHUNKS}
     pipes = {chunks: Pipe(models[chunks], chunks, checkpoint, balance=[8 // stages] * stages) for chunks in CHUNKS}
     optimizers = {chunks: sgd(model) for chunks, model in models.items()}
@@ -74,7 +73,9 @@ def test_training_equals_that_of_the_model(stages, schedule, checkpoint):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_training_with_dropout_and_statistics_equals_micro_batches_by_hand(stages, schedule, checkpoint):
-    """Batch norm, spectral norm and dropout see micro-batches: so does the model, run part by part on each."""
+    """Batch norm, spectral norm and dropout see micro-batches, so the model runs part by part on each micro-batch,
+    too.
+    """
     for chunks in CHUNKS[1:]:
         model, plain = batch_model(), batch_model()
         pipe = Pipe(model, chunks, checkpoint, balance=[8 // stages] * stages)

@@ -1,4 +1,4 @@
-"""When a stage fails, and when a pipe is used wrongly."""
+"""Failing stages, and wrong uses of pipes."""
 
 import time
 
@@ -18,14 +18,12 @@ class Wrong(Exception):
 
 
 class FailsAt(nn.Module):
-    """Fails in the pass and the micro-batch that it is told."""
+    """Fails in the given pass and micro-batch."""
 
     def __init__(self, where=None, index=1, pause=0.0):
         super().__init__()
         self.index, self.pause = index, pause
-        self.told = unseen(
-            [where]
-        )  # no state of the model: a recomputation is told, too, and not what the first run was
+        self.told = unseen([where])  # not part of the model's state: recomputations count, too
 
     @property
     def where(self):

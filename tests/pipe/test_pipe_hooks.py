@@ -1,4 +1,4 @@
-"""Hooks of the model and of stages, and forward-mode differentiation: what goes around a pipe, and through it."""
+"""Hooks of the model and of stages, and forward-mode differentiation through a pipe."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ HOOKS = {
 @pytest.mark.parametrize("hooks", [[name] for name in HOOKS] + [list(HOOKS)], ids="+".join)
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_call_of_the_pipe_calls_the_models_own_hooks(hooks, copied):
-    """They see whole mini-batches, before as after the pipe was made."""
+    """The hooks see whole mini-batches, before and after the pipe was made."""
     x = torch.randn(7, WIDTH, dtype=torch.float64)
     found = []
     for wrap in (lambda module: module, lambda module: copied(Pipe(module, 3, balance=[2, 1]))):
@@ -48,7 +48,7 @@ def test_a_call_of_the_pipe_calls_the_models_own_hooks(hooks, copied):
         if len(hooks) == 1:  # before
             getattr(module, hooks[0])(HOOKS[hooks[0]])
         called = wrap(module)
-        if len(hooks) > 1:  # afterwards, on what is called
+        if len(hooks) > 1:  # hooks added later, on the called object
             for name in hooks:
                 getattr(called, name)(HOOKS[name])
         given = x.clone().requires_grad_()
@@ -73,7 +73,7 @@ def test_a_hook_can_be_removed_from_the_model_and_from_the_pipe():
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_hooks_of_a_stage_see_micro_batches(checkpoint):
-    """They were never called."""
+    """Hooks of a stage's module were never called."""
     pipe = Pipe(build(), 3, checkpoint, balance=[2, 1])
     rows = []
     pipe.get_stage_module(0).register_forward_hook(lambda module, args, output: rows.append(len(output)))
@@ -98,7 +98,7 @@ def test_hooks_of_state_dicts_are_the_models():
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("where", ["input", "Whole", "parameter"])
 def test_tangents_go_through_a_pipe(where, gradients, checkpoint):
-    """Those of inputs were dropped silently."""
+    """Tangents of inputs were dropped silently."""
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     tangent = torch.randn(4, WIDTH, dtype=torch.float64)
     found = []
@@ -126,4 +126,4 @@ def test_a_step_with_tangents_is_refused():
     with forward_ad.dual_level():
         with pytest.raises(NotImplementedError, match=r"Pipe\.step: forward-mode differentiation .* pipe\(x\)"):
             pipe.step(forward_ad.make_dual(x, x), loss_fn=torch.sum, reduction="sum")
-        pipe.step(x, loss_fn=torch.sum, reduction="sum")  # nothing in it has one
+        pipe.step(x, loss_fn=torch.sum, reduction="sum")  # no tensor in the step has a tangent

@@ -1,4 +1,4 @@
-"""A pipe's threads: Ctrl-C, forks, the end of the pipe and of the interpreter."""
+"""A pipe's threads under Ctrl-C, forks, and the end of the pipe or the interpreter."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torch import nn
 from pymoe.pipe import Pipe
 from pymoe.pipe.execution import plan
 
-SLOW = 6e-4  # seconds that a call takes at most
+SLOW = 6e-4  # most seconds that a call takes
 
 
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stages but the first have threads of their own, however short their actions are."""
+    """Run all stages but the first on their own threads, however short their actions are."""
     monkeypatch.setattr(plan, "ALWAYS_THREADS", True)
 
 
 @pytest.fixture(autouse=True)
 def no_callbacks_of_the_garbage_collector() -> Iterator[None]:
-    """An exception in one is printed and forgotten, so an interrupt that comes there is lost. (Hypothesis has one.)"""
+    """An interrupt in a garbage collector callback is printed and lost, so remove these. (Hypothesis has one.)"""
     before = gc.callbacks[:]
     gc.callbacks.clear()
     yield
@@ -74,21 +74,21 @@ def press_ctrl_c() -> None:
 # --- Ctrl-C ---
 
 
-# One that comes in a destructor is lost, likewise.
+# An interrupt in a destructor is lost as well.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_time_ends_a_step_as_a_whole() -> None:
-    """What runs is waited for, and gradients are there all or none."""
+    """Running actions are waited for, and either all gradients are added or none."""
     faults = Faults(3, longest=SLOW)
     pipe = Pipe(model(faults), CHUNKS)
     interrupted = 0
     for number in range(150):
-        pipe.zero_grad()  # before one can come: it would leave some parameters with the gradients of the step before
+        pipe.zero_grad()  # before Ctrl-C can come, which would leave some old gradients
         presser = threading.Timer(random.random() * 0.02, press_ctrl_c)
         try:
             presser.start()
             pipe.step(batch(), loss_fn=loss_of(faults), schedule=("1f1b", "zero-bubble")[number % 2])
             presser.join()
-            time.sleep(0.001)  # for a Ctrl-C that comes late
+            time.sleep(0.001)  # wait for a late Ctrl-C
         except KeyboardInterrupt:
             interrupted += 1
             assert faults.inside == 0
@@ -120,8 +120,8 @@ def test_ctrl_c_in_the_one_stage_that_waits_for_it() -> None:
 def test_ctrl_c_between_two_lines_of_the_pipe_keeps_no_thread_waiting(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """It came before the part of the caller's thread had begun, or while an error was written down: the other threads
-    waited for that part for ever, and every later step for them.
+    """Ctrl-C came before the caller's part had begun, or while an error was recorded: the other threads, and every
+    later step, waited for that part for ever.
     """
     faults = Faults(3, rate=1.0 if where == "fail" else 0.0)
     pipe = Pipe(model(faults), CHUNKS)
@@ -157,7 +157,9 @@ def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
 
 
 def test_a_fork_in_the_middle_of_a_step() -> None:
-    """The child has new weights: torch may hold locks of the old ones for ever there, with or without a pipe."""
+    """The child gets new weights, because torch may hold locks of the old ones for ever there, with or without a
+    pipe.
+    """
     faults = Faults(3, longest=SLOW)
     pipe = Pipe(model(faults), CHUNKS)
     stop = threading.Event()
@@ -193,8 +195,8 @@ def test_a_fork_in_the_middle_of_a_step() -> None:
 @pytest.mark.parametrize("in_cycle", [False, True])
 def test_the_threads_of_a_pipe_end_with_it(in_cycle: bool) -> None:
     faults = Faults(3)
-    assert_works(Pipe(model(faults), CHUNKS), faults)  # what torch starts has started
-    before = threads_of_this_process()  # some of which may be about to end
+    assert_works(Pipe(model(faults), CHUNKS), faults)  # torch's own threads have started
+    before = threads_of_this_process()  # some may be about to end
     pipe = Pipe(model(faults), CHUNKS)
     assert threads_of_this_process() <= before, "threads start with the first run"
     assert_works(pipe, faults)
@@ -239,7 +241,7 @@ def test_the_interpreter_ends_with_a_pipe_alive() -> None:
 
 
 def test_the_interpreter_ends_while_a_daemon_thread_is_in_a_step() -> None:
-    """CPython before 3.14 unwinds such a thread through torch's C++, which aborts now and then, also without a pipe."""
+    """Before 3.14, CPython unwinds such a thread through torch's C++, which sometimes aborts, even without a pipe."""
     result = run_to_the_end(busy=True)
     assert result.stdout == "ended\n"
     assert result.returncode in (0, -signal.SIGABRT), result.stderr
@@ -261,7 +263,7 @@ class Calls(nn.Module):
 
 @pytest.mark.parametrize("around", [1, 2])
 def test_a_pipe_that_would_wait_for_itself_is_told(around: int) -> None:
-    """Directly, and by way of another pipe."""
+    """Directly, and through another pipe."""
     faults = Faults(3)
     pipes = [Pipe(nn.Sequential(model(faults), Calls(), nn.Identity()), CHUNKS) for _ in range(around)]
     for number, pipe in enumerate(pipes):

@@ -1,4 +1,4 @@
-"""A pipe keeps what a loss function made of its stages from step to step, and nothing of the step."""
+"""A pipe keeps its stages with a loss function from step to step, but nothing of a step."""
 
 from __future__ import annotations
 

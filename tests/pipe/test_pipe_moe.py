@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers on the stages of a pipe: their losses, their loads, their biases."""
+"""Mixture-of-experts layers on the stages of a pipe: losses, loads and biases."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def assert_same_gradients(model, plain):
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_that_are_means_over_tokens_are_those_of_the_mini_batch(schedule, checkpoint):
-    """The z loss of a layer in the middle reaches its router, weighted by the tokens of the micro-batch."""
+    """The z-loss of a middle layer reaches its router, weighted by the micro-batch's tokens."""
     plain, model = build(z_loss_coef=0.1), build(z_loss_coef=0.1)
     x, y = batch(22)
     F.mse_loss(plain(x), y).backward()

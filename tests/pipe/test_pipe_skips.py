@@ -1,4 +1,4 @@
-"""Skips in a pipe: straight from their stash to every pop, under every schedule."""
+"""Skips in a pipe go straight from their stash to every pop, under every schedule."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ from pymoe.pipe import Pipe
 from pymoe.pipe.skip import Namespace, pop, skippable, stash
 from pymoe.pipe.stages import Source
 
-# Of pipes with one micro-batch, among others.
+# Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 
@@ -42,7 +42,7 @@ def popping(use, name="skip"):
 
 
 def to_the_model(build, schedule, checkpoint, balance=None, chunks=3):
-    """A step of the pipe leaves the gradients of the model."""
+    """Check that a step of the pipe leaves the model's gradients."""
     for x, y in batches(2, (7,)):
         torch.manual_seed(0)
         plain = build()
@@ -120,7 +120,7 @@ def test_a_skip_passes_no_stage_between():
 
 
 def test_a_skip_is_freed_after_its_last_pop():
-    """In a forward without gradients: alive in the stages up to its last pop, and not in those behind."""
+    """In a forward without gradients, the skip lives in the stages up to its last pop, but not in later ones."""
     made, alive = [], []
 
     def look(x):

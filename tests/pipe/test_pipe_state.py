@@ -1,4 +1,4 @@
-"""A pipe as a module, and the state in which its stages run."""
+"""A pipe as a module, and the thread state in which its stages run."""
 
 import contextvars
 import itertools
@@ -16,12 +16,12 @@ from pymoe.pipe.execution import plan
 
 
 class Ask(nn.Module):
-    """Notes what ``question()`` finds while it runs."""
+    """Records the answer of ``question()`` while it runs."""
 
     def __init__(self, question):
         super().__init__()
         self.question = question
-        self.found = unseen([])  # no state of the model: recomputations ask, too
+        self.found = unseen([])  # not part of the model's state, so recomputations ask, too
 
     @property
     def answers(self):
@@ -67,7 +67,7 @@ def test_context_variables_reach_the_stages(monkeypatch):
 
 
 def test_autocast_reaches_forward_and_repetition():
-    """The repetition of a checkpointed forward, too, casts: gradients are those without checkpointing."""
+    """Recomputations cast, too, so gradients equal those without checkpointing."""
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     found = []
     for checkpoint in ("never", "always"):
@@ -92,7 +92,7 @@ def test_with_gradients_off_a_step_computes_losses_alone():
 
 def test_keys_are_those_of_the_model():
     model = nn.Sequential()
-    for name in ("embed", "chunks", "forward", "devices"):  # whatever the layers are called
+    for name in ("embed", "chunks", "forward", "devices"):  # for any names of layers
         model._modules[name] = nn.Linear(WIDTH, WIDTH)
     pipe = Pipe(model, 2, balance=[2, 2])
     assert list(pipe.state_dict()) == list(model.state_dict())
@@ -197,7 +197,7 @@ def test_there_is_no_hidden_forward(checkpoint, forwards):
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_torch_random_is_as_it_was_after_a_step(monkeypatch, threads):
-    """While stages run, its functions speak of their streams; other modules see a changed torch.random no longer."""
+    """While stages run, its functions refer to their streams; other modules no longer see a changed torch.random."""
     monkeypatch.setattr(plan, "ALWAYS_THREADS", threads)
     before = type(torch.random), vars(torch.random)["default_generator"]
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), 2)

@@ -1,4 +1,4 @@
-"""A thousand steps whose layers take random times and raise at random: every step ends rightly, and leaves nothing."""
+"""A thousand steps whose layers take random times and raise at random: every step ends correctly and leaves nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pymoe.pipe.schedules import names
 
 SCHEDULES = names()
 CHECKPOINTED = {"always": range(CHUNKS), "except_last": range(CHUNKS - 1), "never": range(0)}
-SLOW = 4e-4  # seconds that a call takes at most
+SLOW = 4e-4  # most seconds that a call takes
 STEPS = rounds(1000, 5000)
 
 
 @pytest.fixture(autouse=True)
 def threads_for_short_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some actions are worth a thread, some are not."""
+    """Set limits so that some actions are worth a thread, and some are not."""
     monkeypatch.setattr(plan, "INLINE_LIMIT_S", SLOW / 2)
     monkeypatch.setattr(plan, "LONG_ACTIONS_S", SLOW)
 
@@ -46,7 +46,7 @@ def tensors_alive() -> list[torch.Tensor]:
 
 
 class Stress:
-    """Steps under all schedules and ways of checkpointing, which check themselves."""
+    """Runs steps under all schedules and kinds of checkpointing, each of which checks itself."""
 
     def __init__(self, rate: float) -> None:
         self.faults = Faults(7, rate=rate)
@@ -55,7 +55,7 @@ class Stress:
         self.outcomes: Counter[str] = Counter()
 
     def step(self, number: int) -> None:
-        """A step raises what was planted in it, or has the gradients of the plain model."""
+        """Run a step, which must raise the planted error or have the plain model's gradients."""
         schedule = SCHEDULES[number % len(SCHEDULES)]
         self.pipe.checkpoint = list(CHECKPOINTED)[number // len(SCHEDULES) % 3]
         self.faults.longest = 0.0 if number // 50 % 3 == 0 else SLOW
@@ -88,7 +88,7 @@ class Stress:
         assert self.faults.inside == 0, "a step has ended before all that it began"
 
     def let_go(self) -> None:
-        """No tensor of a step is there after it, without a look of the garbage collector."""
+        """Check that no tensor of a step is left, without a run of the garbage collector."""
         assert self.faults.seen
         alive = [one() for one in self.faults.seen]
         self.faults.seen.clear()
@@ -114,15 +114,15 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 def wait_for_threads(most: int) -> None:
-    """Until there are no more than that, or for a long time."""
+    """Wait until there are no more than ``most`` threads, or until a timeout."""
     end = time.monotonic() + LONG
     while threads_of_this_process() > most and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def thousand_steps() -> int:
-    """Returns how many threads there are while the pipe is there."""
-    others = {id(one): weakref.ref(one) for one in tensors_alive()}  # which may go meanwhile
+    """Run a thousand steps; return the number of threads while the pipe exists."""
+    others = {id(one): weakref.ref(one) for one in tensors_alive()}  # these may be freed meanwhile
     stress = Stress(0.01)
     used = []
     for number in range(STEPS):
@@ -131,7 +131,7 @@ def thousand_steps() -> int:
         if number in (STEPS // 5, STEPS - 1):
             gc.collect()
             if used:
-                wait_for_threads(used[0][1])  # those that others have left behind, too, may have ended by now
+                wait_for_threads(used[0][1])  # threads that other tests left may also have ended
             own = sum(id(one) not in others or others[id(one)]() is not one for one in tensors_alive())
             used.append((own, threads_of_this_process(), resident_bytes()))
     assert stress.outcomes.keys() == {"right", "forward", "recomputation", "loss", "backward"}, stress.outcomes
@@ -152,7 +152,7 @@ def test_steps_that_fail_at_random_end_rightly_and_leave_nothing() -> None:
         nonlocal threads
         threads = thousand_steps()
 
-    gc.disable()  # what a step leaves must go by itself
+    gc.disable()  # a step's objects must be freed without the collector
     try:
         in_thread(work)
     finally:
@@ -164,7 +164,7 @@ def test_steps_that_fail_at_random_end_rightly_and_leave_nothing() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.02])
 def test_passes_from_outside_that_fail_at_random_end_rightly(rate: float) -> None:
-    """``pipe(x)`` and the backward of a loss outside of it."""
+    """Run ``pipe(x)``, and the backward of a loss outside of the pipe."""
     stress = Stress(rate)
     pipe, faults = stress.pipe, stress.faults
 

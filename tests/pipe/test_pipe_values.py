@@ -1,4 +1,4 @@
-"""What crosses the boundaries of stages, and how mini-batches are cut and put together."""
+"""Values that cross the boundaries of stages, and how mini-batches are cut and joined."""
 
 import dataclasses
 import gc
@@ -16,7 +16,7 @@ from pymoe.pipe import Pipe, Whole
 
 
 class Say(nn.Module):
-    """A layer that is a function."""
+    """A layer that calls a given function."""
 
     def __init__(self, function):
         super().__init__()
@@ -140,7 +140,7 @@ def test_shapes_may_change_from_step_to_step():
 @pytest.mark.thinned(usual=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_is_left_of_a_step(schedule):
-    """Tensors of a step go with it, without the garbage collector."""
+    """Tensors of a step are freed with it, without the garbage collector."""
     kept = []
     model = row_model()
     model.append(Say(lambda x: (kept.append(weakref.ref(x)), x)[1]))
@@ -159,7 +159,7 @@ def test_nothing_is_left_of_a_step(schedule):
         assert kept
         assert not any(ref() is not None for ref in kept)
         kept.clear()
-        pipe(x)  # and is never differentiated
+        pipe(x)  # its result is never differentiated
         assert not any(ref() is not None for ref in kept)
     finally:
         gc.enable()
@@ -194,7 +194,7 @@ HIDING = {
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", HIDING)
 def test_an_object_that_hides_tensors_with_gradients_is_refused_by_its_class(kind, checkpoint):
-    """It ended in the backward pass: "a backward pass went past the beginning of a stage's graph"."""
+    """It ended in the backward pass with "a backward pass went past the beginning of a stage's graph"."""
     put, take = HIDING[kind]
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     model = nn.Sequential(layers[0], layers[1], Say(put), Say(take), layers[2])

@@ -1,4 +1,4 @@
-"""Steps under zero-bubble schedules: the gradients of 1F1B and of the plain model, and all work done once."""
+"""Steps under zero-bubble schedules have the gradients of 1F1B and of the plain model, and do all work once."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ ROWS, CHUNKS = 13, 4
 
 @pytest.fixture(autouse=True)
 def on_threads(monkeypatch):
-    """However short the actions are."""
+    """Use threads, however short the actions are."""
     monkeypatch.setattr(plan, "ALWAYS_THREADS", True)
 
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("doubles"), pytest.mark.filterwarnings("ig
 
 
 class Scale(nn.Module):
-    """A Python function that has no parts."""
+    """A Function without ``backward_in_parts``."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Scale(nn.Module):
 
 
 class Parts(nn.Module):
-    """A Python function that has."""
+    """A Function with ``backward_in_parts``."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Residual(nn.Module):
 
 
 class Repeated(nn.Module):
-    """A layer under torch's own checkpointing."""
+    """A layer that torch checkpoints itself."""
 
     def __init__(self, layer):
         super().__init__()
@@ -257,7 +257,7 @@ class FailsOnce(torch.autograd.Function):
 
 
 class FailingWeight(nn.Module):
-    """A layer whose weight's gradient cannot be had: a failure in the second part."""
+    """A layer whose weight gradient raises: a failure in the second part."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run of a plan on threads: each worker is given its actions in its order, each when it can start."""
+"""Runs a plan on threads: each worker gets its actions in order, each when it can start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def run_of(schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> Plan
 
 
 def in_workers(run: PlanRun, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind)) -> list[list[Action]]:
-    """Run every worker to its end on a thread of its own; no action may start before what it needs has ended."""
+    """Run every worker to its end on a separate thread; check that no action starts before its dependencies have
+    ended.
+    """
     ran: list[list[Action]] = [[] for _ in schedule.orders]
     ended: set[Action] = set(run._done)
     wrong: list[Action] = []
@@ -54,14 +56,14 @@ def in_workers(run: PlanRun, schedule: Schedule, kinds: frozenset[Kind] = frozen
 
 
 def blocked() -> PlanRun:
-    """A run of two workers; worker 1 begins with an action that waits for worker 0."""
+    """Return a run of two workers, in which worker 1 begins with an action that waits for worker 0."""
     run = run_of(build("gpipe", 2, 1))
     run.begin_threads()
     return run
 
 
 def wait_inside(run: PlanRun, worker: int, found: list[object]) -> threading.Thread:
-    """A thread that waits for an action of a worker, and puts what it gets into ``found``."""
+    """Start a thread that waits for a worker's next action, and puts it into ``found``."""
     thread = threading.Thread(target=lambda: found.append(next(run.actions_of(worker), None)), daemon=True)
     thread.start()
     end = time.monotonic() + LONG
@@ -82,7 +84,7 @@ def waits(thread: threading.Thread) -> bool:
 def test_every_run_of_a_plan_keeps_to_orders_and_dependencies(
     schedule: Schedule, kinds: frozenset[Kind], at: int
 ) -> None:
-    """Also where its first actions were performed inline."""
+    """The order also holds if the first actions were performed inline."""
     run = run_of(schedule, kinds)
     done = run._done = frozenset(ActionPlan(schedule, kinds).in_order[:at])
     run.begin_threads()
@@ -93,19 +95,19 @@ def test_every_run_of_a_plan_keeps_to_orders_and_dependencies(
 def test_an_end_wakes_who_waits_and_nobody_else_starts_before() -> None:
     run = blocked()
     found: list[object] = []
-    thread = wait_inside(run, 1, found)  # which needs the GIL
+    thread = wait_inside(run, 1, found)  # the thread needs the GIL
     first = run.actions_of(0)
     action = next(first)
     time.sleep(0.02)
     assert found == []
-    ender = threading.Thread(target=next, args=(first, None), daemon=True)  # the end of the action, and then a wait
+    ender = threading.Thread(target=next, args=(first, None), daemon=True)  # ends the action, then waits
     ender.start()
     thread.join(LONG)
     assert (action, found) == (Action(0, 0, Kind.FORWARD), [Action(1, 0, Kind.FORWARD)])
 
 
 def test_an_action_that_can_start_keeps_the_gil() -> None:
-    """Also where it has waited for another worker's, which has ended."""
+    """It starts at once even if it depends on another worker's action that has ended."""
     schedule = build("gpipe", 2, 5_000)
     turns = 0
     stop = threading.Event()
@@ -125,7 +127,7 @@ def test_an_action_that_can_start_keeps_the_gil() -> None:
     threading.Thread(target=next, args=(first, None), daemon=True).start()  # waits for the first backward pass
     second = run.actions_of(1)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(LONG)  # from now on the other thread gets the GIL only from who lets go of it
+    sys.setswitchinterval(LONG)  # from now on, threads get the GIL only when it is released
     try:
         thread.start()
         while turns == 0:
@@ -193,7 +195,7 @@ def test_ctrl_c_ends_a_wait_of_the_main_thread() -> None:
 
 
 def test_an_interrupt_that_no_system_call_sees_ends_a_wait_of_the_main_thread() -> None:
-    """One that comes just before the wait, or from another thread of Python."""
+    """Such an interrupt comes just before the wait, or from another Python thread."""
     run = blocked()
     ended: list[bool] = []
 

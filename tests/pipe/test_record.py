@@ -1,4 +1,4 @@
-"""A run gives the same record as a plan does, whatever its clock and the order in which its parts are told."""
+"""A run gives the same record as its plan, for any clock, and for any order in which its parts are reported."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_a_run_as_planned_has_the_record_of_the_plan(schedule, seed):
 
 
 def test_a_run_may_keep_another_order():
-    """What it holds is counted in its own order: three forwards before the first backward."""
+    """Live activations are counted in the run's own order: three forwards precede the first backward."""
     schedule = build("1f1b", 1, 3)
     order = ["0F0", "0F1", "0F2", "0B2", "0B0", "0B1"]
     named = {str(action): action for action in schedule.places}

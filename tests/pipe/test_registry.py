@@ -1,4 +1,4 @@
-"""One function with a decorator is a schedule; a name, an option or a number that is none is refused."""
+"""A decorated function becomes a schedule; unknown names, options and invalid numbers are refused."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_there_are_four_schedules():
 
 
 def one_after_the_other(stages, micro_batches, *, repeats=1):
-    """One worker, one micro-batch after the other."""
+    """A schedule with one worker, which runs one micro-batch after the other."""
     forth = range(stages)
     order = [
         step

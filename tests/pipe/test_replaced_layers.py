@@ -1,4 +1,4 @@
-"""A pipe runs the model that its parameters show, whatever was done to the model's layers after the pipe was made."""
+"""A pipe runs the model's current layers, whatever was replaced after the pipe was made."""
 
 import copy
 
@@ -21,7 +21,7 @@ def layers():
 
 
 class Adapter(nn.Module):
-    """What PEFT puts in a layer's place: the frozen layer, and a product of two small matrices beside it."""
+    """A replacement as PEFT makes it: the frozen layer, plus a product of two small matrices."""
 
     def __init__(self, base):
         super().__init__()
@@ -66,7 +66,7 @@ class Pop(nn.Module):
 
 
 def inject_adapters(model):
-    """As PEFT does it: every linear layer, at any depth, is replaced in its parent."""
+    """Replace every linear layer in its parent, at any depth, as PEFT does."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear):
             around, _, last = name.rpartition(".")
@@ -149,7 +149,7 @@ NUMBER_OF_LAYERS = {
 
 
 class OfList(nn.ModuleList):
-    """The same layers as a model, for pipes of stages."""
+    """The same layers as a model, for pipes of given stages."""
 
     def forward(self, x):
         for layer in self:
@@ -190,7 +190,7 @@ def make(kind):
 
 
 def outcome(pipe, x):
-    """Output of a step and of a call, gradients, and what buffers hold afterwards."""
+    """Return the outputs of a step and of a call, the gradients, and the buffers afterwards."""
     torch.manual_seed(1)
     x = x.to(next(pipe.parameters()).dtype)
     pipe.zero_grad()
@@ -201,7 +201,7 @@ def outcome(pipe, x):
 
 
 def by_hand(layers, x):
-    """The same from the layers themselves, micro-batch by micro-batch."""
+    """Return the same, computed from the layers themselves, micro-batch by micro-batch."""
     model = nn.Sequential(*layers)
     torch.manual_seed(1)
     x = x.to(next(model.parameters()).dtype)
@@ -218,7 +218,7 @@ def test_a_pipe_runs_the_model_that_its_parameters_show(kind, edit):
         pytest.skip("skips are of sequential models")
     model, pipe = make(kind)
     x = torch.randn(2 * CHUNKS, WIDTH)
-    outcome(pipe, x)  # what is learnt of the layers is learnt
+    outcome(pipe, x)  # makes the pipe find out about its layers
     plain = make(kind)[0]
     for edited in (model, plain):
         torch.manual_seed(2)
@@ -237,7 +237,7 @@ def test_a_pipe_runs_the_model_that_its_parameters_show(kind, edit):
     if edit == "quantised":
         assert model[0].weight_fake_quant.activation_post_process.max_val.numel() == WIDTH
         return
-    if "mixture" in edit or kind == "deferred batch norm":  # these know that they are in a pipe
+    if "mixture" in edit or kind == "deferred batch norm":  # these layers notice that they are in a pipe
         return
     plain = make(kind)[0]
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""Stages that share layers: who takes turns, and who need not."""
+"""Stages that share layers: which of them take turns, and which need not."""
 
 import threading
 
@@ -20,7 +20,7 @@ class Table(nn.Module):
 
 
 class Counted(Table):
-    """One whose forwards write to it."""
+    """A layer whose forwards write to its buffer."""
 
     def forward(self, x):
         self.table.add_(1)
@@ -28,7 +28,7 @@ class Counted(Table):
 
 
 def turns_of_two(layer):
-    """The turns of two stages that have the layer."""
+    """Return the turns of two stages that have the layer."""
     first, second = turns_of(
         [HeldLayout([("", nn.Sequential(layer))]), HeldLayout([("", nn.Sequential(nn.Tanh(), layer))])]
     )
@@ -46,7 +46,7 @@ def run(turns, *forwards):
 
 
 def is_free(turns):
-    """Whether another thread could run a forward of its stage meanwhile."""
+    """Return whether another thread can run a forward of its stage meanwhile."""
     found = []
 
     def take():
@@ -82,7 +82,7 @@ def test_stages_that_share_a_layer_that_is_written_to_take_turns(layer):
 
 
 def test_auxiliary_losses_that_stages_share_are_seen_by_one_at_a_time():
-    """While a stage runs, they have the weight of its micro-batch."""
+    """While a stage runs, the losses have the weight of its micro-batch."""
     turns, found = turns_of_two(MoE(3, 3, 2, 1)), []
     run(turns, int)
     run(turns, lambda: found.append(is_free(turns)))

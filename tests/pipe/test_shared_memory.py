@@ -1,6 +1,6 @@
-"""Values that share memory, and changes in place: gradients are those of the model, or an error is raised.
+"""Values that share memory, and in-place changes: a step has the model's gradients, or raises.
 
-What is in the same memory shares its count of changes across all stages, so autograd notices what a graph has saved.
+Tensors in the same memory share one version counter across all stages, so autograd notices changes of saved tensors.
 """
 
 import copy
@@ -13,14 +13,14 @@ from torch import nn
 from pymoe.pipe import Pipe
 from pymoe.pipe.skip import pop, skippable, stash
 
-# Of pipes with one micro-batch, among others.
+# Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 WIDTH = 4
 
 
 class Say(nn.Module):
-    """A layer that is a function."""
+    """A layer that calls a given function."""
 
     def __init__(self, function):
         super().__init__()
@@ -31,7 +31,7 @@ class Say(nn.Module):
 
 
 class Exp(nn.Module):
-    """Its gradient needs its output."""
+    """A layer whose gradient needs its output."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Exp(nn.Module):
 
 
 class Two(nn.Module):
-    """Two outputs in one memory."""
+    """Returns two outputs in the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class WholeParameter(SliceOfParameter):
 
 
 def saved(what):
-    """Passes its input on, stashes ``what`` of it."""
+    """Return a layer that passes its input on, and stashes ``what(input)``."""
 
     @skippable(stash=["it"])
     class Saved(nn.Module):
@@ -136,14 +136,14 @@ MODELS = {
     "a slice of a parameter, handed through": [SliceOfParameter, same, edit_second, total],
     "a parameter": [WholeParameter, edit_second, total],
 }
-RIGHT = {  # of these the gradients are as the model's, in all modes
+RIGHT = {  # with these, gradients equal the model's in all modes
     "by way of a stage that saves nothing": ("never",),
     "what another stage has saved": ("never", "always"),
 }
 
 
 def refused(function):
-    """Its result, or the error that it has raised."""
+    """Return the function's result, or the error that it raised."""
     try:
         return function(), None
     except RuntimeError as error:
@@ -151,7 +151,7 @@ def refused(function):
 
 
 def gradients(model, call, x):
-    """Of the input and all parameters; and the parameters, which nobody may have changed."""
+    """Return the gradients of the input and all parameters, and the parameters, which must not have changed."""
     x = x.clone().requires_grad_()
     call(x * 1)
     return [x.grad, *[p.grad for p in model.parameters()], *[p.detach().clone() for p in model.parameters()]]
@@ -199,7 +199,7 @@ def test_outputs_in_one_memory_are_not_changed_in_place(doubles, checkpoint):
             output.mul_(3)
     (whole * parts.flatten(1)).sum().backward()
     assert model[0].linear.weight.grad is not None
-    whole, parts = Pipe(model, 2, checkpoint)(torch.randn(2, WIDTH))  # put together, so in memories of their own
+    whole, parts = Pipe(model, 2, checkpoint)(torch.randn(2, WIDTH))  # joined, so in separate memory
     whole.mul_(3)
     (whole * parts.flatten(1)).sum().backward()
 
@@ -214,13 +214,13 @@ def test_an_output_that_is_in_the_memory_of_an_input_or_a_parameter_is_not_chang
         table.add_(5)
     assert (model[0].table == 1).all()
     only, _ = Pipe(model)(z)
-    only.mul_(3).sum().backward()  # nobody else has it
+    only.mul_(3).sum().backward()  # has no other reference
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("how", ["forward", "step"])
 def test_an_input_that_a_stage_has_changed_has_no_history_afterwards(doubles, checkpoint, how):
-    """Its gradient went past the change: twice what ``relu_`` had set to zero, say."""
+    """Its gradient bypassed the change; for example, it was twice the value that ``relu_`` had set to zero."""
 
     def run(after):
         x = torch.randn(4, WIDTH, requires_grad=True)
@@ -251,7 +251,7 @@ def test_a_leaf_is_not_changed_in_place(doubles):
 
 
 def test_an_input_that_changes_before_the_backward_pass_is_noticed(doubles):
-    """Aliases of it counted changes by themselves, and gradients were those of what the caller had put there."""
+    """Aliases of it had separate version counters, and gradients were those of the caller's new values."""
     z = torch.randn(4, WIDTH, requires_grad=True) * 1
     loss = Pipe(nn.Sequential(Say(torch.square)), 2, "never")(z).sum()
     with torch.no_grad():

@@ -1,10 +1,12 @@
-"""The way from ``Pipe.step`` to a layer is short. ``python tests/pipe/frames.py`` prints it."""
+"""The call path from ``Pipe.step`` to a layer is short; ``python tests/pipe/frames.py`` prints it."""
 
 from frames import ways
 
 MOST_FRAMES, MOST_FILES = 10, 5
 MOST_FRAMES_RECOMPUTED = 12
-"""The forward is a part of the backward there, and runs in the state of the thread that asked for the first one."""
+"""In this case the forward is a part of the backward, and runs in the state of the thread that asked for the first
+run.
+"""
 
 
 def test_the_way_from_a_step_to_a_layer_is_short():
@@ -19,7 +21,7 @@ def test_the_way_from_a_step_to_a_layer_is_short():
 
 
 def test_the_way_begins_at_the_step_and_ends_at_the_layers():
-    """Nothing is missing in between: each frame was called by the one before."""
+    """No frame is missing: each one was called by the one before."""
     frames = ways()["inline"]
     assert frames[0].function == "step"
     assert frames[-1].file == "pymoe/pipe/sequential.py"

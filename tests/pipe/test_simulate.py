@@ -1,4 +1,4 @@
-"""The simulator's times are those of an independent computation, for any schedule and any times."""
+"""The simulator's times agree with an independent computation, for any schedule and any times."""
 
 import pytest
 from any_schedule import examples, schedules, times
@@ -9,8 +9,9 @@ from pymoe.pipe.schedules import Action, Kind, Schedule, ScheduleError, Times, b
 
 
 def brute_force(schedule, time, communication):
-    """(start, end) of every action: all starts at 0, pushed back until no rule is broken. Knows of no dependencies but
-    from the words: a forward after the forward before, a backward after its forward and after the gradient it needs.
+    """Return (start, end) of every action: all begin at 0, and are delayed until no rule is broken. The rules are
+    only these: a forward follows the forward of the stage before, and a backward follows its forward and the
+    gradient that it needs.
     """
     spans = {action: (0, 0) for order in schedule.orders for action in order}
     kinds = {(action.stage, action.micro_batch, action.kind.value): action for action in spans}
@@ -71,7 +72,7 @@ def test_the_numbers_of_a_record_fit_together(schedule, seed):
 @examples(100)
 @given(schedules(), st.integers(0, 2**20))
 def test_live_activations_are_those_of_the_clock(schedule, seed):
-    """Counted from the ends of actions alone; no two of a worker end at the same time."""
+    """Counted from the ends of actions alone; no two actions of a worker end at the same time."""
     time = times(schedule, seed)
     record = simulate(schedule, lambda action: 1 + time(action))
     for worker, order in enumerate(record.spans):
@@ -86,7 +87,7 @@ def test_live_activations_are_those_of_the_clock(schedule, seed):
 
 
 def test_a_simulation_by_hand():
-    """Two stages, two micro-batches, 1F1B; stage 1 is slow, and messages take 1."""
+    """Use two stages, two micro-batches and 1F1B; stage 1 is slow, and messages take 1."""
     record = simulate(build("1f1b", 2, 2), Times((1, 3), (1, 2), (0, 2)), communication=1)
     assert [[(str(s.action), s.start, s.end) for s in order] for order in record.spans] == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 10, 11), ("0B1", 17, 18)],

@@ -1,4 +1,4 @@
-"""Modules that stash and pop, outside any pipeline: in a plain nn.Sequential."""
+"""Modules that stash and pop outside any pipeline, in a plain nn.Sequential."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def a_tracker_of_its_own() -> Iterator[None]:
 
 
 def kept() -> int:
-    """How many skips this thread keeps."""
+    """Return the number of skips that this thread keeps."""
     return len(current_tracker()._kept)  # type: ignore[attr-defined]
 
 
@@ -356,7 +356,7 @@ def test_a_skippable_module_answers_to_the_names_of_other_packages() -> None:
 
 
 def test_the_decorated_class_has_its_own_by_these_names() -> None:
-    """They are no attributes of the class, which come first: a layer of experts has a method ``dispatch``, say."""
+    """A class's own attributes come first: a layer of experts may have a method ``dispatch``."""
 
     @skippable(stash=["skip"])
     class Own(nn.Module):

@@ -1,4 +1,4 @@
-"""The two parts of a backward pass are the whole of it: the same sums, the same work, everything once."""
+"""The two parts of a backward pass make up the whole: the same sums, the same work, and everything once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a split backward pass does with hooks, memory, failures and what others have put into the graph."""
+"""Split backward passes with hooks, memory, failures, and nodes of other code in the graph."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Experts in a split backward pass: their weights' gradients wait, and everything is computed once."""
+"""Experts in a split backward pass: their weight gradients wait, and everything is computed once."""
 
 import pytest
 import torch

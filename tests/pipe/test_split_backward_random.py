@@ -1,4 +1,4 @@
-"""Random stages: both parts of their backward passes are the whole, and nothing runs twice."""
+"""Random stages: both parts of their backward passes make up the whole, and no node runs twice."""
 
 import random
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def random_stage(seed):
-    """A function of two tensors (5, 4), made of random layers, branches and ties."""
+    """Return a function of two tensors (5, 4), made of random layers, branches and ties."""
     chosen = random.Random(seed)
     linears = [nn.Linear(4, 4, bias=chosen.random() < 0.7) for _ in range(2)]
     norm, table = nn.LayerNorm(4), nn.Embedding(5, 4)

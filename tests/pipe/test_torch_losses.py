@@ -1,6 +1,6 @@
 """Every loss of torch, with every option, in a step: the gradients of ``loss_fn(model(x), y).backward()``, or an error.
 
-The losses and their options are read from torch, so a new one fails until it stands here.
+The losses and their options are read from torch, so a new one fails the test until it is listed here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def of_sequences(loss, output, target):
     return loss(torch.stack([output, -output]).log_softmax(-1), target, lengths[0], lengths[1] - 1)
 
 
-# What the modules and the functions are called like, a target, and how a loss is called.
+# Constructor arguments of modules, a target, and how a loss is called.
 LOSSES = [
     ("BCELoss", "binary_cross_entropy", SHARES, lambda loss, output, target: loss(output.sigmoid(), target)),
     ("BCEWithLogitsLoss", "binary_cross_entropy_with_logits", SHARES, plainly),
@@ -104,10 +104,10 @@ OPTIONS = {
     "zero_infinity": [True],
 }
 BY_ELEMENT = ["huber_loss", "l1_loss", "mse_loss"]
-"""Their weights have the shape of the target."""
+"""Losses whose weights have the shape of the target."""
 
 
-ADAPTIVE = "AdaptiveLogSoftmaxWithLoss"  # a model of its own, without these options
+ADAPTIVE = "AdaptiveLogSoftmaxWithLoss"  # itself a model, without these options
 SUMS_UNSEEN = {
     "cosine_embedding_loss",
     "ctc_loss",
@@ -122,7 +122,7 @@ SUMS_UNSEEN = {
     "triplet_margin_loss",
     "triplet_margin_with_distance_loss",
 }
-"""Within a function of the user's own their sums are not told from other computations, and need ``reduction="sum"``."""
+"""In a user's own function, their sums look like other computations, and need ``reduction="sum"``."""
 
 
 def parameters(thing):
@@ -133,7 +133,7 @@ def parameters(thing):
 
 
 def unknown():
-    """The losses of torch, and their options, that do not stand here."""
+    """Return the losses of torch, and their options, that are not listed here."""
     modules = {name for name, kind in vars(nn).items() if isinstance(kind, type) and name.endswith("Loss")} - {ADAPTIVE}
     functions = {name for name, f in vars(F).items() if not name.startswith("_") and "reduction" in parameters(f)}
     things = [getattr(nn, name) for name in modules] + [getattr(F, name) for name in functions]
@@ -160,7 +160,7 @@ def model_of(width=CLASSES):
 
 
 def outcome(loss_fn, target, **options):
-    """What a step does beside the model's own backward; None: there is no such loss."""
+    """Compare a step with the model's own backward; return None if there is no such loss."""
     plain, model = model_of(), model_of()
     x = numbers(3)
     try:
@@ -177,7 +177,7 @@ def outcome(loss_fn, target, **options):
 
 
 def variants(thing, name, target):
-    """(options, target, it is a mean over rows) of a loss."""
+    """Return (options, target, whether it is a mean over rows) for each variant of a loss."""
     has_padding = "ignore_index" in parameters(thing)
     for option in ["reduction", *sorted(parameters(thing) & OPTIONS.keys())]:
         for value in OPTIONS[option]:
@@ -204,7 +204,7 @@ def test_a_step_has_the_gradients_of_every_loss_of_torch_or_raises(row):
             losses["module"] = getattr(nn, of_nn)(**options)
         for kind, loss in losses.items():
             what = f"{kind} {name}, {options}, {target.tolist()}"
-            if call is plainly:  # torch's own loss, given as it is
+            if call is plainly:  # torch's own loss, passed directly
                 found = outcome(loss, target)
                 tried += found is not None
                 expected = is_over_rows or counted or is_sum

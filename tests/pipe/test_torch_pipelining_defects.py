@@ -1,6 +1,5 @@
-"""What torch.distributed.pipelining (2.13) is known to get wrong, promise by promise.
-
-What torch does instead stands in each test. Promises about processes are tested in distributed/.
+"""Tests of promises that torch.distributed.pipelining (2.13) is known to break; each test says what torch does instead.
+Promises about processes are tested in distributed/.
 """
 
 import copy
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("doubles"), pytest.mark.filterwarnings("ig
 
 
 class Chain(nn.Module):
-    """Linear layers a, b, c; a function of all three and the input."""
+    """Linear layers a, b and c; the forward is a given function of all three and the input."""
 
     def __init__(self, function=lambda self, x: self.c(self.b(self.a(x).tanh()).tanh())):
         super().__init__()
@@ -40,7 +39,7 @@ def rows(count):
 
 
 def traced(model, *args, chunks=4, **options):
-    """A pipe whose stages begin at the layers b and c, if nothing else is said, and a copy of the model."""
+    """Return a pipe whose stages begin at layers b and c by default, and a copy of the model."""
     if isinstance(model, Chain) and not {"split_spec", "split_policy"} & options.keys():
         options["split_spec"] = {"b": BEGINNING, "c": BEGINNING}
     plain = copy.deepcopy(model)
@@ -67,7 +66,7 @@ def test_it_runs_in_one_process_without_a_group_and_returns_what_the_model_retur
 
 
 class Counting(nn.Module):
-    """Counts calls and rows, as balances of experts are counted."""
+    """Counts calls and rows, as expert balancing does."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +82,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_runs_every_layer_once_for_each_micro_batch(schedule, checkpoint):
-    """Torch: the first step runs one more forward, to learn shapes, and statistics count it."""
+    """Torch: the first step runs one more forward to infer shapes, which statistics count."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), Counting())
     pipe, _ = traced(model, split_spec={"2": BEGINNING}, checkpoint=checkpoint)
     assert int(model[1].num_batches_tracked) == int(model[3].calls) == 0, "by the capture"
@@ -96,7 +95,7 @@ def test_a_step_runs_every_layer_once_for_each_micro_batch(schedule, checkpoint)
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_of_several_steps_add_up(schedule):
-    """Torch: the gradients of the step before are scaled once more."""
+    """Torch: the previous step's gradients are scaled once more."""
     pipe, plain = traced(Chain())
     for count in (8, 12):
         x, y = rows(count)
@@ -107,7 +106,9 @@ def test_gradients_of_several_steps_add_up(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_uneven_micro_batches_count_by_their_rows_and_sizes_may_change(schedule):
-    """Torch: 7 rows in 4 micro-batches, gradients 14 % off; another number of rows in the next step is an error."""
+    """Torch: with 7 rows in 4 micro-batches, gradients are 14 % off; a different number of rows in the next step is
+    an error.
+    """
     pipe, plain = traced(Chain())
     for count in (7, 3, 16, 1):
         x, y = rows(count)
@@ -127,7 +128,7 @@ def skipping(self, x):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_value_may_skip_stages_and_go_to_several_of_them(schedule):
-    """Torch: two consumers are refused, and under interleaved and zero-bubble schedules any skip is."""
+    """Torch: two consumers of a value are refused, and any skip under interleaved and zero-bubble schedules."""
     pipe, plain = traced(Chain(skipping))
     x, y = rows(8)
     pipe.step(x, target=y, loss_fn=F.mse_loss, schedule=schedule)
@@ -151,7 +152,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("how", list(pymoe.MultiUseParameterConfig))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_tied_parameter_gets_the_whole_gradient(schedule, how):
-    """Torch: each stage has a part of it and nobody adds them up; how to pass it on is never asked for."""
+    """Torch: each stage has a part of the gradient, and nothing sums them; the option for transmission is ignored."""
     text, target = torch.randint(10, (8,)), torch.randint(10, (8,))
     spec = {"middle": BEGINNING, "head": BEGINNING}
     pipe, plain = traced(Tied(), text[:3], split_spec=spec, multi_use_param_spec=how)
@@ -165,7 +166,7 @@ def test_a_tied_parameter_gets_the_whole_gradient(schedule, how):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_loss_may_be_part_of_what_is_traced(schedule):
-    """Torch: the public ways never look for it."""
+    """Torch: no public function looks for the loss."""
     model = Chain()
     plain = copy.deepcopy(model)
     x, y = rows(8)
@@ -182,7 +183,7 @@ def test_the_loss_may_be_part_of_what_is_traced(schedule):
 
 
 def with_marks(*marks):
-    """Marks before a, between a and b, after b."""
+    """Return a model with markers before a, between a and b, or after b."""
 
     def function(self, x):
         for times, layer in zip(marks, (self.a, self.b, None), strict=True):
@@ -196,7 +197,7 @@ def with_marks(*marks):
 
 @pytest.mark.parametrize(("marks", "stages"), [((1, 1, 1), 2), ((0, 3, 0), 2), ((2, 0, 2), 1), ((0, 0, 0), 1)])
 def test_marks_first_last_and_doubled_make_no_empty_stages(marks, stages):
-    """Torch: stages are then called pp_1 and pp_3, and the first cannot be had."""
+    """Torch: stages are then called pp_1 and pp_3, and the first is inaccessible."""
     pipe, plain = traced(Chain(with_marks(*marks)), split_spec=None)
     assert pipe.num_stages == stages
     assert [len(list(pipe.get_stage_module(i).parameters())) for i in range(stages)] == [4 // stages] * stages
@@ -205,7 +206,7 @@ def test_marks_first_last_and_doubled_make_no_empty_stages(marks, stages):
 
 
 def test_a_model_can_be_traced_again_and_is_never_changed():
-    """Torch: the model keeps the marks, and tracing it twice recurses without end."""
+    """Torch: the model keeps the markers, and tracing it twice recurses without end."""
     model = Chain()
     before = dict(vars(model.b))
     x, _ = rows(5)
@@ -227,7 +228,7 @@ def masked(self, x, *, mask, scale):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_keyword_arguments_reach_the_stage_that_uses_them(schedule):
-    """Torch: the first rank refuses what only a later stage takes."""
+    """Torch: the first rank refuses arguments that only a later stage takes."""
     x, y = rows(7)
     mask, _ = rows(7)
     model = Chain(masked)
@@ -241,7 +242,7 @@ def test_keyword_arguments_reach_the_stage_that_uses_them(schedule):
 
 
 class Routed(nn.Module):
-    """A mixture written by hand: how many rows an expert gets depends on the data."""
+    """A hand-written mixture, in which the number of rows per expert depends on the data."""
 
     def __init__(self, checks):
         super().__init__()
@@ -262,7 +263,7 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("checks", [False, True])
 def test_a_hand_written_mixture_can_be_traced_and_takes_any_number_of_rows(checks):
-    """Torch: with a question about the data it cannot be traced. Here the layer is then called as it is."""
+    """Torch: data-dependent control flow cannot be traced. Here the layer is called unchanged instead."""
     options = {"split_spec": {"1": BEGINNING}}
     if checks:
         with pytest.raises(CaptureError, match=r"if self\.checks and row\.numel\(\) == 0:(?s:.)*opaque"):
@@ -280,7 +281,7 @@ def test_a_hand_written_mixture_can_be_traced_and_takes_any_number_of_rows(check
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_crosses_may_have_a_shape_that_depends_on_data(schedule):
-    """Torch: the stage wants to know its shapes beforehand."""
+    """Torch: stages need to know the shapes beforehand."""
 
     def function(self, x):
         x = self.a(x)
@@ -296,7 +297,7 @@ def test_what_crosses_may_have_a_shape_that_depends_on_data(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_auxiliary_loss_of_a_stage_in_the_middle_reaches_its_router(schedule):
-    """Torch: the router's gradient is None, for only the last stage has a loss."""
+    """Torch: the router's gradient is None, because only the last stage has a loss."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), MoE(WIDTH, 6, 3, 1, z_loss_coef=0.1, aux_loss_coef=0.0), nn.Linear(WIDTH, WIDTH)]
     spec = {"1": BEGINNING, "2": BEGINNING}
@@ -310,7 +311,7 @@ def test_the_auxiliary_loss_of_a_stage_in_the_middle_reaches_its_router(schedule
 
 
 class Times(torch.autograd.Function):
-    """A product, whose backward passes are counted."""
+    """A product whose backward passes are counted."""
 
     calls = 0
 
@@ -327,7 +328,7 @@ class Times(torch.autograd.Function):
 
 
 def test_zero_bubble_runs_a_functions_backward_once_and_hooks_once():
-    """Torch: both halves of the backward run the whole of it, and hooks of parameters are left out."""
+    """Torch: both parts of the backward run all of it, and hooks of parameters are skipped."""
 
     def function(self, x):
         return self.c(Times.apply(self.a(x), self.b.weight)) + self.b.bias
@@ -347,7 +348,7 @@ def test_zero_bubble_runs_a_functions_backward_once_and_hooks_once():
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_worker_of_a_1f1b_schedule_begins_with_the_first_micro_batch(stages):
-    """Torch: the last rank's order has forwards 1 to m, and never 0."""
+    """Torch: the last rank's order has forwards 1 to m, but not 0."""
     plan = build("1f1b", stages, 6)
     validate(plan)
     for stage, order in enumerate(plan.orders):
@@ -356,7 +357,7 @@ def test_every_worker_of_a_1f1b_schedule_begins_with_the_first_micro_batch(stage
 
 
 def test_compiled_stages_train_under_zero_bubble():
-    """Torch: refuses them."""
+    """Torch: refuses compiled stages."""
     pipe, plain = traced(Chain())
     for number in range(pipe.num_stages):
         pipe.get_stage_module(number).compile(backend="aot_eager")
@@ -367,7 +368,7 @@ def test_compiled_stages_train_under_zero_bubble():
 
 
 def test_hooks_do_not_pile_up():
-    """Torch: a hook on what a stage receives is called 3, 4, 6, 8 times in steps of two micro-batches."""
+    """Torch: a hook on a stage's input is called 3, 4, 6, 8 times in steps of two micro-batches."""
     calls = []
 
     class Hooked(nn.Linear):
@@ -399,7 +400,9 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_buffers_keep_their_persistence_and_dictionaries_and_numbers_cross(schedule):
-    """Torch: buffers all become persistent, a dictionary is no target, and numbers and dictionaries cannot cross."""
+    """Torch: all buffers become persistent, a dictionary cannot be a target, and numbers and dictionaries cannot
+    cross.
+    """
     pipe, plain = traced(Scaled(), split_spec={"b": BEGINNING})
     assert list(pipe.state_dict()) == list(plain.state_dict())
     assert "unsaved" not in pipe.state_dict()
@@ -416,7 +419,7 @@ def test_buffers_keep_their_persistence_and_dictionaries_and_numbers_cross(sched
 
 
 def test_outputs_of_a_micro_batch_go_when_its_backward_has_run():
-    """Torch: holds all of them until the step has ended."""
+    """Torch: holds all outputs until the step has ended."""
     alive = []
     most = []
 
@@ -456,7 +459,7 @@ steep_product.register_autograd(_steep, setup_context=_keep)
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_custom_operators_have_the_gradient_that_was_registered(schedule):
-    """As with torch, which gets this right."""
+    """Torch gets this right, too."""
     pipe, plain = traced(Chain(lambda self, x: self.c(steep_product(self.b(self.a(x)), self.b.bias))))
     x, y = rows(7)
     pipe.step(x, target=y, loss_fn=F.mse_loss, schedule=schedule)

@@ -1,4 +1,4 @@
-"""Every schedule that a builder makes is accepted; whatever is done to it is refused, with the place."""
+"""Every schedule of a builder is accepted, and every corrupted one is refused with the place of the error."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -89,7 +89,7 @@ def test_an_action_on_a_wrong_worker_is_found(case, data):
 
 
 def needed_before(schedule, action):
-    """The earlier actions of the same worker that the action needs: itself, or by way of what other workers do."""
+    """Return the earlier actions of the same worker that the action needs, directly or through other workers."""
     worker, position = schedule.places[action]
     needed, unseen = set(), list(schedule.dependencies(action))
     while unseen:
@@ -117,7 +117,7 @@ def test_swapped_actions_of_which_one_needs_the_other_are_a_deadlock(case, data)
 
 
 def test_a_deadlock_names_everyone_in_the_ring():
-    """Worker 0 wants the first gradient before its second forward, worker 1 both forwards before any backward."""
+    """Worker 0 wants the first gradient before its second forward; worker 1 wants both forwards before any backward."""
     first = (Action(0, 0, F), Action(0, 0, B), Action(0, 1, F), Action(0, 1, B))
     second = (Action(1, 0, F), Action(1, 1, F), Action(1, 0, B), Action(1, 1, B))
     error = refused(Schedule("mine", 2, (0, 1), (first, second)), "deadlock")
@@ -128,7 +128,9 @@ def test_a_deadlock_names_everyone_in_the_ring():
 
 
 def test_a_deadlock_is_blamed_on_the_ring_and_not_on_those_who_wait_for_it():
-    """Worker 0 only waits; worker 2 wants two forwards before its first backward, worker 1 a backward between."""
+    """Worker 0 only waits. Worker 2 wants two forwards before its first backward; worker 1 wants a backward in
+    between.
+    """
     schedule = build("1f1b", 4, 2)
     calm = (Action(1, 0, F), Action(1, 0, B), Action(1, 1, F), Action(1, 1, B))
     hasty = (Action(2, 0, F), Action(2, 1, F), Action(2, 0, B), Action(2, 1, B))
@@ -182,7 +184,7 @@ def test_limits_and_workers_must_match_in_number():
 
 
 def test_parts_and_wholes_may_be_mixed():
-    """Stages before and after a split one wait for what it really sends."""
+    """Stages next to a split one wait for the values and gradients that it really sends."""
     middle = (Action(1, 0, F), Action(1, 0, I), Action(1, 0, W))
     schedule = Schedule(
         "mine", 1, (0, 1, 2), ((Action(0, 0, F), Action(0, 0, B)), middle, (Action(2, 0, F), Action(2, 0, B)))

@@ -1,4 +1,4 @@
-"""verify_skippables and skip_routes: where skips begin and end."""
+"""verify_skippables and skip_routes: find where skips begin and end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Whatever state a forward writes, gradients and state are the model's, micro-batch by micro-batch, or it is refused.
-
-Each kind of state is a layer that reads it and then writes to it. With checkpointing it must be as it is without; and
-in stages that share the layer it must be written in the order of the model.
+"""For any state that forwards write, gradients and state equal those of the model run by micro-batches, or the step is
+refused. For each kind of state, a layer reads it and then writes to it. Checkpointing must not change the results, and
+stages that share the layer must write in the model's order.
 """
 
 import copy
@@ -33,7 +32,7 @@ def loss_fn(output):
 
 
 def trained(model, layer, run, late):
-    """Gradients and states after every step of ``run``; ``late``: the layer is switched on after the first."""
+    """Return gradients and states after every step of ``run``; ``late``: switch the layer on after the first step."""
     found = []
     for step in range(STEPS):
         layer.on = step > 0 or not late
@@ -49,7 +48,7 @@ def batch(step):
 
 
 def by_hand(model):
-    """What runs the model micro-batch after micro-batch."""
+    """Return a function that runs the model micro-batch by micro-batch."""
 
     def run(x):
         for part in x.split(3):
@@ -118,7 +117,7 @@ def test_stages_that_share_a_layer_write_to_it_in_the_order_of_the_model(kind, l
 
 
 class Unseen(Buffer):
-    """Keeps its state where nobody looks for it."""
+    """Keeps its state in a place that is not searched."""
 
     def read(self):
         return GLOBAL[0]
@@ -131,7 +130,7 @@ GLOBAL = [None]
 
 
 def test_a_state_that_nobody_sees_would_be_noticed_here():
-    """Globals are documented as a limit: the comparison of the tests above fails for them."""
+    """Globals are a documented limit, and the comparison of the tests above fails for them."""
     made = with_layer(Unseen)
     plain, model = copy.deepcopy(made), copy.deepcopy(made)
     GLOBAL[0] = torch.ones(())
@@ -182,7 +181,7 @@ SWITCH = [False]
 
 
 class Switched(Buffer):
-    """Begins to write by a sign that is no part of it."""
+    """Begins to write on a signal that is not part of its state."""
 
     def write(self, value):
         if SWITCH[0]:
@@ -207,7 +206,7 @@ def test_a_shared_layer_that_begins_to_write_by_an_outer_sign_fails_the_step_and
 
 
 class ReadAfterWriting(Buffer):
-    """The graph needs the buffer itself, which the next forward changes."""
+    """Its graph needs a buffer that the next forward changes."""
 
     def forward(self, x):
         self.kept.mul_(2.0)
@@ -216,7 +215,7 @@ class ReadAfterWriting(Buffer):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_graph_that_needs_what_a_later_forward_has_changed_raises(checkpoint):
-    """What the recomputation had seen was exchanged for what is there now, which autograd was not told."""
+    """The state that the recomputation had seen was replaced by the present one without telling autograd."""
     model = with_layer(ReadAfterWriting)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         by_pipe(model, [2, 2], checkpoint, "gpipe")(batch(0))
@@ -237,7 +236,7 @@ class CountsInScript(nn.Module):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_modules_of_torchscript_are_layers_like_others(checkpoint, shared):
-    """Their dictionaries of modules and parameters are of classes of their own, which cannot be iterated over."""
+    """Their dictionaries of modules and parameters have special classes that cannot be iterated over."""
 
     def make():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What layers of tests note, where no pipe finds it: their recomputations must not count as a state of the model."""
+"""Hides the records of tests' layers from pipes, so that recomputations do not restore them as the model's state."""
 
 from __future__ import annotations
 

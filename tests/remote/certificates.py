@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl."""
+"""Makes certificates for tests with openssl."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Certificates:
         return str(self.folder / name)
 
     def server(self, *, asks: bool = False) -> TLS:
-        """Of a server, which asks clients for certificates or not."""
+        """Return a server's TLS; ``asks``: whether it asks clients for certificates."""
         return TLS(self.file("server.crt"), self.file("server.key"), self.file("ca.crt") if asks else None)
 
     def client(self, who: str | None = None) -> TLS:
-        """Of a client that trusts the authority; ``who`` shows a certificate."""
+        """Return the TLS of a client that trusts the authority; ``who`` names the certificate that it shows."""
         own = (self.file(f"{who}.crt"), self.file(f"{who}.key")) if who else (None, None)
         return TLS(*own, self.file("ca.crt"))
 

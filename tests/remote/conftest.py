@@ -1,4 +1,4 @@
-"""Servers, and what several test files here share: their folder goes on the path."""
+"""Fixtures for servers; makes the helper modules of this folder importable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server_processes import ServerProcesses
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Of an authority, a server and a client; and of a stranger."""
+    """Make certificates of an authority, a server and a client, and of a stranger."""
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -30,6 +30,6 @@ def starter() -> Iterator[ServerProcesses]:
 
 @pytest.fixture
 def processes(starter: ServerProcesses) -> Iterator[ServerProcesses]:
-    """Starts servers in processes of their own, which end with the test."""
+    """Provide a function that starts servers in separate processes, which end with the test."""
     yield starter
     starter.kill_all()

@@ -1,4 +1,4 @@
-"""TCP in front of a server that breaks connections off, with whatever is on its way."""
+"""A TCP proxy that cuts connections to a server, together with all data in transit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import threading
 
 
 class CuttingProxy:
-    """Every connection ends after a random time, a mean of ``mean`` seconds.
-
-    Attributes:
-        address: to connect to.
-        cuts: connections that it broke off.
+    """Ends every connection after a random time of ``mean`` seconds on average. Attributes: address: the address to
+    connect to. cuts: number of connections that it has cut.
     """
 
     def __init__(self, address: str, mean: float, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Experts for tests. Functions without arguments are what ``python -m pymoe.remote serve experts:NAME`` calls."""
+"""Experts for tests; ``python -m pymoe.remote serve experts:NAME`` calls the functions without arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = 1 << 14
 
 
 def mlp(name: str, seed: int = 0, optimizer: Any = torch.optim.Adam, lr: float = 1e-2, **options: Any) -> ExpertBackend:
-    """A small network; the same for the same seed, in every process."""
+    """Return a small network, which is the same for the same seed in every process."""
     torch.manual_seed(seed)
     expert = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
     opt = None if optimizer is None else optimizer(expert.parameters(), lr)
@@ -46,18 +46,18 @@ def counting(name: str = "counting", **options: Any) -> ExpertBackend:
 
 
 def counted(backend: Any, keys: int) -> Tensor:
-    """How often each gradient is in the parameters, as its expert says."""
+    """Return how often each gradient was applied, according to the expert's parameters."""
     (weight,) = backend.forward_pool.submit_task(torch.arange(keys)[:, None]).result()
     return weight.flatten().round().long()
 
 
 def count(backend: Any, key: int, **options: Any) -> Any:
-    """The request to apply the gradient number ``key``."""
+    """Send the request to apply the gradient number ``key``."""
     return backend.backward_pool.submit_task(torch.tensor([[key]]), torch.tensor([[-1.0]]), **options)
 
 
 class Held(nn.Module):
-    """Holds whoever comes until it is opened; counts how many came in. Opened from the start if told so."""
+    """Blocks every call until it is opened, and counts calls; ``open``: whether it starts open."""
 
     def __init__(self, opened: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def of(module: nn.Module, name: str = "expert", lr: float | None = 0.1, **option
 
 
 class Raising(nn.Module):
-    """Raises what it is given."""
+    """Raises the given exception."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Slow(nn.Module):
 
 
 class Unsavable(torch.optim.SGD):
-    """Has, from its first step on, a state that no checkpoint can hold."""
+    """From its first step on, its state cannot be saved in a checkpoint."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -121,7 +121,7 @@ def two() -> list[ExpertBackend]:
 
 
 def named() -> list[ExpertBackend]:
-    """Those whose names are in the environment."""
+    """Return the experts whose names are in the environment."""
     return [mlp(name, sum(map(ord, name))) for name in os.environ["EXPERTS"].split(",")]
 
 

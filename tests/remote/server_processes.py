@@ -1,4 +1,4 @@
-"""Servers in processes of their own, in little time: children of one process that has imported what they need."""
+"""Starts servers in separate processes quickly: as children of one process that has imported everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import TracebackType
 
 from limits import LONG
 
-# Reads the arguments and the environment of a server, forks it, and answers with its process; tells who has ended.
+# Reads a server's arguments and environment, forks it and answers with its process ID; reports which ones have ended.
 TEMPLATE = """
 import ctypes, json, os, sys
 import torch, pymoe.remote.cli, safetensors.torch
@@ -50,7 +50,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Where it serves, once it does."""
+        """Return the server's address, once it serves."""
         deadline = time.monotonic() + LONG
         while "serving at " not in self.said():
             assert time.monotonic() < deadline, self.said()
@@ -65,7 +65,7 @@ class ServerProcess:
         os.kill(self.pid, what)
 
     def freeze(self) -> None:
-        """``kill -STOP``, and wait until it has reached every thread: until then they go on."""
+        """Send ``kill -STOP``, and wait until every thread has stopped."""
         self.send(signal.SIGSTOP)
         deadline = time.monotonic() + LONG
         while {self._state(thread) for thread in Path(f"/proc/{self.pid}/task").iterdir()} != {"T"}:
@@ -83,7 +83,7 @@ class ServerProcess:
         return self.status
 
     def kill(self) -> None:
-        """``kill -9``, and the end of it."""
+        """Send ``kill -9``, and wait for the end."""
         if self.status is None:
             self.send(signal.SIGKILL)
             self.wait()
@@ -107,7 +107,7 @@ class ServerProcesses:
         return int(self.process.stdout.readline())
 
     def start(self, output: Path, *arguments: str, **environment: str) -> ServerProcess:
-        """Start ``serve ARGUMENTS``; what it says goes to the file ``output``."""
+        """Start ``serve ARGUMENTS``; the output goes to the file ``output``."""
         if "--listen" not in arguments:
             arguments = (*arguments, "--listen", "127.0.0.1:0")
         output.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""An address that cannot be served is found when the server is made or started, and said in a sentence."""
+"""An address that cannot be served raises a clear error when the server is made or started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.randn(2, WIDTH)
      "ipv4:127.0.0.1:7000,127.0.0.1"],
 )  # fmt: skip
 def test_an_address_that_is_none_is_named(address: str) -> None:
-    """GRPC took port 99998 for 34462, -5 for 65531, and a missing one for 443."""
+    """Port numbers were changed: gRPC took port 99998 for 34462, -5 for 65531, and a missing port for 443."""
     for use in (lambda: ExpertServer(mlp("a"), address), lambda: connect(address, timeout=1)):
         with pytest.raises(ValueError, match=r"expected (HOST:PORT|unix:PATH)"):
             use()  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def test_a_client_needs_a_port() -> None:
 
 
 def test_a_server_does_not_take_the_socket_of_one_that_lives(tmp_path: Path) -> None:
-    """The second took it, and when the first ended nobody could reach either."""
+    """The second server took the socket, and once the first had ended, neither could be reached."""
     address = f"unix:{tmp_path}/socket"
     with ExpertServer(mlp("first"), address):
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_of_two_servers_that_start_at_a_time_one_looks_after_the_other(tmp_path:
         with held_for_binding(address):
             second.start()
             assert held.wait(LONG)
-            time.sleep(0.1)  # it would have looked by now
+            time.sleep(0.1)  # by now it would have looked
             first.bind(f"{tmp_path}/socket")
             first.listen()
             assert not failed
@@ -108,7 +108,7 @@ def test_a_port_that_is_in_use_is_said_to_be() -> None:
 
 
 def in_child(use: object) -> str:
-    """What ``use()`` raises in a fork; ``hangs`` if it has not ended in time."""
+    """Return the error that ``use()`` raises in a fork; "hangs" if it does not end in time."""
     read, write = os.pipe()
     if not (child := os.fork()):
         try:
@@ -133,4 +133,4 @@ def test_a_fork_of_a_process_that_serves_says_that_it_cannot_serve() -> None:
         a.forward_pool(X)
         for use in (ExpertServer(mlp("b")).start, server.drain):
             assert "RuntimeError: ExpertServer: gRPC cannot serve in a fork" in in_child(use)
-            a.forward_pool(X)  # the parent's goes on
+            a.forward_pool(X)  # the parent's server still works

@@ -1,4 +1,4 @@
-"""Bugs of pymoe.remote that were fixed, each with its story."""
+"""Fixed bugs of pymoe.remote, each with its story."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def eventually(check: Callable[[], Any]) -> None:
 
 
 def test_a_request_of_several_updates_is_in_every_checkpoint_that_holds_a_part_of_it() -> None:
-    """Its key had the number of its last update: a state saved between the first and the last held rows of it and not
-    its key, so that after a kill another attempt applied these rows again.
+    """The key of the request had the number of its last update. A state saved between the first and last update
+    held rows of the request but not its key, so that after a kill another attempt applied these rows again.
     """
     backend = counting(max_batch_size=1)
     with ExpertServer(backend) as server, connect(server.address, coalesce=False) as there:
@@ -65,7 +65,7 @@ def test_a_request_of_several_updates_is_in_every_checkpoint_that_holds_a_part_o
 
 @pytest.mark.parametrize("way", ["removed and added", "another server"])
 def test_an_expert_that_is_served_again_knows_what_it_holds(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys went with the server while the parameters stayed: an attempt that came after that was applied again."""
+    """The keys went with the server while the parameters stayed, so a later attempt was applied again."""
     backend = counting()
     attempts = []
     real = requests.RemoteCall.__init__
@@ -97,8 +97,8 @@ def test_an_expert_that_is_served_again_knows_what_it_holds(way: str, monkeypatc
 def test_an_expert_that_hangs_holds_up_neither_other_checkpoints_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts were saved one after the other: one that hung had the others lose what they learned from then on. And
-    drain() waited for its batch for ever, so that SIGTERM and Ctrl-C did not end a server.
+    """Experts were saved one after the other: if one hung, later updates of the others were lost. And drain()
+    waited for its batch for ever, so that SIGTERM and Ctrl-C did not end a server.
     """
     monkeypatch.setattr(server_module, "PATIENCE_S", 0.1)
     held = Held(opened=True)
@@ -119,7 +119,7 @@ def test_an_expert_that_hangs_holds_up_neither_other_checkpoints_nor_the_end(
         second.backward_pool.submit_task(X, X).result()
 
         def drain() -> None:
-            with contextlib.suppress(TimeoutError):  # unless the last update of the one that hangs was saved
+            with contextlib.suppress(TimeoutError):  # no error if the hanging expert's last update was saved
                 server.drain()
 
         ending = threading.Thread(target=drain)
@@ -145,7 +145,7 @@ def test_the_command_ends_although_an_expert_hangs(processes: ServerProcesses, t
 
 
 def test_a_server_that_was_drained_takes_no_expert() -> None:
-    """It took it, and never served it."""
+    """It accepted the expert, but never served it."""
     server = ExpertServer(mlp("a"))
     with server:
         pass
@@ -155,7 +155,7 @@ def test_a_server_that_was_drained_takes_no_expert() -> None:
 
 @pytest.mark.parametrize("many", ["tensors", "dimensions"])
 def test_a_message_of_many_small_parts_takes_no_memory(many: str) -> None:
-    """They were counted after they had been decoded, at 50 bytes of memory for one of the message."""
+    """Messages were counted only after decoding, which takes 50 bytes of memory per byte."""
     count, one = 50_000, msgspec.msgpack.encode(["f32", [], "raw", b""])
     if many == "tensors":
         parts = b"\xdd" + count.to_bytes(4, "big") + one * count
@@ -173,8 +173,8 @@ def test_a_message_of_many_small_parts_takes_no_memory(many: str) -> None:
 
 @pytest.mark.parametrize("text", ["🦆" * 3000, "%" * 3000, "half a character: \ud800"], ids=["wide", "percent", "half"])
 def test_the_message_of_an_exception_travels_whatever_its_characters(text: str) -> None:
-    """A text of 1000 characters was more than a reply's metadata hold, and one that is no UTF-8 had no status at all:
-    the client waited until its deadline.
+    """A text of 1000 characters exceeded a reply's metadata, and one that is not UTF-8 had no status at all: the
+    client waited until its deadline.
     """
     with (
         ExpertServer(of(Raising(ValueError(text)))) as server,
@@ -190,7 +190,7 @@ def test_the_message_of_an_exception_travels_whatever_its_characters(text: str) 
 
 
 def test_concurrent_futures_waits_for_cancelled_requests() -> None:
-    """They stayed CANCELLED and never became CANCELLED_AND_NOTIFIED: who waited for them waited for ever."""
+    """The futures stayed CANCELLED and never became CANCELLED_AND_NOTIFIED, so waiting threads waited for ever."""
     held = Held()
     with ExpertServer(of(held), grace=0) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
         (remote,) = there.backends()
@@ -203,7 +203,7 @@ def test_concurrent_futures_waits_for_cancelled_requests() -> None:
 
 
 def test_requests_that_wait_for_their_call_end_with_the_connection() -> None:
-    """They were cancelled, which is not what the table of failures says."""
+    """The requests were cancelled, unlike in the documented table of failures."""
     held = Held()
     with ExpertServer(of(held), grace=0) as server:
         there = connect(server.address, timeout=LONG)
@@ -218,7 +218,7 @@ def test_requests_that_wait_for_their_call_end_with_the_connection() -> None:
 
 @pytest.mark.parametrize("coalesce", [True, False])
 def test_a_request_may_have_all_the_time_there_is(coalesce: bool) -> None:
-    """GRPC took a deadline that is infinitely far away for one that had passed."""
+    """An infinite deadline was taken by gRPC for one that had passed."""
     with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce) as there:
         (a,) = there.backends()
         assert a.forward_pool.submit_task(X, timeout=math.inf).result(LONG)[0].shape == X.shape
@@ -228,9 +228,9 @@ def test_a_request_may_have_all_the_time_there_is(coalesce: bool) -> None:
 
 
 def test_a_server_on_this_machine_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """$http_proxy got the token of a server on this machine, in clear, and the requests."""
+    """The proxy in $http_proxy got requests for a server on this machine, with the token in clear text."""
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("no_grpc_proxy", raising=False)
     with ExpertServer(mlp("a"), token="secret") as server, connect(server.address, token="secret") as there:
@@ -238,7 +238,7 @@ def test_a_server_on_this_machine_is_not_asked_through_a_proxy(monkeypatch: pyte
 
 
 def test_experts_that_come_later_have_workers_too() -> None:
-    """A connection had as many as its first call of backends() had experts."""
+    """A connection had only as many threads as its first call of backends() had experts."""
     with ExpertServer([mlp(name) for name in "abcd"]) as server, connect(server.address) as there:
         there.backends("a")
         assert there._runtime is not None
@@ -258,7 +258,7 @@ def test_the_command_prints_what_a_server_says_without_what_a_terminal_obeys(
 
 @pytest.mark.parametrize("coalesce", [True, False])
 def test_a_client_of_a_server_that_is_gone_says_so(coalesce: bool) -> None:
-    """It said that no Runtime serves the pool."""
+    """The error said that no Runtime serves the pool."""
     with ExpertServer(mlp("a")) as server:
         there = connect(server.address, coalesce=coalesce, timeout=LONG)
         (a,) = there.backends()
@@ -273,8 +273,8 @@ def test_a_client_of_a_server_that_is_gone_says_so(coalesce: bool) -> None:
 
 
 def test_a_server_that_is_gone_before_anybody_stays_with_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the first call of health came after the server had gone. It waited for the server's return, and
-    until then pools counted as served.
+    """On a busy machine, the first health check came after the server had gone. It waited for the server's return,
+    and until then pools counted as served.
     """
     watch = Channel.watch
     monkeypatch.setattr(Channel, "watch", lambda channel: None)
@@ -287,7 +287,7 @@ def test_a_server_that_is_gone_before_anybody_stays_with_it_is_noticed(monkeypat
 
 
 class OwnUpdates(ExpertBackend):
-    """Has a backward pass of its own, which says nothing of its updates."""
+    """Has its own backward pass, which does not report its updates."""
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         _, grad = inputs
@@ -297,7 +297,7 @@ class OwnUpdates(ExpertBackend):
 
 
 def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
-    """It was saved once, before it had learned anything; then nothing seemed to have changed."""
+    """Such an expert was saved only once, before it had learned anything, since nothing seemed to have changed."""
     experts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     backend, again = (
         OwnUpdates("own", one, torch.optim.SGD(one.parameters(), 0.1), args_schema=[ROW], outputs_schema=ROW)
@@ -316,7 +316,7 @@ def test_an_expert_that_counts_no_updates_is_saved_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("coalesce", [True, False])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_an_answer_of_another_kind_of_number_is_none(way: str, coalesce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its shapes were compared with the schema: whole numbers went on as outputs, and as gradients."""
+    """Only shapes were compared with the schema: integers were accepted as outputs and as gradients."""
     real = Service._reply
     monkeypatch.setattr(Service, "_reply", lambda self, one, got, how: real(self, one, [x.long() for x in got], how))
     with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=coalesce, timeout=LONG) as there:
@@ -327,7 +327,7 @@ def test_an_answer_of_another_kind_of_number_is_none(way: str, coalesce: bool, m
 
 
 class BreaksOff(OwnUpdates):
-    """Raises when it has made its update."""
+    """Raises after it has made its update."""
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         super().backward(*inputs)
@@ -336,7 +336,9 @@ class BreaksOff(OwnUpdates):
 
 @pytest.mark.parametrize("isolate", [True, False])
 def test_a_backward_pass_of_ones_own_that_raises_may_have_made_its_update(isolate: bool) -> None:
-    """Such a request counted as not applied: with ``isolate`` a batch ran again, and so could another attempt."""
+    """Such a request counted as not applied: with ``isolate`` the batch ran again, and another attempt could be
+    applied, too.
+    """
     expert = nn.Linear(WIDTH, WIDTH)
     before = expert.weight.detach().clone()
     schemas: dict[str, Any] = {"args_schema": [ROW], "outputs_schema": ROW, "isolate": isolate}
@@ -351,7 +353,7 @@ def test_a_backward_pass_of_ones_own_that_raises_may_have_made_its_update(isolat
 
 
 def test_saving_waits_for_an_expert_that_hangs_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
-    """It waited for ever, and the experts behind it were not saved."""
+    """save() waited for ever, and later experts were not saved."""
     held = Held(opened=True)
     experts = [of(held, "held"), mlp("a")]
     with ExpertServer(experts, checkpoints=tmp_path, save_every=0) as server, connect(server.address) as there:
@@ -372,7 +374,7 @@ def test_saving_waits_for_an_expert_that_hangs_no_longer_than_it_is_told_to(tmp_
 
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_a_backward_call_that_is_interrupted_is_not_sent_again_under_another_key(interrupts: int) -> None:
-    """Ctrl-C in a main thread that ran a batch put it back, and its gradients were sent and applied a second time."""
+    """Ctrl-C in a main thread that ran a batch requeued it, and its gradients were sent and applied a second time."""
     held = Held()
     with ExpertServer(of(held), grace=0) as server, connect(server.address, timeout=LONG) as there:
         pool: Any = there.backends()[0].backward_pool
@@ -381,7 +383,7 @@ def test_a_backward_call_that_is_interrupted_is_not_sent_again_under_another_key
             assert held.begun.wait(LONG)
             for _ in range(interrupts):
                 signal.pthread_kill(main, signal.SIGINT)
-                time.sleep(0.2)  # two at once are one
+                time.sleep(0.2)  # two signals at once count as one
             held.open.set()
 
         main = threading.get_ident()

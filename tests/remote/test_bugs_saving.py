@@ -1,4 +1,4 @@
-"""Bugs of saving and draining that were met: states that were lost, or said to be saved, without a word."""
+"""Fixed bugs of saving and draining: states were silently lost, or reported as saved."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def restored(make: Callable[[], ExpertBackend], folder: Path) -> ExpertBackend:
 
 
 def test_two_servers_on_one_folder_are_one_too_many(tmp_path: Path) -> None:
-    """Each went on from what it had loaded, and the last to save was the one whose updates were kept: five updates were
-    answered, saved, and gone.
+    """Each server continued from the state that it had loaded, and the last one to save won: five updates were
+    answered, saved, and lost.
     """
     with ExpertServer([mlp("a"), mlp("b")], checkpoints=tmp_path) as first:
         train(first, count=5)
         with pytest.raises(OSError, match=r"'a' cannot be saved in .*expert-a: .*another server, which has not"):
             ExpertServer([mlp("other"), mlp("a")], checkpoints=tmp_path)
-        ExpertServer(mlp("other"), checkpoints=tmp_path).drain()  # experts of other names, and what was refused: free
+        ExpertServer(mlp("other"), checkpoints=tmp_path).drain()  # other names, and a refused server's folder, are free
         first.remove("b")
         ExpertServer(mlp("b"), checkpoints=tmp_path).drain()
     assert restored(lambda: mlp("a"), tmp_path).updates == 5
@@ -72,7 +72,7 @@ def test_a_fork_does_not_keep_the_folder_of_its_parent(tmp_path: Path) -> None:
         with pytest.raises(BlockingIOError):
             FolderLock(tmp_path)
         lock.release()
-        FolderLock(tmp_path).release()  # though the child lives
+        FolderLock(tmp_path).release()  # although the child lives
     finally:
         os.write(writing, b"x")
         os.close(writing)
@@ -115,7 +115,7 @@ def test_what_an_expert_without_updates_counts_is_saved(tmp_path: Path) -> None:
 
 
 def test_parameters_that_were_set_by_hand_are_saved(tmp_path: Path) -> None:
-    """save() looked at the number of updates alone, said 0, and a restart brought the earlier parameters back."""
+    """save() looked only at the number of updates and returned 0, and a restart brought the earlier parameters back."""
     backend = mlp("a")
     with ExpertServer(backend, checkpoints=tmp_path) as server:
         train(server)
@@ -132,7 +132,7 @@ def test_parameters_that_were_set_by_hand_are_saved(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_does_not_undo_updates_without_a_word(tmp_path: Path) -> None:
-    """An expert that was taken out, trained, and added again was set back to its checkpoint."""
+    """An expert that was removed, trained, and added again was reset to its checkpoint."""
     backend = mlp("a")
     with ExpertServer([backend, mlp("b")], checkpoints=tmp_path) as server:
         train(server)
@@ -147,7 +147,7 @@ def test_a_checkpoint_does_not_undo_updates_without_a_word(tmp_path: Path) -> No
 
 
 def test_an_expert_that_cannot_be_saved_is_not_removed(tmp_path: Path) -> None:
-    """It was gone from the server, whose save() and drain() then told of nothing unsaved."""
+    """It was removed from the server anyway, whose save() and drain() then reported nothing unsaved."""
     with ExpertServer([mlp("a"), mlp("b")], checkpoints=tmp_path) as server:
         train(server)
         folder = tmp_path / "expert-a"
@@ -175,7 +175,7 @@ def test_a_server_that_never_started_saves_too(tmp_path: Path, way: str) -> None
 
 
 class SlowToSave(nn.Module):
-    """Waits, while it tells its state, until it may."""
+    """Its state_dict() waits until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,15 +196,15 @@ class SlowToSave(nn.Module):
 
 
 def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C a further drain() returned as if all were saved, and a client that had asked for the drain was told
-    that all was.
+    """After Ctrl-C, a further drain() returned as if everything were saved, and a client that had asked for the
+    drain was told so.
     """
     module = SlowToSave()
     server = ExpertServer(of(module, "a"), checkpoints=tmp_path, save_every=0)
     server.start()
     train(server, count=3)
     asked = threading.Event()
-    monkeypatch.setattr(server._service, "_drain", asked.set)  # the client alone waits for the end
+    monkeypatch.setattr(server._service, "_drain", asked.set)  # only the client waits for the end
     told: list[Any] = []
     with connect(server.address, timeout=LONG, coalesce=False) as there:
 
@@ -253,7 +253,7 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
 
 
 def test_a_further_drain_saves_what_the_first_could_not(tmp_path: Path) -> None:
-    """Of an expert that had changed without an update it did not try, and raised the first error again."""
+    """If an expert had changed without an update, it did not try again, and raised the first error once more."""
     backend = mlp("a")
     server = ExpertServer(backend, checkpoints=tmp_path, save_every=0)
     server.start()
@@ -275,7 +275,7 @@ def test_a_further_drain_saves_what_the_first_could_not(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_is_warned_of_and_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The release failed as the lock had, so drain() raised after all was saved, and the folder stayed open."""
+    """The release failed like the lock, so drain() raised after everything was saved, and the folder stayed open."""
 
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -289,7 +289,7 @@ def test_a_file_system_without_locks_is_warned_of_and_let_go(
 
 
 def test_a_grace_of_any_length_ends_the_server() -> None:
-    """An infinite one raised OverflowError at the end of drain(), and run() and wait() waited for ever."""
+    """An infinite grace raised OverflowError at the end of drain(), and run() and wait() waited for ever."""
     server = ExpertServer(mlp("a"), grace=math.inf)
     server.start()
     server.drain()
@@ -306,7 +306,7 @@ def test_what_is_no_number_of_seconds_is_refused_before_anything_ends(tmp_path: 
 
 
 def test_an_optimizer_or_a_buffer_that_two_experts_share_is_refused_with_checkpoints(tmp_path: Path) -> None:
-    """Each of two files held the moments of both experts, at two times."""
+    """Each of two files held the moments of both experts, from different times."""
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     opt = torch.optim.Adam([*first.parameters(), *second.parameters()])
     backends = [
@@ -328,7 +328,7 @@ def test_an_optimizer_or_a_buffer_that_two_experts_share_is_refused_with_checkpo
 def test_a_checkpoint_of_another_optimizer_is_refused_when_the_server_is_made(
     tmp_path: Path, before: Any, after: Any
 ) -> None:
-    """It was loaded, and every gradient after that failed with KeyError: 'betas'."""
+    """The checkpoint was loaded, and every later gradient failed with KeyError: 'betas'."""
     with ExpertServer(mlp("a", optimizer=before), checkpoints=tmp_path) as server:
         train(server)
     with pytest.raises(ValueError, match=f"'a': expected a checkpoint made with the optimizer {after.__name__}"):
@@ -338,7 +338,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_when_the_server_is_made(
 
 
 def test_callers_whose_rows_meet_in_a_message_share_no_block_of_int8() -> None:
-    """The NaN of one caller made NaN of what the others got, and its large numbers made their small ones 0."""
+    """One caller's NaN made NaN of other callers' results, and its large numbers made their small ones 0."""
     server = ExpertServer(of(nn.Identity(), "a", lr=None))
     with server, connect(server.address, encoding="int8", timeout=LONG) as there:
         (expert,) = there.backends()
@@ -351,7 +351,7 @@ def test_callers_whose_rows_meet_in_a_message_share_no_block_of_int8() -> None:
 
 
 def test_a_state_that_json_cannot_tell_is_refused_alike_after_a_change_that_is_no_update(tmp_path: Path) -> None:
-    """A save after an update raised TypeError, and one after another change the ValueError of Python."""
+    """A save after an update raised TypeError, and one after another change raised Python's ValueError."""
     backend = mlp("a")
     with ExpertServer(backend, checkpoints=tmp_path) as server:
         train(server)
@@ -363,7 +363,7 @@ def test_a_state_that_json_cannot_tell_is_refused_alike_after_a_change_that_is_n
 
 
 def test_a_save_looks_at_the_state_once_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor was copied and summed up for the file, and all of it again for the next comparison."""
+    """Every tensor was copied and hashed for the file, and again for the next comparison."""
     looks: list[str] = []
     dense = checkpoints._dense
 

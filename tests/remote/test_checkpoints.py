@@ -1,4 +1,6 @@
-"""A checkpoint is there whole or not at all, holds what a backend needs to go on, and is read without running code."""
+"""A checkpoint is complete or absent, holds everything that a backend needs to continue, and is read without
+running code.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def test_a_server_refuses_at_once_an_expert_that_cannot_be_saved(tmp_path: Path)
 def test_a_clock_that_is_set_back_does_not_make_a_checkpoint_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or another machine, whose clock is slow: the file that was just written was taken for the oldest and removed."""
+    """Or another machine's clock is slow: the file that was just written was taken for the oldest and removed."""
     for updates in range(3):
         write_checkpoint(tmp_path, Checkpoint({}, updates, {}))
     monkeypatch.setattr(checkpoints.time, "time_ns", lambda: 10**18)
@@ -175,7 +177,7 @@ def test_any_name_has_a_folder_of_its_own_inside(tmp_path: Path, name: str) -> N
 def test_a_write_that_nobody_waits_for_any_more_is_not_overtaken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that had timed out wrote its state after that of the next save, and so in front of it."""
+    """A save that had timed out wrote its state after a later save, and so took precedence."""
     stalled, go_on, written = threading.Event(), threading.Event(), []
 
     def write(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -193,7 +195,7 @@ def test_a_write_that_nobody_waits_for_any_more_is_not_overtaken(
             server.save(timeout=0.1)
         assert stalled.is_set()
         e.backward_pool(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
-        with pytest.raises(TimeoutError, match="'e' did not answer"):  # it waits for its turn
+        with pytest.raises(TimeoutError, match="'e' did not answer"):  # the save waits for its turn
             server.save(timeout=0.1)
         assert not written
         go_on.set()

@@ -1,4 +1,4 @@
-"""``python -m pymoe.remote`` and what else shows a server: its lines, exit statuses, signals, views and metrics."""
+"""``python -m pymoe.remote`` and other views of a server: output, exit statuses, signals, and metrics."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_info_and_drain(processes: ServerProcesses, tmp_path: Path, capsys: pyte
 def test_commands_fail_that_could_not_save_and_name_the_experts(
     processes: ServerProcesses, tmp_path: Path, by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ended with status 0, and what the expert had learned was gone."""
+    """Both ended with status 0, although the expert's updates were lost."""
     server = processes.start(tmp_path / "said", "experts:unsavable", "--checkpoints", str(tmp_path / "saved"))
     with connect(server.address, timeout=LONG) as there:
         there.backends()[0].backward_pool(X, X)
@@ -157,7 +157,7 @@ def test_top_shows_a_server_as_it_shows_a_runtime(capsys: pytest.CaptureFixture[
         shown = capsys.readouterr().out
         assert "held_forward" in shown
         assert f"{server.address} (process" in shown
-        for seconds in ("0", "inf", "soon"):  # an OverflowError, and a message that named a private function
+        for seconds in ("0", "inf", "soon"):  # raised OverflowError, or named a private function
             with pytest.raises(SystemExit):
                 main(["top", server.address, "--interval", seconds])
             assert f"expected a positive number of seconds, got {seconds!r}" in capsys.readouterr().err

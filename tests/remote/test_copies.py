@@ -1,4 +1,4 @@
-"""How often a tensor's bytes are copied on their way: the table of the benchmarks' page."""
+"""Counts how often a tensor's bytes are copied on their way, as the table in the benchmarks' documentation states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pymoe.remote.requests import RemoteCall
 from pymoe.remote.wire import FRAME
 
 SHORT, LONG = torch.randn(1, 64), torch.randn(64, 1 << 14)
-"""In a message, and in frames behind it: 4 MiB."""
+"""A tensor inside a message, and one that follows it in frames: 4 MiB."""
 
 
 def address(data: Any) -> int:
@@ -44,7 +44,7 @@ def test_a_short_tensor_is_copied_into_its_message_and_out_of_it() -> None:
 
 
 def test_a_long_tensor_is_copied_into_frames_and_to_its_place() -> None:
-    """One frame is there at a time; what is unpacked is where the frames were copied to."""
+    """Only one frame exists at a time, and the frames are copied to the final tensor."""
     packed = wire.pack([LONG], "raw")
     tail = wire.detach_long(packed)
     assert len(wire.encode(wire.Request("e", packed))) < 100
@@ -62,7 +62,7 @@ def test_a_long_tensor_is_copied_into_frames_and_to_its_place() -> None:
 
 
 def test_an_answer_is_handed_over_where_it_was_received() -> None:
-    """Nothing is copied between the message, or its frames, and the caller."""
+    """No bytes are copied between the message, or its frames, and the caller."""
     call = RemoteCall.__new__(RemoteCall)
     call.method, call._rows, call._device = "Backward", len(LONG), LONG.device
     proto = type("Proto", (), {"size": LONG.shape[1:], "dtype": LONG.dtype})

@@ -1,4 +1,4 @@
-"""Requests that are sent on their own: those that wait for room, and callbacks that block."""
+"""Requests that are sent separately: those that wait for room, and callbacks that block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class Full:
-    """A connection on which one request may be under way, which an expert holds."""
+    """A connection that allows one request at a time, which an expert holds."""
 
     def __init__(self, there: Any, held: Held, backend: Any) -> None:
         self.there, self.held, self.backend = there, held, backend
@@ -64,7 +64,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Full]:
 
 
 def test_gradients_of_coroutines_that_gave_up_without_room_are_never_sent(full: Full) -> None:
-    """Their threads waited on, and sent them: 31 updates where 20 had been asked for."""
+    """Their threads kept waiting and sent them later: 31 updates where 20 had been requested."""
 
     async def main() -> None:
         for _ in range(3):
@@ -84,7 +84,7 @@ def test_gradients_of_coroutines_that_gave_up_without_room_are_never_sent(full: 
 
 
 def test_coroutines_that_wait_for_room_hold_up_neither_asyncio_run_nor_its_executor(full: Full) -> None:
-    """Their threads waited until the connection's timeout, and asyncio.run for the threads."""
+    """Their threads waited until the connection's timeout, and asyncio.run waited for the threads."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -109,7 +109,7 @@ def test_a_thread_that_waits_for_room_raises_when_its_time_is_over(full: Full) -
 
 
 def test_requests_get_room_in_their_order(full: Full) -> None:
-    """A request with all the time there is may wait for room, too: a semaphore raised OverflowError."""
+    """A request without a time limit may wait for room, too; a semaphore raised OverflowError."""
     order: list[int] = []
     threads = []
 
@@ -149,7 +149,7 @@ def test_requests_without_room_end_with_their_connection(full: Full) -> None:
 
 
 def test_a_callback_may_wait_for_another_request_of_its_connection() -> None:
-    """It ran on the thread that reads the connection's answers, and waited for ever."""
+    """The callback ran on the thread that reads the connection's answers, and waited for ever."""
     with ExpertServer(mlp("a")) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
         (a,) = there.backends()
         found: list[Any] = []
@@ -186,7 +186,7 @@ def test_callbacks_run_in_their_order_on_threads_of_timers() -> None:
 def test_an_answer_that_only_this_library_waits_for_takes_no_other_thread(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each was handed to a thread of timers, which cost four more switches between threads for an answer."""
+    """Each answer was handed to a timer thread, which cost four more thread switches."""
     held, handed = Held(), []
     monkeypatch.setattr(requests, "call_soon", lambda *call: (handed.append(1), call_soon(*call)))
     with ExpertServer(of(held)) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
@@ -230,7 +230,7 @@ def test_callbacks_that_block_take_no_more_threads_than_requests_may_be_under_wa
     def block(_: Any) -> None:
         called.release()
         assert go_on.wait(LONG)
-        raise KeyboardInterrupt  # which is reported, and takes no room away
+        raise KeyboardInterrupt  # reported, and its permit is returned
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     held = Held()
@@ -251,7 +251,9 @@ def test_callbacks_that_block_take_no_more_threads_than_requests_may_be_under_wa
 
 
 def test_a_callback_that_waits_for_a_deadline_stops_none() -> None:
-    """Once the deadline had passed between two attempts, it ran on the thread of all deadlines, and stopped them."""
+    """Once the deadline had passed between two attempts, the callback ran on the only timer thread, and stopped all
+    deadlines.
+    """
     hung = Held()
     with (
         ExpertServer(of(hung), grace=0) as server,

@@ -1,4 +1,4 @@
-"""Tensors as bytes: what each encoding may change, for any numbers."""
+"""Tensors as bytes: tests the documented errors of each encoding, for any numbers."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_no_encoding_makes_a_tensor_longer(encoding: str, dtype: torch.dtype) ->
 
 
 def test_what_a_row_becomes_depends_on_no_other_row() -> None:
-    """Blocks of 256 numbers took rows of several callers together: the NaN of one made the numbers of others NaN, and
-    its large numbers made their small ones 0.
+    """Blocks of 256 numbers combined rows of several callers: one caller's NaN made others' numbers NaN, and its
+    large numbers made their small ones 0.
     """
     x = torch.randn(6, 3, 100)
     alone = [sent(row[None], "int8") for row in x]
@@ -125,7 +125,9 @@ def test_what_a_row_becomes_depends_on_no_other_row() -> None:
 
 
 def test_narrow_rows_take_no_more_memory_than_wide_ones() -> None:
-    """A message must not unfold: each row of two numbers, padded to a block, would have taken a kilobyte."""
+    """A message must not grow when it is decoded: each row of two numbers, padded to a block, would have taken a
+    kilobyte.
+    """
     rows = 1 << 20
     tensors = torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU])
     with tensors as found:

@@ -1,4 +1,4 @@
-"""Gradients counted one by one, through cut connections and killed servers: none is applied twice."""
+"""Counts gradients one by one, through cut connections and killed servers: none is applied twice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ X = torch.randn(4, 8)
 
 
 def train(backend: RemoteBackend, keys: range, threads: int) -> tuple[set[int], Counter[str]]:
-    """Ask for one gradient a key; return the keys that were answered, and what became of the others."""
+    """Request one gradient per key; return the keys that were answered, and the other outcomes."""
     answered: set[int] = set()
     others: Counter[str] = Counter()
     lock = threading.Lock()
@@ -63,7 +63,7 @@ def test_nothing_is_lost_or_applied_twice_where_connections_are_cut(coalesce: bo
             except (ServerLost, TimeoutError):
                 assert time.monotonic() < deadline
         with there:
-            # Until enough was cut, however quick the machine is.
+            # Continue until enough connections were cut, however fast the machine is.
             while keys < least or proxy.cuts <= 5 or not there.counts["retries"]:
                 more, failed = train(remote, range(keys, keys + 50), threads=4)
                 answered, others, keys = answered | more, others + failed, keys + 50
@@ -75,7 +75,7 @@ def test_nothing_is_lost_or_applied_twice_where_connections_are_cut(coalesce: bo
 
 
 def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerProcesses, tmp_path: Path) -> None:
-    """Gradients that were answered after the last checkpoint may be lost with a kill; none is there twice."""
+    """Gradients answered after the last checkpoint may be lost in a kill, but none is applied twice."""
     kills, keys = rounds(2, 20), rounds(1000, 12_000)
     saved = tmp_path / "saved"
     options = ["experts:counter", "--checkpoints", str(saved), "--save-every", "0.1"]
@@ -90,7 +90,7 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
             for number in range(kills):
                 while not job.done() and remote._stub.numbers._next < (number + 1) / (kills + 1) * keys / 4:
                     time.sleep(0.01)
-                deadline = time.monotonic() + LONG  # a busy machine may have answered all before it saves any
+                deadline = time.monotonic() + LONG  # a busy machine may answer all before it saves any
                 while all(one.name.endswith("-0.safetensors") for one in saved.rglob("*.safetensors")):
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
@@ -98,7 +98,7 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
                 server = processes.start(tmp_path / str(number + 1), *options, "--listen", address)
                 assert server.address == address
             answered, others = job.result()
-            more, none = train(remote, range(keys, keys + 8), 8)  # after the last kill
+            more, none = train(remote, range(keys, keys + 8), 8)  # these come after the last kill
         counts = counted(counter, keys + 8)
         there.close()
     assert (sorted(more), dict(none)) == ([*range(keys, keys + 8)], {})
@@ -128,7 +128,7 @@ def test_a_restarted_server_has_the_parameters_and_the_keys_of_its_checkpoint(tm
         with connect(server.address, coalesce=False) as there:
             there.client = client
             (remote,) = there.backends()
-            remote._stub.numbers._next = 2  # another attempt of the last request, whose answer never came
+            remote._stub.numbers._next = 2  # another attempt of the last request, which had no answer
             with pytest.raises(AppliedError, match="answer is gone"):
                 remote.backward_pool.submit_task(torch.tensor([[2]]), torch.tensor([[-1.0]])).result()
         assert counted(again, 4).tolist() == [1, 1, 1, 0]
@@ -155,7 +155,7 @@ def test_a_removed_expert_is_saved_and_an_added_one_loaded(tmp_path: Path) -> No
 
 
 def test_gradients_that_wait_for_others_belong_to_the_next_update(tmp_path: Path) -> None:
-    """With accumulate_steps, a key is saved with the update that its gradient is in, and lost with it."""
+    """With accumulate_steps, a key is saved, and lost, together with the update that contains its gradient."""
     backend = counting(accumulate_steps=2)
     with ExpertServer(backend, checkpoints=tmp_path) as server, connect(server.address) as there:
         (remote,) = there.backends()
@@ -171,7 +171,7 @@ def test_gradients_that_wait_for_others_belong_to_the_next_update(tmp_path: Path
 
 
 def test_a_checkpoint_holds_the_key_of_a_request_that_is_still_under_way(tmp_path: Path) -> None:
-    """The state is copied after an update and before its request has settled: the key waits for that, and is there."""
+    """The state is copied after an update but before its request has settled; saving waits for the key."""
     backend = counting()
     with ExpertServer(backend, checkpoints=tmp_path, save_every=0) as server:
         entry = server._service.entries["counting"]
@@ -257,7 +257,7 @@ def test_saving_needs_a_folder() -> None:
 
 
 def test_an_attempt_has_the_key_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt's answer is thrown away: the second is told the same, and nothing more is applied."""
+    """The first attempt's answer is dropped. The second attempt gets the same answer, and nothing is applied again."""
     backend = counting()
     with ExpertServer(backend) as server, connect(server.address, timeout=LONG) as there:
         (remote,) = there.backends()
@@ -277,7 +277,7 @@ def test_an_attempt_has_the_key_of_the_one_before(monkeypatch: pytest.MonkeyPatc
 
 
 class Chosen(Counting):
-    """Holds the batch that has row 0, and raises for a batch that has row 9, once."""
+    """Blocks the batch that has row 0, and raises once for a batch that has row 9."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def chosen() -> tuple[Chosen, ExpertBackend]:
 def test_only_a_request_of_which_something_was_applied_is_applied_in_part(
     rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any end of a request of several batches counted, also where none of them had begun: its gradient was lost."""
+    """Any end of a request of several batches counted as applied, even if no batch had begun: its gradient was lost."""
     expert, backend = chosen()
     with ExpertServer(backend) as server, connect(server.address, coalesce=False, timeout=LONG) as there:
         (remote,) = there.backends()

@@ -1,4 +1,4 @@
-"""The table of failures in the documentation: what a client sees, row by row."""
+"""The documentation's table of failures, from the client's view, row by row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pymoe.remote import server as server_module
 from pymoe.runtime import ExpertClient, NonFiniteGradientError, QueueFull
 
 X = torch.randn(4, WIDTH)
-SOON = 0.3  # seconds: for what is meant to run out
+SOON = 0.3  # seconds; for timeouts that are meant to expire
 WAYS = pytest.mark.parametrize("coalesce", [True, False], ids=["coalesced", "direct"])
 
 
@@ -106,7 +106,7 @@ def test_a_server_notices_that_it_stood_still_as_long_as_it_serves() -> None:
     with ExpertServer(mlp("a")) as server:
 
         async def stand_still() -> float:
-            time.sleep(2 * service.STALL_S)  # the event loop with it
+            time.sleep(2 * service.STALL_S)  # stops the event loop, too
             return await server._service.stalls.settle()
 
         assert server_module.run(stand_still()) > 0
@@ -118,7 +118,9 @@ def test_a_server_notices_that_it_stood_still_as_long_as_it_serves() -> None:
 def test_the_time_in_which_a_server_settles_is_the_requests_own(
     coalesce: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After it stood still a server waits for the word that a client has given its request up, however it was sent."""
+    """After a stall, a server waits for the cancellations of requests that clients have given up, however these
+    were sent.
+    """
 
     async def settle(stalls: Any) -> float:
         return 1e9
@@ -161,7 +163,7 @@ def test_more_requests_than_allowed(monkeypatch: pytest.MonkeyPatch, coalesce: b
             eventually(lambda: backend.forward_pool._statistics()["queued"] == 1)
             with pytest.raises(QueueFull, match="the queue has no room"):
                 first.forward_pool.submit_task(X).result()
-            with connect(server.address, coalesce=coalesce, timeout=LONG) as there:  # overloaded is not broken
+            with connect(server.address, coalesce=coalesce, timeout=LONG) as there:  # an overloaded server is not lost
                 (second,) = there.backends()
                 patient = second.forward_pool.submit_task(X)
                 eventually(lambda: there.counts["retries"] > 1)
@@ -217,7 +219,7 @@ def test_an_unknown_expert_and_tensors_that_do_not_fit(coalesce: bool) -> None:
 
 
 class Unheard(Exception):
-    """Of a type that clients do not know."""
+    """An exception type that clients do not know."""
 
 
 @WAYS
@@ -262,14 +264,14 @@ def test_an_update_that_broke_off_is_not_tried_again() -> None:
 
 
 def test_applied_and_the_answer_lost() -> None:
-    """The server has applied the request and forgotten its answer: it is not applied again."""
+    """The server has applied the request and forgotten its answer; the request is not applied again."""
     backend = mlp("a")
     with ExpertServer(backend) as server, connect(server.address, coalesce=False) as there:
         (remote,) = there.backends()
         remote.backward_pool.submit_task(X, X).result()
         journal = server._service.entries["a"].journal
         journal.restore(journal.keys(backend.updates))
-        remote._stub.numbers._next = 0  # what a retry would send
+        remote._stub.numbers._next = 0  # as a retry would
         with pytest.raises(AppliedError, match="answer is gone"):
             remote.backward_pool.submit_task(X, X).result()
         assert backend.updates == 1

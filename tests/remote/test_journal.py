@@ -1,4 +1,4 @@
-"""A request that was applied is never applied again, whatever breaks, and none is lost but with a kill."""
+"""An applied request is never applied again, whatever fails, and none is lost except in a kill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER = [torch.ones(2)]
 
 
 class Request:
-    """What a journal runs: ends when it is told to."""
+    """A request that a journal runs, which ends when it is told to."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
@@ -127,7 +127,7 @@ async def test_who_joined_a_request_that_was_cancelled_runs_it() -> None:
     joined = asyncio.ensure_future(journal.once("c", 0, 0, second.run, attempt=1))
     await soon()
     gone.cancel()
-    first.cancel()  # as a connection that broke has it
+    first.cancel()  # as after a broken connection
     assert await joined == (ANSWER, False)
 
 
@@ -202,13 +202,15 @@ async def test_a_client_that_said_nothing_for_long_is_forgotten_and_told_so() ->
         await journal.once("c", 0, 0, Request().run, attempt=1, incarnation="life")
     new = Request()
     new.end(Applied(3, ANSWER))
-    await journal.once("e", 0, 0, new.run, attempt=1, incarnation="")  # whose first attempt did not get here
+    await journal.once("e", 0, 0, new.run, attempt=1, incarnation="")  # its first attempt did not arrive
     assert new.begun == 1
 
 
 @in_loop
 async def test_a_client_that_was_forgotten_before_its_first_answer_is_told_so() -> None:
-    """It knows no server's life yet. Soon after its first attempt it is new; much later it may have been forgotten."""
+    """The client has had no answer from any run of the server. Soon after its first attempt it is new; much later
+    it may have been forgotten.
+    """
     for age, refused in ((0.0, False), (journal_module.KEEP_CLIENT_S / 3, False), (journal_module.KEEP_CLIENT_S, True)):
         request = Request()
         request.end(Applied(1, ANSWER))
@@ -270,9 +272,8 @@ class Saved(NamedTuple):
 
 
 class World:
-    """A client whose attempts overlap and lose their answers, and a server that is killed and comes back.
-
-    ``state`` are the parameters: how often each key was applied. What no checkpoint holds goes with a kill.
+    """A client whose attempts overlap and lose answers, and a server that is killed and restarted. ``state`` stands for
+    the parameters: how often each key was applied. A kill loses changes since the last checkpoint.
     """
 
     def __init__(self, seed: int) -> None:
@@ -282,7 +283,7 @@ class World:
         self.saved = Saved({}, 0, {})
         self.journal = Journal("0")
         self.numbers = RequestNumbers()
-        self.attempts: dict[int, int] = {}  # of keys that are open
+        self.attempts: dict[int, int] = {}  # number of attempts, by open key
         self.tasks: list[tuple[int, asyncio.Task[Any]]] = []
         self.running: list[tuple[int, Request]] = []
         self.answered: list[int] = []
@@ -315,7 +316,7 @@ class World:
             self.send(self.chance.choice(list(self.attempts)))
 
     def apply(self) -> None:
-        """One batch: some of what runs; its results come later."""
+        """Apply one batch with some of the running requests; their results come later."""
         batch = [one for one in self.running if self.chance.random() < 0.6]
         self.running = [one for one in self.running if one not in batch]
         if batch:
@@ -353,7 +354,7 @@ class World:
         self.journal.restore(self.saved.keys)
 
     def look(self) -> None:
-        """What the client sees, and what must hold at any time."""
+        """Check the answers that the client sees, and the invariants."""
         for key, task in [one for one in self.tasks if one[1].done()]:
             self.tasks.remove((key, task))
             if not task.cancelled() and key in self.attempts:
@@ -373,7 +374,7 @@ class World:
             self.chance.choice(steps)()
             await asyncio.sleep(self.chance.choice([0, 0, 1e-4, 1e-3]))
             self.look()
-        for _ in range(5000):  # at the end everything is asked for until it is answered
+        for _ in range(5000):  # at the end, repeat all requests until they are answered
             if not self.attempts:
                 break
             self.again()

@@ -1,4 +1,4 @@
-"""A server's numbers for Prometheus, and the dashboard that draws them."""
+"""Metrics of a server for Prometheus, and the dashboard that draws them."""
 
 from __future__ import annotations
 

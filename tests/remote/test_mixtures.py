@@ -1,4 +1,4 @@
-"""Mixtures go on while servers die, leave the dead out at once, and take them back at once."""
+"""Mixtures continue while servers die, leave out dead ones immediately, and take them back immediately."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = "abcd"
 
 
 class Trained:
-    """Four experts, each on a server of its own, under one mixture that learns to sort."""
+    """Four experts on separate servers, in one mixture that learns to sort."""
 
     def __init__(self, processes: ServerProcesses, folder: Path) -> None:
         self.processes, self.folder, self.starts = processes, folder, 0
@@ -62,7 +62,7 @@ class Trained:
 
 @pytest.mark.slow
 def test_training_goes_on_with_1_of_4_servers_killed_and_restarted(processes: ServerProcesses, tmp_path: Path) -> None:
-    """And ends about where it does without a death, which takes a long run to see."""
+    """The final loss is about the same as without a death, which only a long run shows."""
     steps, ends = rounds(12, 400), []
     for faulty in (True, False) if EXHAUSTIVE else (True,):
         (tmp_path / str(faulty)).mkdir()
@@ -98,7 +98,7 @@ def test_a_death_in_a_step_costs_that_step_one_answer(processes: ServerProcesses
         x = torch.randn(4, WIDTH, requires_grad=True)
         y = mixture(x)
         server.kill()
-        y.sum().backward()  # gradients of the dead are zero
+        y.sum().backward()  # gradients of dead experts are zero
         eventually(lambda: not there.reachable)
         assert torch.equal(mixture(x), here.forward(x)[0])
         assert [one.backward.failed for one in mixture.stats().values()] == [1, 1, 0]

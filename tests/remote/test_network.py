@@ -1,4 +1,6 @@
-"""A server in a network namespace of its own, behind a wire that delays and loses packets where the system has one."""
+"""Runs a server in a separate network namespace, behind a wire that delays and loses packets if the system allows
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NETEM = ["netem", "delay", "25ms", "5ms", "loss", "1%"]
 
 @pytest.fixture(params=[False, True], ids=["a plain wire", "a wire that delays and loses"])
 def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A namespace at the other end of a wire: a plain one, or one with 50 ms there and back, and 1 % loss each way."""
+    """A namespace behind a wire: a plain one, or one with 50 ms round trip and 1 % loss each way."""
     name, wire = f"pymoe-{os.getpid()}", f"py{os.getpid()}"
     ours, theirs = f"{wire}a", f"{wire}b"
     within = ["ip", "netns", "exec", name]
@@ -56,7 +58,7 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def mixture(namespace: str, certificates: Certificates, tmp_path: Path) -> Iterator[pymoe.MixtureOfExpertBackends]:
-    """Two experts at the other end of the wire, with TLS and a token, and one here; two of three are asked."""
+    """Two experts behind the wire, with TLS and a token, and a local one; rows ask two of the three."""
     token = tmp_path / "token"
     token.write_text("correct-horse")
     root = Path(__file__).parents[2]
@@ -80,7 +82,7 @@ def mixture(namespace: str, certificates: Certificates, tmp_path: Path) -> Itera
 
 
 def train(model: nn.Module, loss_of_a_step: Callable[[], Tensor]) -> list[float]:
-    """A hundred steps, and how long one takes."""
+    """Run a hundred steps; return the time per step."""
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     losses, begin = [], time.perf_counter()
     for _ in range(100):

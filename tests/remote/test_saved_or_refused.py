@@ -1,5 +1,5 @@
-"""What a server says is saved is saved: every kind of state, in every place, comes back from its checkpoint as it was,
-or is refused by a TypeError that says where it is. None is lost without a word.
+"""A saved state is complete: every kind of state, in every place, is restored exactly from its checkpoint, or refused
+by a TypeError that names its place. None is lost silently.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pymoe.runtime import ExpertBackend
 
 X = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
 Make = Callable[[int], Any]
-"""Makes a value of some kind: another one for another number."""
+"""Makes a value of some kind; different numbers make different values."""
 
 
 class Own:
-    """An object that no checkpoint can hold."""
+    """An object that a checkpoint cannot hold."""
 
 
 def of_dtype(dtype: torch.dtype) -> Make:
     def make(number: int) -> Tensor:
-        bits = torch.arange(4 * dtype.itemsize, dtype=torch.uint8) % 2 ^ number  # 0 and 1: a bool knows no other byte
+        bits = torch.arange(4 * dtype.itemsize, dtype=torch.uint8) % 2 ^ number  # 0 and 1, the only bytes of a bool
         return bits.view(dtype)
 
     return make
@@ -121,7 +121,7 @@ class Holding(nn.Module):
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps a value for each parameter: from the start, or from its first step on."""
+    """Keeps a value per parameter, from the start or from its first step on."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], value: Any, at_start: bool) -> None:
         super().__init__([one for one in parameters if one.requires_grad], 0.1)
@@ -152,7 +152,7 @@ def backend_with(place: str, value: Any, moments: int = 0) -> ExpertBackend:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, types and bits included."""
+    """Return whether two states are equal, including types and bits."""
     if isinstance(one, Tensor):
         if not isinstance(other, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
@@ -168,7 +168,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def outcome(folder: Path, place: str, make: Make) -> str:
-    """What becomes of a state: ``"equal"`` or ``"refused"``."""
+    """Save and load a state; return ``"equal"`` or ``"refused"``."""
     backend = backend_with(place, make(1))
     where = "_extra_state.opt.state.0.value" if place.startswith("optimizer") else "expert."
     try:
@@ -182,7 +182,7 @@ def outcome(folder: Path, place: str, make: Make) -> str:
     if refusal:
         assert refusal.removeprefix("ExpertServer.save: not saved: ").startswith("'e' cannot be saved in ")
         with contextlib.suppress(RuntimeError, NotImplementedError):
-            backend.state_dict()  # where that raises, its own error is all there is
+            backend.state_dict()  # if this raises, that is the error
             assert where in refusal or "represented in JSON" in refusal
         assert not list(folder.glob("*/*")), "nothing is left of it"
         return "refused"
@@ -195,7 +195,9 @@ def outcome(folder: Path, place: str, make: Make) -> str:
 
 
 def cases() -> list[Any]:
-    """Every kind in every place, but for one: torch's optimizers cannot load what torch does not convert."""
+    """Return every kind in every place, except for one: torch's optimizers cannot load values that torch does not
+    convert.
+    """
     found = []
     for place in PLACES:
         kinds = TENSORS if place in ("parameter", "buffer") else {**TENSORS, **VALUES}
@@ -210,7 +212,9 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("place", "make"), cases())
 def test_what_a_server_says_is_saved_is_saved(tmp_path: Path, place: str, make: Make) -> None:
-    """Of 14 kinds of buffers 4 were taken and never saved; what optimizers keep came back in the parameters' dtype."""
+    """Of 14 kinds of buffers, 4 were accepted and never saved; optimizers' values came back in the parameters'
+    dtype.
+    """
     try:
         backend_with(place, make(1))
     except (RuntimeError, TypeError) as error:
@@ -232,7 +236,9 @@ def test_these_are_refused_when_the_server_is_made(tmp_path: Path, kind: str) ->
 
 
 def test_a_sibling_that_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were what an optimizer keeps loaded by torch alone, or were other numbers written than those of the state."""
+    """The test above would fail if torch alone loaded optimizer states, or if other numbers than the state's were
+    written.
+    """
     monkeypatch.setattr(checkpoints, "load_exactly", lambda backend, state: backend.load_state_dict(state))
     with pytest.raises(AssertionError):
         outcome(tmp_path / "cast", PLACES[3], DTYPES["torch.int64"])
@@ -315,7 +321,7 @@ def test_a_scheduler_that_has_no_state_and_an_expanded_buffer_are_refused(tmp_pa
 
 
 class Versioned(nn.Linear):
-    """Doubles what it loads from an older version of itself."""
+    """Doubles the values that it loads from an older version of itself."""
 
     _version = 2
 
@@ -326,7 +332,7 @@ class Versioned(nn.Linear):
 
 
 def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
-    """It took what it had saved itself for the state of an older version."""
+    """It took its own saved state for one of an older version."""
     one, other = (of(Versioned(WIDTH, WIDTH), "e") for _ in range(2))
     ExpertServer(one, checkpoints=tmp_path).drain()
     ExpertServer(other, checkpoints=tmp_path)
@@ -334,7 +340,7 @@ def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
 
 
 def test_many_clients_with_long_names_are_saved(tmp_path: Path) -> None:
-    """Their keys were in the header, of which safetensors takes 100 MB: saves failed until they were forgotten."""
+    """Their keys were in the header, which safetensors limits to 100 MB: saves failed until the keys were forgotten."""
     keys = {f"{number:06d}" + "\U0001f600" * 60: (0, [1]) for number in range(1000)}
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(3)}, 1, keys))
     assert int.from_bytes(path.read_bytes()[:8], "little") < 1000, "the header"
@@ -354,7 +360,7 @@ def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_was_changed_in_a_file_is_damage(tmp_path: Path) -> None:
-    """Only the bytes were checked: whole numbers passed for floating-point ones."""
+    """Only the bytes were checked, so integers passed for floating-point numbers."""
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.arange(3, dtype=torch.int32)}, 1, {}))
     path.write_bytes(path.read_bytes().replace(b'"I32"', b'"F32"'))
     with pytest.raises(ValueError, match="not what was written"):

@@ -1,4 +1,4 @@
-"""The table of threats in the documentation: what strangers can do to a server, row by row; messages: test_wire.py."""
+"""The documentation's table of threats: what strangers can do to a server, row by row (messages: test_wire.py)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def works(there: Connection) -> None:
 
 
 def memory(process: int | str = "self") -> int:
-    """The most bytes that a process has had in memory; of this one, where no other is named."""
+    """Return the peak memory of a process in bytes; of this one by default."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10
 
@@ -107,7 +107,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_body_of_a_stranger_s_request_is_not_read(processes: ServerProcesses, tmp_path: Path) -> None:
-    """Each has 64 MiB to say, all at once; the server's memory stays about where it was."""
+    """Each stranger sends 64 MiB at once; the server's memory hardly grows."""
     (tmp_path / "token").write_text(TOKEN)
     server = processes.start(tmp_path / "said", "experts:two", "--token-file", str(tmp_path / "token"))
     body = bytes(64 * MIB)
@@ -177,11 +177,11 @@ def test_a_client_accepts_only_a_server_whose_authority_it_knows(
     with pytest.raises(ServerLost, match=r"(?i)certificate|ssl|tls"):
         connect(guarded.address, tls=TLS(ca=certificates.file("strange-ca.crt")), token=TOKEN)
     with pytest.raises(ServerLost):
-        connect(guarded.address)  # which speaks no TLS
+        connect(guarded.address)  # a client without TLS
 
 
 def test_a_certificate_without_the_name_of_its_host_is_no_wrong_token(certificates: Certificates) -> None:
-    """GRPC's status for it is that of a token."""
+    """The status from gRPC is the same as for a wrong token."""
     tls = TLS(certificates.file("127.0.0.1.crt"), certificates.file("127.0.0.1.key"))
     with (
         ExpertServer(mlp("a"), "127.0.0.1:0", tls=tls, token=TOKEN) as server,
@@ -210,7 +210,7 @@ def test_tls_takes_a_certificate_with_its_key() -> None:
 
 
 def test_a_compressed_message_is_not_decompressed(server: ExpertServer) -> None:
-    """200 MiB of zeros in 200 KiB: refused as it is."""
+    """The message, 200 MiB of zeros compressed to 200 KiB, is refused without decompression."""
     bomb = bytes(200 * MIB)
     with grpc.insecure_channel(server.address, pymoe_options(), compression=grpc.Compression.Gzip) as channel:
         call = channel.unary_unary(f"/{wire.SERVICE}/Forward")
@@ -324,7 +324,7 @@ def test_silent_and_talkative_sockets_keep_nobody_out(server: ExpertServer) -> N
 
 
 def test_mutated_requests_get_a_status_and_no_more(server: ExpertServer) -> None:
-    """All of them end in a status of the caller's fault, and the expert answers as before."""
+    """All of them get a status that blames the caller, and the expert answers as before."""
     chance = random.Random(1)
     good = wire.encode(wire.Request("a", wire.pack([X], "raw")))
     allowed = {
@@ -335,7 +335,7 @@ def test_mutated_requests_get_a_status_and_no_more(server: ExpertServer) -> None
         (before,) = a.forward_pool.submit_task(X).result()
         for method in ("Forward", "Backward"):
             send = there.methods[method].future
-            for _ in range(rounds(1, 20)):  # of thousands at once gRPC itself cancels some
+            for _ in range(rounds(1, 20)):  # gRPC itself cancels some of thousands at once
                 bad = [mutated(good, chance) for _ in range(150)]
                 calls = [send(one, timeout=LONG, metadata=((SIZE_KEY, str(len(one))),)) for one in bad]
                 codes = {call.code() for call in calls}
@@ -344,7 +344,7 @@ def test_mutated_requests_get_a_status_and_no_more(server: ExpertServer) -> None
 
 
 def test_a_client_survives_a_hostile_server() -> None:
-    """Whatever answers: one exception that says so."""
+    """Whatever the server answers, the client raises one exception that says so."""
     chance = random.Random(2)
     answers: list[bytes] = []
 
@@ -369,7 +369,7 @@ def test_a_client_survives_a_hostile_server() -> None:
 
 
 def test_a_server_in_a_loop_of_ours_is_not_disturbed() -> None:
-    """Servers share a loop of their own, whatever loops a program has."""
+    """Servers share their own event loop, whatever loops a program has."""
 
     async def ask() -> None:
         with ExpertServer(mlp("a")) as first, ExpertServer(mlp("a")) as second:
@@ -383,7 +383,7 @@ def test_a_server_in_a_loop_of_ours_is_not_disturbed() -> None:
 
 
 def test_mutated_requests_on_a_stream_get_a_status_and_no_more(server: ExpertServer) -> None:
-    """Streams answer each, or end; the expert answers as before."""
+    """Streams answer each request, or end; the expert answers as before."""
     chance = random.Random(3)
     good = wire.encode(wire.Request("a", wire.pack([X], "raw"), seconds=LONG))
     kinds = {

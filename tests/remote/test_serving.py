@@ -1,4 +1,4 @@
-"""Remote backends stand where local ones do, and answer with the same bits."""
+"""Remote backends can be used like local ones, and answer with the same bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held() -> Held:
 
 @pytest.fixture(scope="module")
 def server(held: Held) -> Iterator[ExpertServer]:
-    """An expert a that trains, b that does not, and one that can be held."""
+    """Serve an expert a that trains, b that does not, and one that can be blocked."""
     experts = [mlp("a", 1), mlp("b", 2, optimizer=None), of(held, "held")]
     with ExpertServer(experts, workers=4) as made:
         yield made
@@ -45,7 +45,7 @@ def there(request: pytest.FixtureRequest, server: ExpertServer) -> Iterator[Conn
 
 
 def twin(server: ExpertServer, name: str) -> ExpertBackend:
-    """A local copy of what is served."""
+    """Return a local copy of a served expert."""
     return copy.deepcopy(server.experts[name])
 
 
@@ -170,7 +170,7 @@ def test_activations_may_travel_in_fewer_bits_and_gradients_do_not(server: Exper
         assert not torch.equal(y, local.forward(X)[0])
         assert torch.allclose(y, local.forward(X)[0], atol=0.05)
         exact = X.bfloat16().float()
-        if encoding == "bf16":  # numbers that lose nothing on the way there
+        if encoding == "bf16":  # numbers that bf16 represents exactly
             assert torch.equal(remote.backward_pool(exact, G)[0], local.backward(exact, G)[0])
     with connect(server.address, gradient_encoding="bf16") as there:
         (remote,) = there.backends("b")
@@ -226,7 +226,7 @@ def test_cancelling_a_direct_request_takes_it_out_of_the_queue_over_there(server
         assert all(one.cancel() for one in queued)
         with pytest.raises(concurrent.futures.CancelledError):
             queued[0].result()
-        while pool._statistics()["queued"]:  # or this goes on for ever
+        while pool._statistics()["queued"]:  # otherwise this test would not end
             pass
         held.open.set()
         running.result()
@@ -278,7 +278,7 @@ def test_many_callers_share_calls_and_a_lone_one_waits_for_nobody(server: Expert
 
 
 def test_a_call_has_the_patience_of_its_own_requests(server: ExpertServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that of one that is done."""
+    """It is not the deadline of a request that is done."""
     seen: list[float] = []
     real = pymoe.remote.requests.RemoteCall
     monkeypatch.setattr("pymoe.remote.requests.RemoteCall", lambda *all_: (seen.append(all_[-1]), real(*all_))[1])
@@ -308,7 +308,7 @@ def test_experts_are_added_and_removed_while_others_are_served() -> None:
         a.forward_pool(X)
         with pytest.raises(KeyError, match="no expert 'b'"):
             server.remove("b")
-        with Runtime([removed]):  # it is free for others
+        with Runtime([removed]):  # the backend may be served by others
             removed.forward_pool(X)
 
 

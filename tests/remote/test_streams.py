@@ -1,4 +1,4 @@
-"""Requests on streams that stay open: what a call of its own would do, they do, and long messages go in frames."""
+"""Requests on streams behave like separate gRPC calls, and long messages travel in frames."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_streams_that_wait_do_not_hold_up_a_drain() -> None:
 
 @pytest.mark.slow
 def test_a_stream_that_ended_while_it_was_idle_is_not_used_again() -> None:
-    """Without retries a request would fail though the server is there again."""
+    """Without retries, a request would fail although the server is back."""
     with ExpertServer(mlp("a")) as server:
         address = server.address
         there = connect(address, retries=False)
@@ -137,7 +137,7 @@ def test_clients_beyond_the_most_streams_are_served_by_calls(monkeypatch: pytest
 
 
 def test_a_refusal_of_streams_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request tried a stream first, which the server counted as one that it had shed."""
+    """Every request tried a stream first, which the server counted as a refused request."""
     monkeypatch.setattr("pymoe.remote.service.MAX_STREAMS", 0)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
@@ -177,7 +177,7 @@ def throw(error: Exception) -> Any:
 
 
 def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that had once had many requests under way kept its streams, of which a server has 1,024, for ever."""
+    """A client that once had many requests under way kept its streams for ever, and a server has only 1,024."""
     monkeypatch.setattr("pymoe.remote.channel.IDLE_S", 0.1)
     with ExpertServer(mlp("a")) as server, connect(server.address, retries=False) as there:
         (a,) = there.backends()
@@ -190,7 +190,7 @@ def test_a_stream_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Let the time of a stream be over, and its function not begin yet; returns how it begins."""
+    """Let a stream's idle time end without its function beginning; return a function that begins it."""
     streams, taken, go_on, called = [], threading.Event(), threading.Event(), threading.Event()
     real = TimerHandle._call
 
@@ -214,7 +214,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_stream_whose_idle_time_is_over_is_given_to_no_request(late: Any) -> None:
-    """The request lost its stream when the function ran at last: with 30 s it timed out at once."""
+    """The request lost its stream when the function finally ran: with 30 s left, it timed out at once."""
     held = Held(opened=True)
     with ExpertServer(of(held)) as server, connect(server.address, retries=False, timeout=LONG) as there:
         (remote,) = there.backends()
@@ -257,7 +257,7 @@ def test_a_stream_whose_request_was_answered_as_its_time_was_over_is_not_used_ag
 def test_a_request_whose_deadline_nobody_can_watch_is_refused_and_the_next_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No thread can be started. A deadline of the connection that passes unnoticed would be a request that hangs."""
+    """If no thread can be started, a request whose deadline passes unnoticed would hang."""
     real, left = TimerHandle.reset, [1]
 
     def reset(self: TimerHandle, seconds: float) -> bool:
@@ -270,7 +270,7 @@ def test_a_request_whose_deadline_nobody_can_watch_is_refused_and_the_next_one_i
         (a,) = there.backends()
         with monkeypatch.context() as patch:
             patch.setattr(TimerHandle, "reset", reset)
-            assert a.forward_pool(X)[0].shape == X.shape  # only the time of idleness cannot be watched
+            assert a.forward_pool(X)[0].shape == X.shape  # only the idle time cannot be limited
             assert not there.streams._idle
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 a.forward_pool(X)
@@ -288,7 +288,7 @@ def test_a_stream_without_the_token_is_refused_before_it_is_read() -> None:
         streams = [channel.stream_stream(f"/{wire.SERVICE}/Exchange")(iter([bytes(64 * MIB)])) for _ in range(4)]
         for stream in streams:
             assert stream.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert memory() - before < 400 * MIB  # that of the client, which is this process: 64 MiB each, and no more
+        assert memory() - before < 400 * MIB  # memory of this process, the client: just 64 MiB each
 
 
 def test_a_stream_reads_no_more_than_a_frame_before_there_is_room() -> None:
@@ -349,7 +349,7 @@ def test_long_messages_arrive_as_they_were_sent(coalesce: bool, encoding: str) -
     for found, wanted in ((y, local), (grad, local_grad)):
         if encoding == "raw":
             assert torch.equal(found, wanted)
-        else:  # an input that is a little off may be on the other side of a ReLU
+        else:  # a slightly different input may be on the other side of a ReLU
             assert (found - wanted).abs().mean() < 0.01
 
 
@@ -396,7 +396,7 @@ def test_what_was_announced_takes_no_memory_until_it_comes() -> None:
 def test_a_long_reply_that_nobody_reads_takes_room_and_is_held_no_longer_than_its_request_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was held beside the room, as long as its client stayed."""
+    """The reply was not charged to the byte budget, and was held for as long as its client stayed."""
     monkeypatch.setattr(service, "SLOW_REPLY_S", 0.5)
     size = 16 * MIB
     backend = ExpertBackend("wide", Wide(), None, args_schema=[ROW], outputs_schema=BatchTensorProto(size // 4))
@@ -421,7 +421,7 @@ def test_a_long_reply_that_nobody_reads_takes_room_and_is_held_no_longer_than_it
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that each call was given."""
+    """Record the seconds that each call was given."""
     seconds: list[float] = []
     real = requests.RemoteCall
 
@@ -442,7 +442,7 @@ def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other(given: 
         assert 9 * LONG < given.pop() <= 10 * LONG
         held.open.clear()
         begun = time.monotonic()
-        with pytest.raises(TimeoutError):  # not that of the one before
+        with pytest.raises(TimeoutError):  # not the previous call's deadline
             pool.submit_task(X, timeout=0.3).result()
         assert time.monotonic() - begun < LONG
         gone = pool.submit_task(X, timeout=0.2)  # its call begins
@@ -459,7 +459,7 @@ def test_a_call_has_the_time_of_its_most_patient_request_and_of_no_other(given: 
 
 
 def test_a_future_that_nobody_has_counts_for_nobody(given: list[float]) -> None:
-    """Whoever let go of a request gave the next call its deadline."""
+    """A request that its caller had dropped passed its deadline to the next call."""
     held = Held()
     with ExpertServer(of(held, max_batch_size=8), grace=0) as server, connect(server.address, timeout=LONG) as there:
         pool = there.backends()[0].forward_pool

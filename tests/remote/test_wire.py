@@ -1,4 +1,4 @@
-"""Messages: what arrives is what was sent, and what is no message is refused, whatever it is."""
+"""Messages: what arrives equals what was sent, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_message_does_not_unfold_to_more_than_a_message_may_have(monkeypatch: 
     monkeypatch.setattr(wire, "MAX_BYTES", 1 << 16)
     packed = wire.pack([torch.zeros(1, 1 << 13)] * 2, "int8")
     assert len(decoded(wire.encode(Request("e", packed)))) == 2
-    data = wire.encode(Request("e", packed * 2))  # 8 KiB of each 32 KiB
+    data = wire.encode(Request("e", packed * 2))  # 8 KiB for each 32 KiB
     with pytest.raises(WireError, match="at most 65536 bytes"):
         decoded(data)
 
@@ -114,7 +114,7 @@ def test_a_message_that_is_too_long_is_not_made(monkeypatch: pytest.MonkeyPatch)
 
 
 def mutated(good: bytes, chance: random.Random) -> bytes:
-    """Bytes flipped, cut off, added, or random altogether."""
+    """Return bytes that are flipped, cut off, added, or entirely random."""
     bad = bytearray(good)
     kind = chance.randrange(5)
     if kind == 0:

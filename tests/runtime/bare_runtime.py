@@ -1,4 +1,4 @@
-"""The bound worker pool by itself: the module without the package, in processes of its own and in this one."""
+"""Uses the native worker pool without the package, in separate processes and in this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from limits import LONG
 from pymoe import _runtime
 from pymoe._runtime import WorkerPool
 
-# The module from its file, without the package and torch, whose import would be most of a short process's time.
+# Loads the module from its file, without the package and torch, whose import takes longest.
 PRELUDE = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("pymoe._runtime", {_runtime.__file__!r})

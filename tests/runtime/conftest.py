@@ -1,4 +1,4 @@
-"""What several test files here share lies beside them, or beside those of mixtures: both folders go on the path."""
+"""Makes the helper modules of this folder and of the mixtures' tests importable."""
 
 import sys
 from pathlib import Path

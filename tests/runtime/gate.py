@@ -1,4 +1,4 @@
-"""A batch that begins, and does not end before it may."""
+"""A batch that begins, and does not end until it is allowed to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``detect_anomaly()`` with threads: torch gives the GIL away while it holds the lock of a leaf."""
+"""``detect_anomaly()`` with threads: torch releases the GIL while it holds a leaf's lock."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ with torch.autograd.detect_anomaly():
 @pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("use", USES)
 def test_threads_do_not_wait_for_each_other_under_detect_anomaly(use: str) -> None:
-    """They waited for ever, and Ctrl-C did nothing: one held the lock of pymoe's leaf and wanted the GIL."""
+    """The threads deadlocked, and Ctrl-C did nothing: one held the lock of pymoe's leaf and waited for the GIL."""
     try:
         done = run_python(USES[use], PRELUDE, timeout=120)
     except subprocess.TimeoutExpired:
@@ -81,7 +81,7 @@ def test_threads_do_not_wait_for_each_other_under_detect_anomaly(use: str) -> No
 
 
 def test_nothing_keeps_a_leaf_of_its_own() -> None:
-    """Several threads may use what outlives a call, so it takes ``ANCHOR``, whose accumulator is always there."""
+    """Several threads may use nodes that outlive a call, so these take ``ANCHOR``, whose accumulator always exists."""
 
     def makes_leaf(value: ast.AST) -> bool:
         return any(

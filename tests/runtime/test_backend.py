@@ -1,4 +1,4 @@
-"""The passes of an expert backend, called directly: what goes in, what comes out, and what must not matter."""
+"""The passes of an expert backend, called directly: inputs, outputs, and circumstances that must not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = BatchTensorProto(4)
 
 
 class Call(nn.Module):
-    """A module that is a function, with a parameter for it."""
+    """A module that calls a given function, with a parameter for it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_callers_tensors_are_left_alone() -> None:
 
 
 def test_updates_do_not_write_into_callers_gradients() -> None:
-    """Autograd may make a parameter's gradient a view of what the caller sent; clipping in place would change that."""
+    """Autograd may make a parameter's gradient a view of the caller's tensor, which clipping in place would change."""
     backend = make(lambda weight, x: x + weight.view(1, 4), X, clip_grad_norm=0.001, gradient_reduction="mean")
     grad = torch.full((1, 4), 3.0)
     (gradient,) = backend.backward(torch.zeros(1, 4), grad)

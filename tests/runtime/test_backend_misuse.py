@@ -1,4 +1,4 @@
-"""What goes wrong around an expert backend is refused with a message, or does no harm."""
+"""Wrong uses of an expert backend are refused with a message, or do no harm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     opt = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="'e': opt updates none of the expert's parameters"):
         make(opt=opt)
-    make(cls=Overridden, opt=opt)  # knows what it does
+    make(cls=Overridden, opt=opt)  # allowed, as it overrides apply_gradients
 
 
 def test_a_state_is_not_assigned_to_a_backend_that_trains() -> None:
@@ -87,7 +87,7 @@ def test_the_state_of_a_bare_expert_can_be_loaded() -> None:
 
 
 class Negate(nn.Module):
-    """Nothing about it says that it changes its input."""
+    """Changes its input in place, and nothing shows that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_experts_that_work_in_place_are_served_and_change_no_clients_tensor(
     (expected,) = torch.autograd.grad(output.sum(), leaf)
     for _ in range(2):
         if not backward_first:
-            torch.testing.assert_close(backend.forward(x)[0], output)  # a batch may lie otherwise in memory
+            torch.testing.assert_close(backend.forward(x)[0], output)  # a batch may have another memory layout
         torch.testing.assert_close(backend.backward(x, torch.ones(1, 4))[0], expected)
         torch.testing.assert_close(backend.forward(x)[0], output)
         assert torch.equal(x, original)
@@ -121,7 +121,7 @@ def test_experts_that_work_in_place_are_served_and_change_no_clients_tensor(
 
 @pytest.mark.parametrize("way", ["to", "method", "parent"])
 def test_a_served_expert_is_not_converted(way: str) -> None:
-    """Its schema stayed: no request of either dtype was served any more."""
+    """The schema kept the old dtype, so no request of either dtype was served any more."""
     backend = make()
     convert: Callable[[], Any] = {
         "to": lambda: backend.to(torch.bfloat16),
@@ -244,7 +244,7 @@ def test_backends_that_share_parameters_never_overlap() -> None:
     with both._lock:
         helper = threading.Thread(target=lambda: (third.forward(ONES), entered.set()))
         helper.start()
-        assert not entered.wait(0.05)  # it holds the locks of both others
+        assert not entered.wait(0.05)  # it holds the locks of both other backends
     helper.join()
     assert entered.is_set()
 
@@ -259,7 +259,7 @@ def test_a_copy_trains_by_itself(duplicate: Any) -> None:
     before = expert.weight.detach().clone()
     with Runtime([twin]):
         twin.backward_pool(ONES, ONES)
-        backend.backward(ONES, ONES)  # is nobody's business
+        backend.backward(ONES, ONES)  # an unserved backend may be called directly
         assert (twin.updates, backend.updates) == (2, 2)
     assert not torch.equal(before, expert.weight)
     assert torch.equal(twin.expert.weight, expert.weight)

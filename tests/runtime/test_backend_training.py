@@ -1,4 +1,4 @@
-"""How an expert backend trains: one update a batch, from its own gradients alone, whatever happened before."""
+"""Training of an expert backend: one update per batch, only from its own gradients, whatever happened before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ NAN = float("nan")
 
 
 class Scale(nn.Module):
-    """Rows times a weight: the gradient of the weight is the sum of inputs times gradients. Does what it is told."""
+    """Multiplies rows by a weight, whose gradient is the sum of inputs times gradients. Can be told to do other
+    things.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class Scale(nn.Module):
 
 
 class Observed(ExpertBackend):
-    """Keeps the gradients that updates were made with."""
+    """Records the gradients of its updates."""
 
     def apply_gradients(self) -> None:
         self.__dict__.setdefault("seen", []).append([parameter.grad for parameter in self.parameters()])
@@ -56,7 +58,7 @@ def test_one_update_a_batch_of_the_sum_or_the_mean_over_its_rows() -> None:
     for reduction, expected in (("sum", 6.0), ("mean", 2.0)):
         backend = make(gradient_reduction=reduction)
         (gradient,) = backend.backward(ONES, 2 * ONES)
-        assert torch.equal(gradient, 4 * ONES)  # what is the clients' is not averaged
+        assert torch.equal(gradient, 4 * ONES)  # clients' gradients are not averaged
         assert torch.equal(backend.seen[0][0], torch.full((4,), expected))
         assert torch.equal(backend.expert.weight, torch.full((4,), 2.0 - 0.5 * expected))
         assert len(backend.seen) == backend.updates == 1
@@ -76,7 +78,7 @@ def test_accumulated_batches_make_the_update_of_one_large_batch(reduction: str) 
     assert several.updates == large.updates == 1
     torch.testing.assert_close(several.expert.weight, large.expert.weight)
     several.backward(x, grad)
-    assert several.updates == 1  # it begins again at zero
+    assert several.updates == 1  # accumulation starts again at zero
 
 
 def test_clipping_is_torchs() -> None:
@@ -199,7 +201,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_cleared_too() -> None:
     for _ in range(2):
         backend.backward(ONES, ONES)
         assert all(parameter.grad is None for parameter in expert.parameters())
-    # 3 rows times the second weight, which is 2 and then 2 - 0.5 * 6: not added up over batches.
+    # 3 rows times the second weight, which is 2 and then 2 - 0.5 * 6; gradients do not add up over batches.
     assert [grads[0][0].item() for grads in backend.seen] == [6.0, -3.0]
     assert torch.equal(expert[0].weight, torch.full((4,), 2.0))
 
@@ -267,7 +269,7 @@ def test_steps_with_nan_are_made_where_asked_for() -> None:
 
 
 def test_large_finite_gradients_are_no_error() -> None:
-    """Their sum overflows, which must not be taken for an infinity among them."""
+    """Their sum overflows, which must not be taken for an infinity among the gradients."""
     backend = make(lr=1e-38)
     grad = torch.full((1, 4), 3e38)
     backend.backward(torch.ones(1, 4), grad)
@@ -312,7 +314,7 @@ def test_the_mode_of_the_expert_is_kept_and_can_be_set() -> None:
     assert torch.equal(backend.forward(ONES)[0], ONES / (1 + 1e-5) ** 0.5)
     backend.train()
     assert expert[0].training
-    assert backend.forward(torch.randn(100, 4))[0].eq(0).sum() == 0  # normalised after dropout
+    assert backend.forward(torch.randn(100, 4))[0].eq(0).sum() == 0  # normalised after dropout, so some values are 0
     backend.eval()
     assert not expert[1].training
     assert torch.equal(backend.forward(ONES)[0], ONES / (1 + 1e-5) ** 0.5)
@@ -354,7 +356,7 @@ def test_the_state_is_of_one_moment() -> None:
 
 
 def test_a_state_taken_while_training_is_between_two_updates() -> None:
-    """Both weights always move together; a state with one of them moved was taken in the middle of a step."""
+    """Both weights always change together, so a state with only one changed was taken during a step."""
 
     class Slowly(ExpertBackend):
         def apply_gradients(self) -> None:
@@ -410,13 +412,13 @@ def test_moving_an_expert_moves_its_optimizer() -> None:
     load, backend.opt.load_state_dict = backend.opt.load_state_dict, loaded.append
     backend.to("cpu")
     (state,) = loaded
-    load(state)  # moves its tensors to where parameters are
+    load(state)  # moves its tensors to the parameters' device
     backend.backward(torch.randn(5, 4), torch.ones(5, 4))
     assert backend.updates == 4
 
 
 def test_the_optimizers_own_zero_grad_is_called_after_its_step() -> None:
-    """An optimizer that overrides it (to keep its own sums, say) did not notice that gradients were cleared."""
+    """An optimizer that overrides it (to keep its own sums, for example) did not notice that gradients were cleared."""
     calls = []
 
     class Own(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Prototypes of batched tensors: what they make, what they accept, and that they are values."""
+"""Prototypes of batched tensors: the tensors that they make and accept, and their behaviour as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What thousands of requests get from batches is what direct calls would have given them, updates included."""
+"""Thousands of batched requests get the same results as direct calls, including updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = BatchTensorProto(6, dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def _one_thread_an_operator() -> Iterator[None]:
-    """Every thread that runs a batch has threads of its own for large operators, which wait busily for each other."""
+    """Each thread that runs a batch has its own threads for large operators, and these spin while they wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +32,7 @@ def _one_thread_an_operator() -> Iterator[None]:
 
 
 class Rowwise(nn.Module):
-    """No sum over rows or columns in its outputs and gradients, which are therefore the same bit for bit."""
+    """Outputs and gradients contain no sums over rows or columns, so they are equal bit for bit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def matmul() -> nn.Sequential:
 
 
 class Recording(ExpertBackend):
-    """Keeps every batch that went through its passes."""
+    """Records every batch of its passes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +64,7 @@ class Recording(ExpertBackend):
 
 
 def from_many_clients(requests: list[Any], ask: Callable[[Any], Any]) -> list[Any]:
-    """The answers to all requests, in order, asked for by several threads, some of them several at a time."""
+    """Return the answers to all requests in order; several threads ask, some with several requests at a time."""
     with ThreadPoolExecutor(CLIENTS) as clients:
         chunks = [requests[start : start + 7] for start in range(0, len(requests), 7)]
         answers = clients.map(lambda chunk: [future.result(LONG) for future in [ask(one) for one in chunk]], chunks)
@@ -96,7 +96,7 @@ def test_two_thousand_requests_of_random_sizes(make: Callable[[], nn.Module]) ->
     for batches in backend.recorded.values():
         assert sum(len(batch[0]) for batch in batches) == sum(sizes)
         assert max(len(batch[0]) for batch in batches) == 64
-        assert len(batches) < sum(math.ceil(size / 64) for size in sizes) / 1.25  # or nothing was batched
+        assert len(batches) < sum(math.ceil(size / 64) for size in sizes) / 1.25  # else nothing was batched
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_reduction": "mean", "clip_grad_norm": 0.5, "accumulate_steps": 3}])
@@ -111,7 +111,7 @@ def test_the_optimizers_trajectory_is_a_plain_loops_over_the_same_batches(option
 
     steps = options.get("accumulate_steps", 1)
     rows = 0
-    of_row: dict[bytes, Tensor] = {}  # every row is another
+    of_row: dict[bytes, Tensor] = {}  # all rows differ
     for count, (x, grad) in enumerate(backend.recorded["backward"], start=1):
         leaf = x.requires_grad_()
         plain(leaf).backward(grad)
@@ -137,7 +137,7 @@ def test_the_optimizers_trajectory_is_a_plain_loops_over_the_same_batches(option
 
 
 def together(backend: ExpertBackend, pool: Any, requests: list[Any]) -> list[Any]:
-    """The futures of requests that make one batch: they are queued before anything can run."""
+    """Return futures of requests that make one batch, since all are queued before anything can run."""
     begun, release = threading.Event(), threading.Event()
 
     def hold(*_: Any) -> None:
@@ -175,7 +175,7 @@ def test_a_bad_request_fails_alone() -> None:
                     future.result(LONG)
             else:
                 assert torch.equal(future.result(LONG)[0], backend.expert(inputs[i][0]))
-    assert len(backend.recorded["forward"][1][0]) == 16  # they were one batch
+    assert len(backend.recorded["forward"][1][0]) == 16  # the requests were one batch
 
 
 def test_a_nan_reaches_neither_the_outputs_nor_the_gradients_nor_the_expert_of_others() -> None:

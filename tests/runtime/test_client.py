@@ -20,7 +20,7 @@ X = BatchTensorProto(4, dtype=torch.float64)
 
 
 class Call(nn.Module):
-    """A module that is a function, with a parameter for it."""
+    """A module that calls a given function, with a parameter for it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def sgd(module: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
 
 @contextmanager
 def served(expert: nn.Module, *, opt: bool = True, timeout: float | None = LONG, **options: Any) -> Iterator[Any]:
-    """A client of the expert while a runtime serves it."""
+    """Serve the expert, and provide a client of it."""
     options.setdefault("args_schema", [X])
     backend = ExpertBackend("expert", expert, sgd(expert) if opt else None, **options)
     with Runtime([backend], num_workers=2):
@@ -194,7 +194,7 @@ def test_no_rows() -> None:
 
 
 def test_outputs_may_be_changed_in_place() -> None:
-    """They are views of a batch's result, of which other clients have other rows."""
+    """They are views of a batch's result, whose other rows belong to other clients."""
     with served(Call(lambda weight, x: (weight * x, x + 1))) as client:
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
         first, second = client(x)
@@ -360,7 +360,7 @@ def test_calls_can_be_sent_before_their_answers_are_waited_for() -> None:
             assert torch.equal(output, 2 * x)
             assert output.requires_grad
         with torch.no_grad():
-            assert not pending[0].result().requires_grad  # a result may be asked for again
+            assert not pending[0].result().requires_grad  # result() may be called again
         first, second = pending[0].result(), pending[0].result()
         (first + second).sum().backward()
         assert torch.equal(inputs[0].grad, 2 * torch.full_like(inputs[0], 2.0))
@@ -386,7 +386,7 @@ def test_calls_in_an_event_loop() -> None:
 
 
 def test_many_threads_train_one_expert() -> None:
-    """Each thread's gradients are those of its own rows; together they make updates of all rows."""
+    """Each thread gets the gradients of its own rows, and together they make updates from all rows."""
     expert = Call(lambda weight, x: weight * x)
     rows: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A client used in ways that went wrong silently: constants, copies, time that is over, no runtime."""
+"""Uses of a client that failed silently: constants, copies, expired timeouts, no runtime."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ FORMS: dict[str, Callable[[ExpertClient, Tensor], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_timeout_bounds_every_way_to_wait(form: str) -> None:
-    """Nobody serves the pool, so nothing else ends the wait; the request is taken back."""
+    """The pool is not served, so nothing else ends the wait; the request is withdrawn."""
     backend = plain()
     client = ExpertClient(backend, timeout=0.5)
     with pytest.raises(TimeoutError, match=r"expert_forward: .* within 0.5 s; no Runtime serves the pool"):

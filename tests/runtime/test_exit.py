@@ -1,4 +1,4 @@
-"""The interpreter's exit while daemon threads go on: it ends with code 0, and no unwinding of theirs is caught."""
+"""Interpreter exit while daemon threads run: the exit code is 0, and nothing catches the threads' unwinding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from processes import run_python
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
-# What a daemon thread does for ever; only Python sleeps in it, as torch itself aborts where its own functions are cut.
+# Endless loops of daemon threads; they sleep only in Python, because torch aborts if its own functions are cut off.
 LOOPS = {
     "maps": "pymoe.map_with_parallel_backward(slowly, *[(torch.ones(2, requires_grad=True),)] * 8)",
     "maps without gradients": "pymoe.map_with_parallel_backward(slowly, *[(1,)] * 8)",
@@ -83,17 +83,17 @@ def without_comments(path: Path) -> str:
 
 
 def test_the_gil_is_taken_and_let_go_of_in_one_file() -> None:
-    """In with_gil() and WithoutGil, which a thread whose interpreter has gone never leaves."""
+    """Only in with_gil() and WithoutGil, which a thread whose interpreter is gone never leaves."""
     own = re.compile(r"PyGILState_(Ensure|Release)|PyEval_\w*Thread\b|Py_(BEGIN|END)_ALLOW|gil_scoped|\bGilTaken\b")
     found = {path.name for path in sources("bindings", "runtime") if own.search(without_comments(path))}
     assert found == {"gil.h", "gil.cpp"}
 
 
 def test_whoever_catches_everything_around_python_stops_unwinding_first() -> None:
-    """A catch (...) must not see how CPython unwinds a thread: it would end there, and with it the process."""
-    harmless = re.compile(r"or_stay\(|std::rethrow_exception\(")  # the latter: looks at what was caught already
+    """A catch (...) must not see how CPython unwinds a thread: the unwinding would end there, and abort the process."""
+    harmless = re.compile(r"or_stay\(|std::rethrow_exception\(")  # rethrow_exception only inspects a caught exception
     for path in sources("bindings"):
-        if path.name == "gil.cpp":  # around two functions of C
+        if path.name == "gil.cpp":  # around two C functions
             continue
         before, *catches = re.split(r"catch \(\.\.\.\)", without_comments(path))
         for after in catches:

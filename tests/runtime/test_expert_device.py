@@ -1,4 +1,4 @@
-"""An expert that is elsewhere than its requests: tensors go there and come back."""
+"""An expert on another device than its requests: tensors are moved there and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X, IDS = BatchTensorProto(4), BatchTensorProto(dtype=torch.int64)
 
 
 class Elsewhere(nn.Module):
-    """Works on the pretended device alone, whose tensors do not meet those of the CPU."""
+    """Works only on the pretended device, whose tensors cannot be combined with CPU tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_an_expert_without_parameters_takes_tensors_where_they_are() -> None:
 
 
 def test_outputs_of_an_expert_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The pretended device is a mode of this thread, one of those that an expert is kept from.
+    # The pretended device is a mode of this thread, like the modes from which experts are shielded.
     monkeypatch.setattr("pymoe.runtime.backend.in_plain_state", plain_state._with_grad)
     expert = Elsewhere().to(DEVICE)
     schema = {"y": X, "ids": IDS, "name": "elsewhere"}

@@ -1,4 +1,4 @@
-"""Ten thousand requests of which many go wrong: every future that was kept resolves once, and rightly."""
+"""Ten thousand requests, many of which fail: every kept future resolves once, and correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Planted(Exception):
 
 
 def process(x: Tensor) -> Tensor:
-    """Doubles. A negative row raises, a huge one is slow."""
+    """Doubles its input; a negative row raises, and a huge one is slow."""
     if (x < 0).any():
         raise Planted
     if (x > 1e6).any():
@@ -31,12 +31,12 @@ def process(x: Tensor) -> Tensor:
 
 
 def test_every_kept_future_resolves_once_with_the_right_outcome() -> None:
-    """10 % raise, 5 % are cancelled, 5 % of the futures are dropped, 1 % are slow."""
+    """Of the requests, 10 % raise, 5 % are cancelled, 5 % of the futures are dropped, and 1 % are slow."""
     pool = TaskPool(process, name="mix", max_batch_size=16, isolate=True, capacity=500)
     counts: Counter[str] = Counter()
     resolved: Counter[int] = Counter()
     wrong: list[str] = []
-    alive: list[Future] = []  # all that were kept, so that no two have one ID
+    alive: list[Future] = []  # all kept futures, so that IDs stay unique
     lock = threading.Lock()
 
     def check(future: Future, value: float, cancelled: bool) -> str:

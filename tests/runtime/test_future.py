@@ -344,7 +344,7 @@ def test_submit_async_does_not_block_the_loop_while_the_pool_is_full() -> None:
 
 
 def test_submit_async_asks_for_room_and_takes_it_at_once() -> None:
-    """To ask first and submit then let another thread take the last place in between, and the event loop waited."""
+    """If room was tested before submitting, another thread could take it in between, and the event loop waited."""
     pool = TaskPool(lambda x: x + 1, name="pool", capacity=2)
     futures = [pool._try_submit(ONE) for _ in range(3)]
     assert futures[2] is None
@@ -366,7 +366,7 @@ def test_cancelling_submit_async_leaves_nothing_behind() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        first.cancel()  # now there is room, and the request that nobody waits for goes in and out
+        first.cancel()  # now there is room, and the abandoned request passes through
 
     asyncio.run(main())
     assert pool._statistics()["queued"] == 0

@@ -1,4 +1,4 @@
-"""The GIL: nothing that waits keeps it, and nothing that holds a lock asks for it."""
+"""The GIL: code that waits does not hold it, and code that holds a lock does not ask for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE = torch.ones(1)
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads take turns as often as CPython allows."""
+    """Make threads switch as often as CPython allows."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -29,7 +29,7 @@ def quick_switches() -> Iterator[None]:
 
 
 def test_waiting_lets_other_threads_run() -> None:
-    """Every wait here ends only through another Python thread: one that kept the GIL would never end."""
+    """Every wait here ends only through another Python thread, so a wait that kept the GIL would never end."""
     pool = TaskPool(lambda x: x, name="pool", min_batch_size=2)
     full = TaskPool(lambda x: x, name="full", capacity=1)
     with Runtime([pool]):
@@ -57,7 +57,9 @@ def test_waiting_lets_other_threads_run() -> None:
 
 @pytest.mark.usefixtures("quick_switches")
 def test_everything_at_once_ends() -> None:
-    """Clients that wait, drop, cancel and add callbacks, with collections in between: no lock is held for the GIL."""
+    """Clients wait, drop, cancel and add callbacks while the collector runs: no lock is held while waiting for the
+    GIL.
+    """
     pool = TaskPool(lambda x: x + 1, name="pool", max_batch_size=8, capacity=16)
     ended: list[int] = []
 
@@ -91,7 +93,7 @@ def test_everything_at_once_ends() -> None:
 
 
 def test_a_heart_beats_during_many_batches() -> None:
-    """Python code of another thread gets its turns while batches run one after the other."""
+    """Python code of another thread gets its turns while batches run."""
     pool = TaskPool(lambda x: x + 1, name="pool")
     beats = 0
     stop = threading.Event()

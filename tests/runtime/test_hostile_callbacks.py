@@ -1,4 +1,4 @@
-"""What clients' code does to the runtime from inside: loops that raise, Ctrl-C in callbacks, cycles, refused starts."""
+"""Hostile code in clients: loops that raise, Ctrl-C in callbacks, cycles, refused starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pool_of(process: Callable[[Tensor], Any] = lambda x: x + 1, **options: Any) 
 
 
 class CallsFail:
-    """Makes the first calls of a loop from other threads raise."""
+    """Makes a loop's first calls from other threads raise."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *errors: BaseException) -> None:
         self.left = list(errors)
@@ -50,7 +50,7 @@ def test_a_loop_that_raises_once_is_told_again(caplog: pytest.LogCaptureFixture)
     async def main() -> Tensor:
         loop = asyncio.get_running_loop()
         CallsFail(loop, MemoryError("planted"))
-        loop.call_later(0, awaited.set)  # comes after the first step of the task that waits
+        loop.call_later(0, awaited.set)  # runs after the first step of the waiting task
         return await asyncio.wait_for(pool.submit_async(ONE), LONG)
 
     pool = pool_of(lambda x: x + int(awaited.wait(LONG)))
@@ -93,7 +93,7 @@ def test_ctrl_c_while_a_loop_is_told_is_neither_lost_nor_loses_who_waits() -> No
         task = asyncio.ensure_future(wait())
         await asyncio.sleep(0)
         CallsFail(asyncio.get_running_loop(), KeyboardInterrupt())
-        future.cancel()  # this thread tells the loop
+        future.cancel()  # this thread notifies the loop
         await asyncio.wait_for(task, LONG)
 
     pool = pool_of()
@@ -225,7 +225,7 @@ def test_a_refused_start_leaves_its_other_pools_as_they_were() -> None:
 
 
 def test_a_batch_on_its_clients_thread_may_start_a_runtime_after_its_own_was_dropped() -> None:
-    """The process looks whether dropped runtimes have ended; a thread inside one's batch cannot ask that."""
+    """The process checks whether dropped runtimes have ended, which a thread inside one of their batches cannot ask."""
     started, go = threading.Event(), threading.Event()
 
     def occupy(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What clients and functions should not do costs them an error, and never the process or somebody else's result."""
+"""Misuse by clients and functions raises an error, and never affects the process or other clients' results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pymoe.runtime import Runtime, TaskPool
 
 
 def run_in_a_process_of_its_own(body: str) -> str:
-    """What the script prints; it may not crash."""
+    """Return the script's output; it must not crash."""
     preamble = "import torch\nfrom pymoe.runtime import Runtime, TaskPool\n"
     done = subprocess.run([sys.executable, "-c", preamble + body], capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
@@ -84,7 +84,8 @@ def test_tensors_that_nobody_touched_are_not_taken_for_changed() -> None:
 
 
 def test_a_large_request_whose_parts_do_not_fit_together_fails_alone() -> None:
-    # The function's first batch is the large request's first slice; the last slice's result cannot be put behind it.
+    # The function's first batch is the large request's first slice, to which the last slice's result cannot be
+    # appended.
     assert (
         run_in_a_process_of_its_own(
             """
@@ -232,8 +233,8 @@ def test_tensors_without_memory_of_their_own_are_refused_at_submit(dtype: torch.
 
 
 def test_the_error_is_how_the_request_ended_and_not_what_an_earlier_run_raised() -> None:
-    # The batch of two raises ValueError; then the main thread, which helps, is interrupted in the halves, and the
-    # requests go back into the queue, where the runtime's end finds them.
+    # The batch of two raises ValueError. Then the main thread, which helps, is interrupted in the halves, and the
+    # requests return to the queue, where the runtime's end finds them.
     main = threading.get_ident()
     busy, go, may_run = threading.Event(), threading.Event(), threading.Event()
 

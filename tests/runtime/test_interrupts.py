@@ -1,4 +1,4 @@
-"""Ctrl-C while the main thread runs an update: it comes through, and the update was made once."""
+"""Ctrl-C while the main thread runs an update: it is raised, and the update was made once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def press() -> None:
 
 
 def test_an_interrupt_comes_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "DELAY_S", 1.0)  # a busy machine takes its time for the next statement
+    monkeypatch.setattr(interrupts, "DELAY_S", 1.0)  # a busy machine may be slow to run the next statement
     seen: list[int] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Isolation: a bad request fails alone, and nothing of one request reaches another's rows."""
+"""Isolation: a bad request fails alone, and no request affects another's rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Counting(torch.overrides.TorchFunctionMode):
     ],
 )
 def test_a_clients_modes_do_not_reach_the_batch(mode: Callable[[], Any]) -> None:
-    """Whoever runs it: a worker, or a client that waits."""
+    """Any thread may run the batch: a worker, or a waiting client."""
     seen: list[tuple[bool, ...]] = []
 
     def process(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory: a runtime that serves for long does not grow, and its blocks come back."""
+"""Memory: a long-running runtime does not grow, and its blocks are returned."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def test_memory_does_not_grow_over_200000_requests() -> None:
     pool = TaskPool(lambda x: (x + 1, {"doubled": x * 2}), name="pool")
     with Runtime([pool]):
         serve(pool, 40_000)
-        # A leak of 16 bytes a request grows by 3 MiB in every round. An allocator that other tests have left in pieces,
-        # or an arena for a thread that met contention, grows in some.
+        # A leak of 16 bytes per request adds 3 MiB in every round. A fragmented allocator, or a new arena after
+        # contention, grows only in some.
         assert any(growth(pool, 200_000) <= 2 << 20 for _ in range(5))
 
 
 def test_blocks_come_back_when_tensors_go() -> None:
     kept: list[torch.Tensor] = []
     pool = TaskPool(lambda x: kept.append(x) or x, name="pool")
-    gc.collect()  # what other tests left
+    gc.collect()  # garbage of other tests
     live, _ = _runtime.buffer_statistics()
     with Runtime([pool]):
         results = [pool(torch.ones(100, 100)) for _ in range(10)]
     assert _runtime.buffer_statistics()[0] == live + 10
     kept.clear()
-    assert [result.sum() for result in results] == [100 * 100] * 10  # which are clients' own memory
+    assert [result.sum() for result in results] == [100 * 100] * 10  # which are in the clients' own memory
     now, cached = _runtime.buffer_statistics()
     assert now == live
     assert cached >= 100 * 100 * 4
@@ -83,4 +83,4 @@ def test_failures_leave_no_blocks_behind() -> None:
         for _ in range(50):
             assert isinstance(pool.submit_task(torch.ones(10)).exception(), ValueError)
     gc.collect()
-    assert _runtime.buffer_statistics()[0] <= live  # other tests' may go meanwhile
+    assert _runtime.buffer_statistics()[0] <= live  # other tests' blocks may be freed meanwhile

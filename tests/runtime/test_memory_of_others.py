@@ -1,4 +1,4 @@
-"""Whose memory is whose: no pass changes a caller's tensors, and no client gets hold of what a function keeps."""
+"""Ownership of memory: no pass changes a caller's tensors, and no client gets memory that a function keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = BatchTensorProto(4)
 
 # --- inputs ---
 
-# Each gets the tensor, whether the module trains, and which call it is.
+# Edits, each with arguments: the tensor, whether the module trains, and the number of the call.
 EDITS: dict[str, Callable[[Tensor, bool, int], Any]] = {
     "in every call": lambda x, trains, call: x.mul_(0.5),
     "from the third call on": lambda x, trains, call: x.mul_(0.5) if call > 2 else None,
@@ -60,7 +60,9 @@ def test_no_pass_changes_a_callers_tensors(edit: str) -> None:
 
 
 def test_an_expert_that_begins_to_work_in_place_is_differentiated_as_before() -> None:
-    """What it did to its inputs was learnt in its first pass: later every backward request failed, for ever."""
+    """In-place changes of inputs were detected only in the first pass; later, every backward request failed for
+    ever.
+    """
     expert = Edits(EDITS["in training mode"]).eval()
     backend = ExpertBackend("e", expert, args_schema=[X])
     backend.forward(torch.ones(2, 4))
@@ -73,7 +75,7 @@ def test_an_expert_that_begins_to_work_in_place_is_differentiated_as_before() ->
 
 
 class Keeps:
-    """Functions of a batch that return, in some form, memory that they keep."""
+    """Batch functions that return, in some form, memory that they keep."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(8, 3)
@@ -128,7 +130,9 @@ def test_no_client_gets_memory_that_the_function_keeps(form: str, count: int) ->
 
 
 def test_no_client_gets_an_experts_cache() -> None:
-    """An expert returned a tensor that it kept: what one client added to it was what the next one got."""
+    """An expert returned a tensor that it kept, so one client's in-place change appeared in the next client's
+    result.
+    """
 
     class Caches(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Nested structures: the documented order of leaves, and that packing undoes flattening."""
+"""Nested structures: the documented order of leaves; packing undoes flattening."""
 
 from __future__ import annotations
 

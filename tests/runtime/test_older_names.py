@@ -1,4 +1,4 @@
-"""Names and keywords of hivemind's classes are taken where they mean something, and answered where they do not."""
+"""Names and keywords of hivemind's classes are accepted where they make sense, and otherwise explained by errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pymoe.runtime import BatchTensorProto, ExpertBackend, TaskPool, TesseractRu
 
 
 def test_names_of_the_older_package() -> None:
-    """Programs written for hivemind's classes of these names met errors that did not say what replaces what."""
+    """Programs written for hivemind's classes met errors that did not name the replacements."""
     proto = BatchTensorProto((4, 5))
     assert proto == BatchTensorProto([4, 5]) == BatchTensorProto(torch.Size((4, 5))) == BatchTensorProto(4, 5)
     assert proto.shape == (4, 5)

@@ -1,4 +1,4 @@
-"""How long requests have by their pool, and what a batch knows of those who wait for it."""
+"""The deadlines of a pool's requests, and how long a batch knows that its clients will wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_batch_knows_the_patience_of_those_who_wait_for_it(
     seen: list[float | None] = []
     pool = TaskPool(lambda x: (seen.append(patience_of_batch()), x)[1], name="pool", request_timeout=LONG)
     futures = [pool.submit_task(torch.ones(1), timeout=timeout) for timeout in timeouts]
-    pool.submit_task(torch.ones(1), timeout=9 * LONG)  # nobody has its future
+    pool.submit_task(torch.ones(1), timeout=9 * LONG)  # its future was dropped
     with Runtime([pool]):
         assert all(future.result() == 1 for future in futures)
     (found,) = seen

@@ -1,4 +1,4 @@
-"""Requests that wait for room in a full pool: in their order, on one thread, and not at all once they are given up."""
+"""Requests that wait for room in a full pool: in order, on one thread, and never sent once they are given up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class Room:
-    """A pool with or without room, and the requests that it has got."""
+    """A pool with or without room, and the requests that it has received."""
 
     def __init__(self) -> None:
         self.there, self.got, self.asked = threading.Event(), [], threading.Semaphore(0)
@@ -73,7 +73,7 @@ def test_requests_are_submitted_in_their_order_and_those_that_left_are_not() -> 
 
 
 def test_a_request_that_was_given_up_leaves_its_place_and_its_tensors_at_once() -> None:
-    """It stayed behind those that waited before it, with its tensors, for as long as the expert hung."""
+    """It stayed behind earlier requests, with its tensors, for as long as the expert hung."""
     room = Room()
     room.join("patient")
     assert room.asked.acquire(timeout=LONG)
@@ -111,7 +111,7 @@ def test_a_request_cancelled_while_it_is_submitted_is_cancelled_in_the_pool() ->
 
 @pytest.mark.parametrize("error", [ValueError("of the pool"), SystemExit()])
 def test_an_error_of_the_pool_is_its_requests_own(error: BaseException) -> None:
-    """SystemExit ended the thread: no later request was submitted."""
+    """SystemExit ended the thread, and no later request was submitted."""
     room = Room()
     room.there.set()
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_pool_is_its_requests_own(error: BaseException) -> None:
 
 
 def test_where_no_thread_can_be_started_the_request_does_not_wait_and_the_next_one_tries_again() -> None:
-    """The thread counted as started for ever: no request was submitted any more."""
+    """The thread counted as started for ever, and no request was submitted any more."""
 
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -154,7 +154,7 @@ def test_a_wait_in_a_thread_ends_with_the_request_or_without_room() -> None:
 
 
 def full_pool() -> tuple[TaskPool, Gate, list[Any]]:
-    """A pool that runs a request as soon as it is served, and has no room for a third one."""
+    """Return a pool that is not served yet, and has no room for a third request."""
     gate = Gate()
     return (pool := TaskPool(gate, name="held", capacity=1, max_batch_size=1)), gate, [pool.submit_task(X)]
 
@@ -185,7 +185,7 @@ def test_a_wait_for_room_ends_when_there_is_room_or_the_pool_closes() -> None:
 
 
 def test_a_pool_that_is_dropped_while_requests_waited_ends_the_thread() -> None:
-    """The thread would keep a full pool that nobody serves."""
+    """The thread would keep alive a full pool that no runtime serves."""
     before = threads()
     pool = TaskPool(lambda x: x, name="unserved", capacity=1)
     pool.submit_task(X)
@@ -217,7 +217,9 @@ def test_requests_that_wait_when_a_pool_is_closed_get_its_error() -> None:
 
 
 def test_coroutines_that_wait_for_room_take_no_thread_of_the_loop_and_hold_up_no_end() -> None:
-    """Each took a thread of the default executor until there was room, and asyncio.run waited for these threads."""
+    """Each coroutine took a thread of the default executor until there was room, and asyncio.run waited for these
+    threads.
+    """
     pool, gate, requests = full_pool()
     unrelated = ThreadPoolExecutor(1)
 
@@ -250,7 +252,7 @@ def test_coroutines_that_wait_for_room_take_no_thread_of_the_loop_and_hold_up_no
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_coroutine_with_a_time_that_is_no_number_of_seconds_gets_the_error_of_submit_task(full: bool) -> None:
-    """NaN passed for no time at all: the request timed out."""
+    """NaN was taken for zero, so the request timed out."""
     pool = TaskPool(lambda x: x, name="pool", capacity=1)
     x = torch.ones(1, 1)
     if full:

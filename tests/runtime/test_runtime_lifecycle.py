@@ -1,4 +1,4 @@
-"""Runtimes as processes see them: start, shutdown, exit, fork, Ctrl-C. Each case would hang or abort otherwise."""
+"""Runtimes as processes see them: start, shutdown, exit, fork, Ctrl-C. Each case would otherwise hang or abort."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_batches_are_ranges_in_a_profile() -> None:
         running = busy.submit_task(ONE)
         while not running.running():
             time.sleep(0.001)
-        pool(ONE)  # a profile shows what its own thread does, and this one has to help
+        pool(ONE)  # a profile shows its own thread, which has to help
         go.set()
     assert "pymoe::expert.forward batch" in {event.name for event in profile.events()}
 
@@ -253,7 +253,9 @@ def wait_idly(idle):
 
 @pytest.mark.slow
 def test_exit_with_live_work() -> None:
-    """Five exits a case, of children forked before there are threads: to import torch takes longer than all of them."""
+    """Five exits per case, in children forked before there are threads, since importing torch takes longer than all
+    of them.
+    """
     script = f"""
 gc.freeze()  # or every child would touch, and so copy, every object of the parent's when it ends
 for name, live in {EXITS!r}.items():
@@ -344,7 +346,7 @@ for _ in range(3):
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    """A data set that holds a pool, as one whose items were made by an expert may."""
+    """A data set that holds a pool, as one does whose items an expert made."""
 
     def __init__(self, pool: TaskPool) -> None:
         self.pool = pool
@@ -369,7 +371,7 @@ def test_a_data_loader_forks_beside_a_runtime() -> None:
 
 # --- Ctrl-C ---
 
-# Each waits for what comes only after the interrupt was seen: a wait that ignores it never ends.
+# Each waits for an event after the interrupt, so a wait that ignores the interrupt never ends.
 WAITS: dict[str, str] = {
     "result": "busy.submit_task(ONE).result()",
     "result with a timeout": "busy.submit_task(ONE).result(1000)",

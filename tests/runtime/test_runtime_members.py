@@ -1,4 +1,4 @@
-"""Pools and backends that come to a running runtime, and go."""
+"""Pools and backends that are added to a running runtime, and removed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_removed_drains_and_the_others_are_served() -> None:
 
 
 class Both:
-    """Two pools that leave together."""
+    """A member with two pools, which leave together."""
 
     def __init__(self, *pools: TaskPool) -> None:
         self.pools = pools
@@ -199,7 +199,7 @@ def test_a_backend_comes_and_goes_with_both_its_pools() -> None:
             runtime.remove(two)
         assert list(runtime.stats()) == ["e0_forward", "e0_backward"]
         runtime.add(two.forward_pool)
-        runtime.add(two.backward_pool)  # comes with the other
+        runtime.add(two.backward_pool)  # added together with the other pool
         assert torch.equal(two.backward_pool(x, x)[0], 2 * x)
 
 
@@ -273,7 +273,7 @@ def test_statistics_follow() -> None:
         twin(ONE)
         assert {name: one.completed for name, one in runtime.stats().items()} == {"p": 0, "q": 1, "p#2": 4}
         seen = recent.read()
-        assert (seen["q"].completed, seen["p#2"].completed) == (1, 1)  # what was before does not count
+        assert (seen["q"].completed, seen["p#2"].completed) == (1, 1)  # earlier requests do not count
         runtime.remove(first)
         assert set(runtime.stats()) == {"q", "p#2"}  # names stay
         twin(ONE)

@@ -1,4 +1,4 @@
-"""Schemas found by a dry run: what they say, and that the run leaves no trace."""
+"""Schemas from a dry run: their contents, and that the run leaves no trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = BatchTensorProto(4)
 
 
 class Call(nn.Module):
-    """A module that is a function."""
+    """A module that calls a given function."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_the_run_leaves_no_trace(fails: bool) -> None:
 
 
 def test_what_the_run_is_kept_from_does_happen_without_it() -> None:
-    """The check above would be worth nothing if the module left no traces."""
+    """Shows that the module does leave traces, without which the check above would prove nothing."""
     expert = Noisy()
     before = {name: buffer.clone() for name, buffer in expert.named_buffers()}
     state, own_state = torch.get_rng_state(), expert.generator.get_state()

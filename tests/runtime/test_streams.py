@@ -1,6 +1,5 @@
-"""Pools and experts whose tensors lie on a GPU, as far as the host's part goes: which thread works, and what it tells
-torch about streams. The GPU is pretended (tests/pretended.py): its tensors have memory of the host, and the operators
-that take them are those that the tests give torch.
+"""The host's part of pools and experts on a GPU: which thread works, and what it tells torch about streams. The GPU is
+simulated (tests/pretended.py): its tensors are in host memory, and the tests provide their operators.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the pretended GPU was asked for, in order."""
+    """Record the calls to the simulated GPU, in order."""
     seen: list[Any] = []
     asked: list[tuple[int, str]] = []
 
@@ -63,8 +62,8 @@ def memory(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("on_gpu", [(0,), (1,), (2,), (0, 1, 2), ()], ids=str)
 def test_a_client_helps_with_a_batch_that_is_the_cpus_alone(on_gpu: tuple[int, ...], events: list[Any]) -> None:
-    """A client that waits has a device and a stream of its own. It looked at a request's first tensor alone, and
-    gathered the others on its own stream when they lay on a GPU.
+    """A waiting client has its own device and stream. It looked only at a request's first tensor, and gathered
+    others on its own stream even if they were on a GPU.
     """
     taken, release, threads = threading.Event(), threading.Event(), []
 
@@ -88,7 +87,7 @@ def test_a_client_helps_with_a_batch_that_is_the_cpus_alone(on_gpu: tuple[int, .
             ).result()
         )
         client.start()
-        client.join(0.2)  # to do what it must not do
+        client.join(0.2)  # to help, which it must not do
         release.set()
         client.join(LONG)
         holding.result(LONG)
@@ -96,8 +95,8 @@ def test_a_client_helps_with_a_batch_that_is_the_cpus_alone(on_gpu: tuple[int, .
 
 
 def test_memory_of_another_stream_is_kept_until_the_gather_has_read_it(events: list[Any]) -> None:
-    """A request is done when its gather is queued. Its tensors were let go of then, and the allocator gave the memory
-    of one from a side stream to that stream's next tensor, while the gather had still to read it.
+    """A request is done when its gather is queued. Its tensors were then released, and the allocator reused memory
+    from a side stream in that stream while the gather had still to read it.
     """
     pool = TaskPool(lambda x, y: (x, y), name="pool", min_batch_size=5, timeout=LONG, linger=0)
     with Runtime([pool], num_workers=1):
@@ -117,8 +116,8 @@ def test_memory_of_another_stream_is_kept_until_the_gather_has_read_it(events: l
 def test_a_result_that_comes_from_another_gpu_has_come_when_it_is_handed_out(
     expert: nn.Module, events: list[Any]
 ) -> None:
-    """Copies to the host run while it goes on. Those from the expert's device were waited for, but an expert may
-    return tensors of another one: clients then read memory that nothing had been copied to.
+    """The function continues while copies to the host run. Only copies from the expert's device were waited for,
+    but an expert may return tensors on another one: clients then read memory before it was written.
     """
     function: Callable[[Any], tuple[Any, ...]] = lambda tensors: (cuda_tensor(tensors[0], 3), "no tensor")  # noqa: E731
     x = torch.rand(2, 2)

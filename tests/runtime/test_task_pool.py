@@ -1,4 +1,4 @@
-"""TaskPool: what batches are made of, what results look like, and what is refused."""
+"""TaskPool: the contents of batches, the form of results, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pymoe.runtime import BatchTensorProto, QueueFull, Runtime, TaskPool
 
 
 def answers(process: Callable[..., Any], *requests: tuple[Tensor, ...], **options: Any) -> list[Any]:
-    """What a pool gives for requests that were all there before its runtime started."""
+    """Return a pool's answers to requests that were all queued before its runtime started."""
     pool = TaskPool(process, name="pool", **options)
     futures = [pool.submit_task(*tensors) for tensors in requests]
     with Runtime([pool]):
@@ -475,5 +475,5 @@ def test_inputs_and_results_are_freed() -> None:
         result = weakref.ref(future.result())
         del future
         assert result() is None
-        pool.submit_task(torch.ones(1))  # whose future is dropped at once
+        pool.submit_task(torch.ones(1))  # the future is dropped at once
     assert pool._statistics()["completed"] == 2

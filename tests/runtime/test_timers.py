@@ -1,4 +1,4 @@
-"""Timers: every function is called once its time has come, not before, and not after it was cancelled or reset."""
+"""Timers: every function is called once its time has come, not earlier, and not after a cancel or reset."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def fires(seconds: float = 0.0) -> bool:
-    """Whether a new timer is called."""
+    """Return whether a new timer is called."""
     done = threading.Event()
     call_later(seconds, done.set)
     return done.wait(LONG)
@@ -36,7 +36,7 @@ def fires(seconds: float = 0.0) -> bool:
 
 @contextmanager
 def no_new_threads() -> Iterator[None]:
-    """A process that has as many threads as it may have."""
+    """Pretend that the process cannot start another thread."""
 
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -93,7 +93,7 @@ def test_a_timer_is_called_once_and_may_be_set_again() -> None:
 def test_an_exception_is_reported_and_delays_no_other_timer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hook of the program that raised ended the thread of all timers."""
+    """An exception in a hook of the program ended the thread of all timers."""
     reported: list[Any] = []
 
     def report(error: Any) -> None:
@@ -111,8 +111,8 @@ def test_an_exception_is_reported_and_delays_no_other_timer(
 
 
 def test_a_timer_whose_time_has_come_can_be_cancelled_or_reset_until_its_call_begins() -> None:
-    """Several timers that were due together were taken at once; those behind a slow one were called although they had
-    been cancelled or reset meanwhile: a request with 30 s timed out at once.
+    """Several due timers were taken at once. Those behind a slow one were called even if they had been cancelled or
+    reset meanwhile: a request with 30 s left timed out at once.
     """
     called: list[str] = []
     cancelled, postponed = TimerHandle(called.append, "cancelled"), TimerHandle(called.append, "postponed")
@@ -144,7 +144,7 @@ def test_a_call_that_has_begun_is_neither_taken_back_nor_made_twice(way: str, mo
     timer.reset(0.0)
     assert taken.wait(LONG)
     assert not (timer.cancel() if way == "cancel" else timer.reset(0.0))
-    if way == "reset":  # it is due again while the first call has not ended
+    if way == "reset":  # due again before the first call has ended
         assert calls.acquire(timeout=LONG)
     go_on.set()
     assert calls.acquire(timeout=LONG)
@@ -153,7 +153,7 @@ def test_a_call_that_has_begun_is_neither_taken_back_nor_made_twice(way: str, mo
 
 @pytest.mark.parametrize("seed", range(rounds(3, 30)))
 def test_every_time_that_was_set_is_called_once_or_taken_back_once(seed: int) -> None:
-    """Threads set and cancel a few timers at random, mostly about when they are due."""
+    """Threads set and cancel a few timers at random, mostly close to their times."""
     lock, called, set_, taken_back = threading.Lock(), [0], [0], [0]
 
     def count(counter: list[int], number: int = 1) -> None:
@@ -194,7 +194,7 @@ def test_every_time_that_was_set_is_called_once_or_taken_back_once(seed: int) ->
 
 
 def test_a_function_that_waits_for_other_timers_holds_up_none() -> None:
-    """All functions ran on one thread: one that waited for a deadline stopped every deadline of the process."""
+    """All functions ran on one thread, so one that waited for a deadline stopped every deadline of the process."""
     go_on, ended = threading.Event(), threading.Event()
 
     def wait(depth: int) -> None:
@@ -204,7 +204,7 @@ def test_a_function_that_waits_for_other_timers_holds_up_none() -> None:
         assert go_on.wait(LONG)
         return None
 
-    wait_too = call_later(2 * LONG, lambda: None)  # somebody must go on looking after it
+    wait_too = call_later(2 * LONG, lambda: None)  # some thread must wait for this one
     call_later(0.0, wait, 5)
     assert ended.wait(LONG)
     assert fires(0.01)
@@ -237,7 +237,7 @@ def test_threads_that_are_not_needed_any_more_end(monkeypatch: pytest.MonkeyPatc
         assert named() > 1
         last = call_later(2 * LONG, lambda: None)
         go_on.set()
-        until(lambda: named() == 1)  # which watches over the last one
+        until(lambda: named() == 1)  # one thread waits for the last timer
         assert fires()
         assert last.cancel()
         for _ in range(2):
@@ -248,7 +248,7 @@ def test_threads_that_are_not_needed_any_more_end(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_a_timer_held_is_freed_after_its_call() -> None:
-    """The thread kept the last timer, and all that its function held, until the next one was due."""
+    """The thread kept the last timer, and everything that its function held, until the next one was due."""
 
     class Held:
         def call(self) -> None:
@@ -267,7 +267,7 @@ def test_what_a_timer_held_is_freed_after_its_call() -> None:
 
 
 def test_where_no_thread_can_be_started_the_timer_is_not_set_and_the_next_one_tries_again() -> None:
-    """The thread counted as started for ever: no timer was called any more."""
+    """The thread counted as started for ever, and no timer was called any more."""
 
     def check() -> None:  # in a fork no thread of timers runs yet
         called: list[str] = []
@@ -285,7 +285,7 @@ def test_where_no_thread_can_be_started_the_timer_is_not_set_and_the_next_one_tr
 
 
 def test_timers_are_called_although_ctrl_c_came_just_before_a_thread_was_started() -> None:
-    """A thread that was never started counted as one that waits: no timer of the process was called any more."""
+    """A thread that was never started counted as waiting, and no timer of the process was called any more."""
 
     class Interrupted(set[Any]):
         def add(self, thread: Any) -> None:
@@ -317,7 +317,7 @@ def test_a_thread_that_can_start_no_other_looks_after_all_timers_itself() -> Non
                 first.reset(0.0)
                 call_later(0.001, called.set)
             assert begun.wait(LONG)
-            with pytest.raises(RuntimeError, match="can't start new thread"):  # nobody might look in time
+            with pytest.raises(RuntimeError, match="can't start new thread"):  # no thread might wait for it in time
                 call_later(0.0, called.set)
             assert not called.is_set()
             go_on.set()
@@ -327,7 +327,7 @@ def test_a_thread_that_can_start_no_other_looks_after_all_timers_itself() -> Non
 
 
 def test_a_fork_has_timers_of_its_own() -> None:
-    """Its parent's threads do not run there, and its parent's timers are not called twice."""
+    """The parent's threads do not exist in the child, and the parent's timers are not called twice."""
     called = threading.Event()
     of_parent = call_later(LONG, called.set)
     child = os.fork()
@@ -342,7 +342,7 @@ def test_a_fork_has_timers_of_its_own() -> None:
 
 
 def test_a_fork_while_other_threads_use_timers() -> None:
-    """One of them may hold the lock at that moment, which nobody would release in the child."""
+    """One of the threads may hold the lock during the fork, and it would never be released in the child."""
     stop = threading.Event()
 
     def use() -> None:

@@ -47,7 +47,7 @@ def test_time_that_is_over_is_told_by_the_sets() -> None:
 
 @pytest.mark.parametrize("return_when", [FIRST_COMPLETED, FIRST_EXCEPTION, ALL_COMPLETED])
 def test_what_ends_the_wait(return_when: str) -> None:
-    """The good one ends before, the bad one and the last only after the wait for the one before has."""
+    """The good request ends first; the bad one and the last only after the previous wait has ended."""
     good, bad, never = (TaskPool(f, name="pool") for f in (lambda x: x, fails, lambda x: x))
     one, two, three = (pool.submit_task(ONE) for pool in (good, bad, never))
     with Runtime([good]):
@@ -70,7 +70,7 @@ def test_a_cancelled_one_is_no_exception() -> None:
 
 
 def test_a_deadline_of_the_program_itself_ends_the_wait() -> None:
-    """Its signal handler raises TimeoutError, which is not the end of the wait's own time."""
+    """The signal handler raises TimeoutError, which is not the end of the wait's own time."""
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError("the program's")
@@ -126,7 +126,7 @@ def queues() -> int:
 @pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("owner", ["a pool", "an executor"])
 def test_a_wait_that_ends_early_leaves_nothing_behind(owner: str) -> None:
-    """A loop that polled left a callback and a queue in each turn, and iterators that nobody had kept results."""
+    """A polling loop left a callback and a queue in each turn, and dropped iterators kept results."""
     pool = TaskPool(lambda x: x, name="pool")
 
     def pending() -> Any:

@@ -1,4 +1,4 @@
-"""Waits that once had no end: callbacks that wait, experts that ask experts, stops from inside."""
+"""Waits that once never ended: callbacks that wait, experts that ask experts, stops from inside."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_an_expert_asks_another_in_any_mode_on_the_only_worker(mode: Callable[[]
 
 
 def test_a_client_that_helps_an_expert_goes_on_helping_whom_that_expert_asks() -> None:
-    """The client runs X, which waits for Y, while the only worker runs Z, which waits for X: the client runs Y too."""
+    """The client runs X, which waits for Y, while the only worker runs Z, which waits for X; so the client runs Y,
+    too.
+    """
     inside_x, inside_w, hold = threading.Event(), threading.Event(), threading.Event()
     y = TaskPool(lambda x: x + 1, name="Y", min_batch_size=2, timeout=0.2)
 

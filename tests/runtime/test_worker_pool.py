@@ -1,4 +1,4 @@
-"""The bound worker pool: outcomes, stopping, and where Python's threads and objects meet it."""
+"""The native worker pool: outcomes, stopping, and its interplay with Python's threads and objects."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_shutdown_without_drain_cancels_what_is_queued() -> None:
     for future in futures:
         with pytest.raises(concurrent.futures.CancelledError, match="before it had started"):
             future.result(LONG)
-    assert not blocker.futures[0].done()  # what runs is not interrupted
+    assert not blocker.futures[0].done()  # running tasks are not interrupted
     blocker.release()
     stopper.join(LONG)
     assert not stopper.is_alive()
@@ -151,7 +151,7 @@ def test_a_worker_cannot_shut_down_its_own_pool() -> None:
 
 
 def test_waiting_lets_other_threads_run() -> None:
-    """Every wait here ends only through another Python thread: one that kept the GIL would never end."""
+    """Every wait here ends only through another Python thread, so a wait that kept the GIL would never end."""
     pool = WorkerPool(1)
     for wait in (lambda future: future.result(LONG), lambda _: pool.shutdown()):
         go = threading.Event()
@@ -164,7 +164,7 @@ def test_waiting_lets_other_threads_run() -> None:
 
 
 def test_workers_that_are_busy_in_python_do_not_starve_others() -> None:
-    """The main thread gets its turns, 20 of them through a wait, while the workers always have Python code to run."""
+    """The main thread gets 20 turns during a wait while the workers always have Python code to run."""
     stop = threading.Event()
 
     def busy() -> int:
@@ -219,7 +219,7 @@ def test_callables_and_results_are_freed() -> None:
         del owned
         assert future is not None
         assert future.result(LONG) == 1
-        assert alive() is None  # the arguments went before the future was done
+        assert alive() is None  # the arguments were freed before the future was done
 
         owned = Owned()
         alive = weakref.ref(owned)
@@ -228,7 +228,7 @@ def test_callables_and_results_are_freed() -> None:
         future.result(LONG)
         assert alive() is not None
         future = None
-        pool.submit(int).result(LONG)  # the worker has let go of the task before
+        pool.submit(int).result(LONG)  # the worker has released the earlier task
         assert alive() is None
 
 
@@ -277,7 +277,7 @@ def test_a_dropped_pool_runs_what_is_queued() -> None:
 def test_a_pool_may_be_dropped_by_its_own_task() -> None:
     for _ in range(50):
         pools = [WorkerPool(1)]
-        future = pools[0].submit(pools.clear)  # the last reference goes on the worker
+        future = pools[0].submit(pools.clear)  # the last reference is dropped on the worker
         assert future.result(LONG) is None
         assert not pools
 

@@ -1,4 +1,4 @@
-"""The bound worker pool where the process meets it: exit, forks and signals."""
+"""The native worker pool and the process: exit, forks and signals."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def test_exit_with_live_work(live: str, repeat: int) -> None:
 
 @pytest.mark.parametrize("make", ["WorkerPool(1)", "Executor(1, []).start([])"])
 def test_no_pool_in_a_late_exit_handler(make: str) -> None:
-    """Its workers were once joined under the GIL, for which they waited: the process never ended."""
-    # Handlers run last in, first out: one that is registered before the module is loaded runs after the module's own.
+    """Its workers were once joined under the GIL, for which they waited, so the process never ended."""
+    # Handlers run last in, first out, so one that is registered before the module is loaded runs after the module's
+    # own.
     script = """
     import atexit
 
@@ -101,7 +102,7 @@ WAITS: dict[str, str] = {
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_a_wait(wait: str) -> None:
-    """The task ends only after the interrupt was seen: a wait that ignores it never ends."""
+    """The task ends only after the interrupt was noticed, so a wait that ignores it never ends."""
     script = f"""
     import os, signal, threading
     pool = WorkerPool(1)

@@ -25,8 +25,7 @@
 #if PYMOE_MULTIVERSION
 namespace pymoe::cpu {
 
-// The tiles of the calling thread, during the object's lifetime. Released tiles add no cost to a switch of
-// threads.
+// Gives the calling thread tiles during its lifetime. Released tiles add nothing to the cost of thread switches.
 class AmxTiles {
  public:
   explicit AmxTiles(int64_t left_rows) {

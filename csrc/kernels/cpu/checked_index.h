@@ -1,4 +1,5 @@
-// Checks of indices that a CPU kernel gets: none is trusted. The messages are the same as in pymoe.reference.
+// Checks of the indices that a CPU kernel gets, none of which it trusts. The messages are the same as in
+// pymoe.reference.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,7 @@ namespace pymoe::cpu {
   throw_bad_index(operator_name, "experts must lie in [0, E) (E = ", num_experts, expert, place, choices);
 }
 
-// The slot of a choice: -1, or one of `rows` rows.
+// Returns the slot of a choice after checking that it is -1 or one of `rows` rows.
 PYMOE_INLINE int64_t checked_slot(const char* operator_name, const int32_t* slots, int64_t place, int64_t choices,
                                   int64_t rows) {
   const int64_t slot = slots[place];

@@ -8,8 +8,8 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the first `used` values of `order` are distinct rows below `rows`. Returns, by row, whether it is one
-// of them.
+// Throws unless the first `used` values of `order` are distinct rows below `rows`. Returns a flag for each row, which
+// is set if the row is among them.
 inline std::vector<char> check_order(const std::string& operator_name, const int32_t* order, int64_t used,
                                      int64_t rows) {
   const auto place = [](int64_t at, int64_t row) { return std::to_string(row) + " at [" + std::to_string(at) + "]"; };

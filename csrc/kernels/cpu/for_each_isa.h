@@ -5,8 +5,8 @@
 //     ... PYMOE_SELECT_ISA(combine_rows)(arguments) ...
 //
 // The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
-// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 does not make faster first has
-// `#define PYMOE_ISA_WIDEST 3`, with the measurement (benchmarks/instruction_sets.py), and is selected by
+// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 does not make faster is preceded by
+// `#define PYMOE_ISA_WIDEST 3`, with the measurement (benchmarks/instruction_sets.py), and selected by
 // PYMOE_SELECT_ISA_UP_TO_V3. A body that multiplies bf16 or int8 has `#define PYMOE_ISA_BF16`: it is compiled once
 // more, at level 4 with PYMOE_ISA_HAS_BF16 set, which allows the instructions of AVX512_BF16 and AVX512_VNNI, and is
 // selected by PYMOE_SELECT_ISA_UP_TO_BF16. System headers must be included before this file: an inline function of
@@ -62,7 +62,7 @@
 #else
 #pragma GCC push_options
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // these two false, from gcc 12's own AVX-512 headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // two false warnings from gcc 12's AVX-512 headers
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target( \
     "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
@@ -82,7 +82,7 @@
         "avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx512vnni"))), \
     apply_to = function)
 #else
-#pragma GCC target("avx512bf16,avx512vnni")  // in addition to those of v4
+#pragma GCC target("avx512bf16,avx512vnni")  // in addition to v4's instructions
 #endif
 #define PYMOE_ISA v4_bf16
 #undef PYMOE_ISA_HAS_BF16

@@ -13,7 +13,7 @@
 //   gemm_micro_kernel.h   a tile of kTileRows x kTileColumns in registers, from packed panels
 //   gemm_pack.h           panels from strided memory, widened to the type of sums, or as pairs of bf16
 //   gemm_in_place.h       few rows and a B whose rows are contiguous: B is read in place
-//   gemm_body.h           blocks of k, of rows and of columns that fit the caches, around these; chooses
+//   gemm_body.h chooses among these, and loops over blocks of k, rows and columns that fit the caches
 //
 // bf16 has a separate scheme if the processor multiplies tiles: gemm_amx.h, with gemm_amx_pack.h,
 // gemm_amx_store.h and the instructions in amx_tiles.h.
@@ -52,7 +52,7 @@ struct Gemm {
   int64_t m;
   int64_t n;
   int64_t k;
-  bool leaves_cache = false;  // C is not read soon: results rounded to 16 bits may bypass the caches
+  bool leaves_cache = false;  // true if C is not read soon: 16-bit results may bypass the caches
 
   // Row i of A and of C is at row rows[i] from their begin, and step p of k is at column steps[p] of A and row steps[p]
   // of B; null: in order. With `rows` a row of A is contiguous, with `steps` a column of A and a row of B.
@@ -60,11 +60,11 @@ struct Gemm {
   const int32_t* steps = nullptr;
 };
 
-// Element i of an order, or i if the order is null.
+// Returns element i of an order, or i if the order is null.
 PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }
 
-// For a loop that begins at element i: the rest of the order, and the offset of the pointer. With an order the offset
-// is 0, because the values of an order count from the original begin.
+// For a loop that begins at element i: the rest of the order, and the offset to add to the pointer, which is 0 with an
+// order, whose values count from the original start.
 PYMOE_INLINE const int32_t* order_from(const int32_t* order, int64_t i) {
   return order == nullptr ? nullptr : order + i;
 }
@@ -72,7 +72,7 @@ PYMOE_INLINE int64_t move_to(const int32_t* order, int64_t i, int64_t stride) {
   return order == nullptr ? i * stride : 0;
 }
 
-// Blocks of C of this size repay the packing of their operands; with smaller blocks, more is packed.
+// Blocks of C should have this size: smaller blocks would pack operands more often.
 inline constexpr int64_t kGemmBlockRows = 768;
 inline constexpr int64_t kGemmBlockColumns = 1024;
 
@@ -87,7 +87,7 @@ class ThreadBuffer {
   ThreadBuffer& operator=(const ThreadBuffer&) = delete;
   ~ThreadBuffer() { std::free(data_); }
 
-  // At least `bytes` bytes, aligned to a cache line; their former content is lost when the buffer grows.
+  // Returns at least `bytes` bytes, aligned to a cache line. The former content is lost if the buffer grows.
   void* reserve(int64_t bytes) {
     if (bytes > capacity_) {
       std::free(data_);
@@ -110,7 +110,7 @@ class ThreadBuffer {
   int64_t capacity_ = 0;
 };
 
-// Takes `count` elements, and the rest of their last cache line, from the front of `memory`.
+// Takes `count` elements from the front of `memory`, rounded up to whole cache lines.
 template <typename S>
 S* carve(S*& memory, int64_t count) {
   S* begin = memory;
@@ -118,7 +118,7 @@ S* carve(S*& memory, int64_t count) {
   return begin;
 }
 
-// bias[j] for j < columns, in the type of sums; zero without a bias.
+// Copies bias[j] for j < columns, in the type of sums; zeros without a bias.
 template <typename T>
 void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
   for (int64_t j = 0; j < columns; ++j) {

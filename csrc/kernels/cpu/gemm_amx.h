@@ -3,7 +3,7 @@
 // The tiles of some rows of A, along a block of k, are packed once and stay in the second-level cache. B streams by,
 // some columns at a time, each multiplied by all of these rows. B takes the side of a tile for which its memory need
 // not be transposed: if it is contiguous along k the left one, and its tiles are read in place; otherwise the right
-// one. As the left factor B makes tiles of C's transpose, which are transposed when they are rounded.
+// one. With B as the left factor, products are tiles of C's transpose, which are transposed when they are rounded.
 //
 // An element is the sum over tiles of 32 steps of k in ascending order, as amx_tiles.h adds them up, and then its bias,
 // for any number of rows, layout and blocks: sums that wait for the next block of k keep all their bits.
@@ -17,20 +17,20 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The first store of a sum waits for all products before it, which takes as long as 20 of them: blocks of k are long,
-// and short only if B is packed for so few rows that memory is the limit.
+// The first store of a sum waits for all products before it, for the time of 20 products. So blocks of k are long,
+// except if B is packed for few rows, where memory is the limit.
 inline constexpr int64_t kAmxDepth = 2048, kAmxMostDepth = 8192, kAmxShallow = 128;
-inline constexpr int64_t kAmxRows = 256;                // least rows of A that are packed together
-inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // so few rows do not repay packing B to align it
+inline constexpr int64_t kAmxRows = 256;                // minimum number of rows of A that are packed together
+inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // with so few rows, packing B to align it does not pay
 inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // bytes of packed A: half of a second-level cache
 inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // of B, packed
-inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block before the previous block is rounded
+inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block after which the previous block is rounded
 
 // Up to four adjacent tiles, at the first step of k.
 struct TileStrip {
   const BFloat16* tile[4];
   int64_t row_bytes;
-  int64_t step;  // distance in elements to the tile of the next step
+  int64_t step;  // elements from a tile to the next step's
 
   PYMOE_INLINE TileStrip from(int64_t steps) const {
     TileStrip moved = *this;
@@ -113,27 +113,27 @@ void finish_tiles(const Gemm<BFloat16>& g, const TileSums& block, const float* b
   }
 }
 
-// Computes rows `begin` to `end` of C.
+// Computes the rows from `begin` to `end` of C.
 template <bool kLeftB, typename Tiles>
 void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const int64_t m = end - begin;
   const TileSource a{g.a, g.a_row_stride, g.a_column_stride, g.rows, g.steps};
   const TileSource b{g.b, g.b_column_stride, g.b_row_stride, nullptr, g.steps};
   const auto tiles_of = [](int64_t items) { return (items + kTileItems - 1) / kTileItems; };
-  // Number of tiles of A and of B that are multiplied together. It is one if B is read for few rows of A, because
-  // memory is faster if fewer rows of B are read at a time.
+  // Number of tiles of A and of B that are multiplied together. For few rows of A it is one, because memory is faster
+  // if fewer rows of B are read at a time.
   const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = kLeftB && side_a == 1 ? 1 : 4 / side_a;
   const int64_t block_m = side_a * kTileItems, block_n = side_b * kTileItems;
   const int64_t groups_a = tiles_of(m), groups_b = tiles_of(g.n), padded_n = round_up(g.n, 2 * kTileItems);
   const int64_t fitting = kAmxPanelBytes / (groups_a * kTileBytes) * kTileDepth;
   const int64_t block_k = !kLeftB && m <= kAmxFewRows ? kAmxShallow : std::clamp(fitting, kAmxDepth, kAmxMostDepth);
   const int64_t most_k = std::min(block_k, g.k), most_depth = (most_k + kTileDepth - 1) / kTileDepth;
-  // A row of a tile that is not aligned to a line takes two loads.
+  // An unaligned row of a tile takes two loads.
   const bool aligned = reinterpret_cast<uintptr_t>(g.b) % 64 == 0 && g.b_column_stride % kTileDepth == 0;
   const bool in_place = kLeftB && (aligned || m <= kAmxFewRows);
   const int64_t chunk =
       kLeftB ? block_n : std::clamp<int64_t>(kAmxChunkBytes / 2 / std::max<int64_t>(1, most_k) / 64 * 64, 64, 1024);
-  const bool waits = g.k > block_k;  // unfinished sums, which wait for the next block of k
+  const bool waits = g.k > block_k;  // whether unfinished sums wait for the next block of k
 
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
   const int64_t a_size = most_depth * groups_a * kTileBytes, b_size = most_depth * (chunk / kTileItems) * kTileBytes;
@@ -155,14 +155,14 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   do {
     const int64_t k = std::min(block_k, g.k - p), depth = (k + kTileDepth - 1) / kTileDepth;
     RowsAhead ahead{};
-    if (kLeftB && p == 0 && k > 0) {  // the first columns: nothing has prefetched them
+    if (kLeftB && p == 0 && k > 0) {  // the first columns were not prefetched
       ahead = RowsAhead(b.at(0, p), k, g.b_column_stride, std::min(chunk, g.n), groups_a * depth);
     }
     pack_tiles<kLeftB>(a, begin, m, p, k, panels_a, ahead);
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
       const bool reads_b = in_place && columns == chunk;
-      // The part to read next: further columns, or the first columns of the next block of k.
+      // The next part to read: further columns, or the first columns of the next block of k.
       const bool here = j0 + chunk < g.n;
       const int64_t column = here ? j0 + chunk : 0, q = here ? p : p + k;
       const int64_t next_k = here ? k : std::min(block_k, g.k - q), next_columns = std::min(chunk, g.n - column);
@@ -236,8 +236,8 @@ void gemm_amx(const Gemm<BFloat16>& g) {
 #if PYMOE_ISA_LEVEL == 4
   if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
 #endif
-  // Passes over B with about as many rows of A as a panel holds, or twice as many if B is packed for each pass. They
-  // are of equal size, so that there is no pass for a few remaining rows.
+  // Each pass over B takes about as many rows of A as a panel holds, or twice as many if B is packed in each pass.
+  // Passes have equal sizes, so that none is left with a few rows.
   const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth);
   const int64_t wanted = std::max(kAmxRows, fitting) * (left_b ? 1 : 2);
   const int64_t passes = std::max<int64_t>(1, (g.m + wanted / 2) / wanted);

@@ -10,8 +10,8 @@ inline constexpr int64_t kTileItems = 16, kTileDepth = 32;
 inline constexpr int64_t kTileElements = 512, kTileBytes = 1024;
 inline constexpr int64_t kTileSums = 256;  // of a tile of C
 
-// Item i is item items[i] of the operand, and step p is step steps[p]; null: in order. With `items` an item is
-// contiguous, with `steps` the items of a step are (gemm.h).
+// Item i of a tile is item items[i] of the operand, and step p is step steps[p]; null: in order. With `items`, each
+// item is contiguous; with `steps`, the items of a step are (gemm.h).
 struct TileSource {
   const BFloat16* data;
   int64_t item_stride;
@@ -129,7 +129,7 @@ template <bool kRight>
 void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
                 RowsAhead& ahead) {
   const int64_t depth = (k + kTileDepth - 1) / kTileDepth;
-  if (source.steps != nullptr || (source.k_stride != 1 && source.item_stride == 1)) {  // the loop follows memory
+  if (source.steps != nullptr || (source.k_stride != 1 && source.item_stride == 1)) {  // iterate in the order of memory
     for (int64_t q = 0; q < k; q += kTileDepth, target += kTileElements) {
       const BFloat16* lines[kTileDepth];
       for (int64_t i = 0; i < kTileDepth; ++i) lines[i] = q + i < k ? source.at(first, p + q + i) : nullptr;

@@ -1,11 +1,11 @@
 // Rows of C from the sums of gemm_amx.h (see there; no include guard on purpose).
 //
 // Sums of 16 x 16 floats are stored row by row. Two of them that are neighbours along a row of C make 16 rows of 32
-// columns: bias added, rounded to bf16, and subnormal results set to zero, as AVX512_BF16 rounds.
+// columns: these get the bias added, are rounded to bf16, and subnormal results become zero, as AVX512_BF16 rounds.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// A row of 32 columns.
+// Rounds a row of 32 columns.
 PYMOE_INLINE BFloat16 round_sum(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   return (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);

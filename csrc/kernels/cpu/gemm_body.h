@@ -3,7 +3,7 @@
 // For every block of k and every block of rows: pack A; multiply every panel of B, which stays in the first-level
 // cache, with every panel of A, which streams from the second level. The first block of rows packs B, a few panels
 // ahead of their use; if it is the only block, only these few panels are kept. The length of a block of k
-// is fixed, so an element is the same sum of partial sums for every cut of C.
+// is fixed, so an element is the same sum of partial sums however C is cut.
 // clang-format off: each depends on those before it
 #include "kernels/cpu/gemm_micro_kernel.h"
 #include "kernels/cpu/gemm_pack.h"
@@ -43,14 +43,14 @@ void gemm(const Gemm<T>& g) {
   const int64_t block_depth = std::min((g.k + kDepth - 1) / kDepth, kBlockK<S>);
   const int64_t block_rows = std::min(round_up(g.m, kTileRows), kBlockRows<S>);
 
-  // Rows of B that are contiguous in memory are read in pieces longer than one panel's, to use whole lines and pages.
+  // Contiguous rows of B are read in pieces longer than a panel, to use whole lines and pages.
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
   // Sums are kept in C itself if its type allows that. Otherwise they are kept separately and rounded at the end: the
   // sums of one panel if k is one block, or all of them.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  // For few rows and a B with contiguous rows: the number of columns of B at a time that need not be packed.
+  // The number of columns of B that are read in place at a time; used for few rows and a B with contiguous rows.
   const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1 && g.steps == nullptr
                                ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
                                : 0;
@@ -93,7 +93,7 @@ void gemm(const Gemm<T>& g) {
       pack<kTileRows>(g.a + move_to(g.rows, row, g.a_row_stride) + move_to(g.steps, p, g.a_column_stride),
                       g.a_row_stride, g.a_column_stride, rows, k, panels_a, order_from(g.rows, row),
                       order_from(g.steps, p));
-      int64_t unpacked = 0;  // number of columns of B that need not be packed
+      int64_t unpacked = 0;  // number of columns of B that are not packed
       if (in_place > 0) {
         const int64_t all = g.n / kInPlaceMultiple<T> * kInPlaceMultiple<T>;
         for (int64_t columns; unpacked < all; unpacked += columns) {
@@ -123,7 +123,7 @@ void gemm(const Gemm<T>& g) {
           pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
                                 g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
-            // The part to pack next: further columns, or the first columns of the next block of k.
+            // The next part to pack: further columns, or the first columns of the next block of k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);

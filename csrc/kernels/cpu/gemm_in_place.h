@@ -19,11 +19,11 @@ using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64
 template <typename T>
 inline constexpr int64_t kInPlaceMultiple = 2 * kStep<T>;
 
-// Up to this many rows of wide elements the processor's own prefetching is better.
+// Up to this many rows of wide elements, the processor's own prefetching is better than prefetch instructions.
 template <typename T>
 inline constexpr int kUnaidedRows = (PYMOE_ISA_LEVEL == 4 ? 2 : 1) * (sizeof(T) >= 4);
 
-// A few rows of B at a time, along all columns: while they are multiplied, the next few are prefetched.
+// Multiplies a few rows of B at a time, along all columns, while the next few are prefetched.
 template <typename T, int kRows>
 void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYMOE_RESTRICT b, int64_t b_row_stride,
                      int64_t columns, accumulate_t<T>* PYMOE_RESTRICT sums) {
@@ -33,7 +33,7 @@ void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYM
   const auto run = [&]<int kSteps>(std::integral_constant<int, kSteps>, int64_t p) __attribute__((always_inline)) {
     const T* rows = b + p * b_row_stride;
     const panel_t<T>* left = a + p / kDepth * kTileRows;
-    // An address, not a pointer, because there may be no memory after the last row.
+    // An integer, not a pointer, because there may be no memory after the last row.
     const auto next =
         reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(kSteps * kDepth * b_row_stride) * sizeof(T);
     for (int64_t j = 0; j < columns; j += kWidth) {
@@ -71,7 +71,7 @@ void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYM
   for (; p < k; p += kDepth) run(std::integral_constant<int, 1>{}, p);
 }
 
-// The kernel for a panel of `rows` rows, 1 <= rows <= kTileRows.
+// Returns the kernel for a panel of `rows` rows, 1 <= rows <= kTileRows.
 template <typename T>
 InPlaceKernel<T> in_place_kernel_for(int64_t rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {
@@ -80,7 +80,7 @@ InPlaceKernel<T> in_place_kernel_for(int64_t rows) {
   }(std::make_integer_sequence<int, kTileRows>{});
 }
 
-// The number of the `columns` columns that are multiplied at a time by a panel of `rows` rows; 0 if they are too few.
+// Returns how many of the `columns` columns are multiplied at a time by a panel of `rows` rows; 0 if there are too few.
 template <typename T>
 int64_t in_place_columns(int64_t rows, int64_t columns) {
   const int64_t fitting = kInPlaceBytes / static_cast<int64_t>(sizeof(accumulate_t<T>)) / rows;

@@ -29,8 +29,8 @@ PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return a * b + 
 PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return a * b + c; }
 #endif
 
-// The elements of panels, and the product of two of them. One element represents kDepth elements of T along
-// k: one, widened to the type of sums, or two if an instruction multiplies pairs.
+// The elements of panels, and the product of two of them. A panel's element stands for kDepth elements of T along k:
+// one, widened to the type of sums, or two if an instruction multiplies pairs.
 template <typename T>
 struct Panel {
   using Element = accumulate_t<T>;
@@ -41,11 +41,11 @@ struct Panel {
 };
 
 #if PYMOE_ISA_HAS_BF16
-// vdpbf16ps adds two products per lane, each exact, one after the other, both rounded to nearest even. It treats
+// vdpbf16ps adds two exact products per lane, one after the other, and rounds each sum to nearest even. It treats
 // subnormal operands as zero and gives zero for subnormal sums.
 template <>
 struct Panel<BFloat16> {
-  using Element = uint32_t;  // the element that comes first along k is in the lower half
+  using Element = uint32_t;  // the lower half holds the element that comes first along k
   static constexpr int kDepth = 2;
   static PYMOE_INLINE vfloat load(const Element* source) { return (vfloat)_mm512_loadu_si512(source); }
   static PYMOE_INLINE vfloat broadcast(Element value) { return (vfloat)_mm512_set1_epi32(static_cast<int>(value)); }
@@ -60,8 +60,8 @@ using panel_t = typename Panel<T>::Element;
 
 inline constexpr int64_t kAskEvery = 4;  // steps
 
-// Rows of B that are packed next: their lines are prefetched while others are multiplied, one row after the other, so
-// that memory and arithmetic work at the same time.
+// Prefetches the rows of B that are packed next, line by line, while others are multiplied, so that memory and
+// arithmetic work at the same time.
 class RowsAhead {
  public:
   RowsAhead() = default;
@@ -89,7 +89,7 @@ class RowsAhead {
   }
 
  private:
-  uintptr_t line_ = 0;  // addresses, not pointers, because there may be no memory after the last row
+  uintptr_t line_ = 0;  // an integer, as there may be no memory after the last row
   uintptr_t row_bytes_ = 0;
   uintptr_t row_stride_ = 0;
   uintptr_t row_end_ = 0;
@@ -164,8 +164,8 @@ void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T
   }
 }
 
-// run(c, c_stride) for a tile of C whose rows have an order, or null: in place while consecutive rows follow each
-// other, otherwise in a copy, so that kernels need not handle orders. `reads`: the former content of C counts.
+// Calls run(c, c_stride) for a tile of C whose rows have an order, or null: in place if the rows are consecutive,
+// otherwise on a copy, so that kernels need not handle orders. `reads`: run() needs C's former content.
 template <typename S, typename E, typename Run>
 PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t rows, int64_t columns, bool reads,
                            const Run& run) {

@@ -1,10 +1,10 @@
 // The gemm of operands that are both contiguous along k, in terms of BLAS its NT case (see gemm.h; no include guard
 // on purpose).
 //
-// An element of C is one dot product along k, kept in the lanes of one vector and summed over them at its end: nothing
-// is packed, and each line of B that is read is used completely. That makes it the fastest scheme for one row (B is
-// read once, at the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, for a few.
-// The order of a sum depends only on k, for any tile; gemm_nt_packed.h keeps it for many rows.
+// An element of C is one dot product along k, kept in one vector whose lanes are summed at the end: nothing is packed,
+// and each line of B that is read is used completely. That makes it the fastest scheme for one row (B is read once, at
+// the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, for a few. The order of a sum
+// depends only on k, for any tile; gemm_nt_packed.h keeps it for many rows.
 //
 // Blocks of columns whose rows of B fit the second-level cache are multiplied by all rows of A, a few at a time. The
 // lines of the next block are prefetched evenly meanwhile: memory and arithmetic then work at the same time.
@@ -20,13 +20,13 @@ inline constexpr int kNtRows = 2;
 #endif
 inline constexpr int kNtColumns = 4;
 inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
-// Bytes of B: one pass over it lasts long enough to repay reading the rows of A. Twice as much was 4 to 8 %
+// Bytes of B in a block: a pass over it lasts long enough to repay reading the rows of A. Twice as much was 4 to 8 %
 // faster for fp32 on a Zen 5, and no faster for bf16.
 template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // bytes of a row of A that are used at a time
 
-// The product of elements of T: those of A are widened before, once for all columns, those of B as they are read.
+// Multiplies elements of T: A's are widened once, before, for all columns, and B's as they are read.
 template <typename T>
 struct NtProduct {
   using Row = accumulate_t<T>;  // element of a row of A
@@ -56,7 +56,7 @@ struct NtProduct<BFloat16> {
 };
 #endif
 
-// sums[i] = the sum over the lanes of v[i].
+// Sets sums[i] to the sum over the lanes of v[i].
 PYMOE_INLINE void sum_lanes_of_four(vfloat (&v)[4], float* sums) {
   transpose_parts(v);
   const vfloat parts = (v[0] + v[1]) + (v[2] + v[3]);
@@ -76,13 +76,13 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = sum_lanes(v[i]);
 }
 
-// The number of rows of up to kNtLineBytes that nt_stream takes; of longer rows two. These are the limits up to which
-// it was faster than nt_tile on a Zen 5.
+// The number of rows that nt_stream takes if they have at most kNtLineBytes; it takes two longer ones. Up to these
+// limits it was faster than nt_tile on a Zen 5.
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 
-// A block of k: sums in lanes continue from `lanes` unless it is the first, and go back there unless it is
-// the last, which leaves sums[i * kNtColumns + j] = <row i of A, b[j]>.
+// Multiplies a block of k. Sums in lanes continue from `lanes` unless it is the first block, and go back there unless
+// it is the last, which leaves sums[i * kNtColumns + j] = <row i of A, b[j]>.
 template <typename T>
 struct NtBlock {
   int64_t k;
@@ -97,7 +97,7 @@ struct NtBlock {
   accumulate_t<T>* sums;
 };
 
-// For many rows: all sums of kRows x kNtColumns in registers.
+// For many rows: keeps all kRows x kNtColumns sums in registers.
 template <typename T, int kRows, int kAhead>
 void nt_tile(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -117,8 +117,8 @@ void nt_tile(const NtBlock<T>& block) {
 #pragma GCC unroll 4
       for (int j = 0; j < kAhead; ++j) __builtin_prefetch(block.ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
-    // The operands that are loaded first stay in registers, with one of the others. Of the 16 registers of AVX2 twelve
-    // hold sums, so that three are left.
+    // The operands that are loaded first stay in registers, together with one of the others. With AVX2, twelve of 16
+    // registers hold sums, so few are left.
 #if PYMOE_ISA_LEVEL != 3
     vector_t<T> right[kNtColumns];
 #pragma GCC unroll 4

@@ -11,8 +11,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 template <typename T>
 inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
 
-// True if panels are faster than tiles, as measured on a Zen 5 at both levels: with many rows, and with fewer if sums
-// are long. Panels of widened elements take more memory than the elements, and pay off later.
+// True if panels are faster than tiles, as measured on a Zen 5 at both levels: for many rows, and for fewer rows if k
+// is long. Panels of widened elements take more memory than the elements, and pay off later.
 template <typename T>
 constexpr bool nt_packs(int64_t m, int64_t k) {
   constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;
@@ -22,9 +22,9 @@ constexpr bool nt_packs(int64_t m, int64_t k) {
 
 #if PYMOE_ISA_LEVEL >= 3
 inline constexpr int kLaneCount = kLanes<float>;
-inline constexpr int64_t kNtPackedBytes = 2 << 20;  // most bytes of the panels of A
+inline constexpr int64_t kNtPackedBytes = 2 << 20;  // largest size of the panels of A in bytes
 
-// sum_lanes_of_four adds neighbours in this order, then neighbouring sums, and so on.
+// The order in which sum_lanes_of_four adds neighbouring lanes, then neighbouring sums, and so on.
 #if PYMOE_ISA_LEVEL == 4
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
 #else
@@ -46,8 +46,8 @@ struct LanePanels {
   }
 };
 
-// For a missing item any item is packed, since its result is never read; k ends in zeros. Items may have an
-// order.
+// Missing items are filled with any other item, since their results are never read; missing steps of k are zeros. Items
+// may have an order.
 template <int kPanel, typename T>
 void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                 const int32_t* order = nullptr) {
@@ -87,7 +87,7 @@ using NtPackedTile = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* 
 template <typename T, int kRows>
 void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
                     const float* bias, T* c, int64_t c_stride, int columns, RowsAhead& ahead) {
-  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // most sums that can wait, because 2^4 lanes are added
+  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // most sums that can wait: 2^4 lanes are added
   const int64_t steps = LanePanels<T>::steps(k), stride = LanePanels<T>::lane_stride(k);
   vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not computed yet
   int depth = 0;

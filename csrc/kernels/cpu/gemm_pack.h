@@ -17,7 +17,7 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int64_t kPackSlack = 16;
 inline constexpr int64_t kPackMaxDepth = 512;  // of k in one call
 
-// Number of elements of S in 16 bytes: a 128-bit part of a vector is the largest piece within which shuffles are cheap.
+// Number of elements of S in 16 bytes. Shuffles are cheap only within a 128-bit part of a vector.
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
@@ -37,7 +37,7 @@ PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
   return baseline::load(source);
 }
 
-// [part of rows[0], part of rows[step], part of rows[2 * step], ...] at element p.
+// Returns [part of rows[0], part of rows[step], part of rows[2 * step], ...], each from element p on.
 template <typename T>
 PYMOE_INLINE vector_t<T> gather_parts(const T* const* rows, int step, int64_t p) {
   using Vector = vector_t<T>;
@@ -163,7 +163,7 @@ template <typename T>
 PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t left) {
 #if PYMOE_ISA_HAS_BF16
   if constexpr (Panel<T>::kDepth == 2) {
-    const vuint32 low = (vuint32)load(source) >> 16;  // widening a bf16 puts its bits into the upper half
+    const vuint32 low = (vuint32)load(source) >> 16;  // bf16 is the upper half of a float
     return (vfloat)(left > 1 ? low | (vuint32)load(source + k_stride) : low);
   }
 #endif
@@ -171,7 +171,7 @@ PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t
 }
 
 #if PYMOE_ISA_HAS_BF16
-// The order of 32 elements of two rows that makes 32 pairs.
+// The order that interleaves 32 elements of each of two rows as 32 pairs.
 struct PairOrder {
   alignas(64) uint16_t index[64];
   constexpr PairOrder() : index{} {
@@ -203,8 +203,9 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
   memcpy(target, &value, sizeof(value));
 }
 
-// For contiguous k. A panel's rows are read a cache line at a time, as many rows together as a vector has lanes: rows
-// at distances of a power of two share a set of the first-level cache, which holds no more lines than that.
+// Packs if k is contiguous. A panel's rows are read a cache line at a time, and only as many rows together as a vector
+// has lanes: rows at distances of a power of two share a set of the first-level cache, which has room for no more
+// lines.
 template <int kPanel, typename T>
 void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                      const int32_t* order) {
@@ -240,7 +241,7 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
         }
       }
     }
-    for (; p + kPart<S> <= whole; p += kPart<S>) {  // ascending: the next step overwrites a step's surplus
+    for (; p + kPart<S> <= whole; p += kPart<S>) {  // ascending: each step overwrites the last one's surplus
       vector_t<T> block[kGroups][kPart<S>];
       for (int group = 0; group < kGroups; ++group) {
 #pragma GCC unroll 16
@@ -264,8 +265,8 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
   }
 }
 
-// For contiguous items. A few steps of k go through all panels before the next few: both sides then move along lines
-// that are in the cache.
+// Packs if items are contiguous. A few steps of k go through all panels before the next few, so that both source and
+// target lines stay in the cache.
 template <int kPanel, typename T>
 void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target,
                  const int32_t* steps) {
@@ -276,8 +277,8 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
   const int64_t depth = (k + kDepth - 1) / kDepth;
   for (int64_t p0 = 0; p0 < depth; p0 += kSteps) {
     const int64_t p1 = p0 + kSteps < depth ? p0 + kSteps : depth;
-    const T* begins[kSteps];    // of the items in a step
-    int64_t to_second[kSteps];  // distance to the second half of their pairs
+    const T* begins[kSteps];    // begin of the items in each step
+    int64_t to_second[kSteps];  // distance to the second elements of the pairs
     for (int64_t p = p0; p < p1; ++p) {
       const int64_t place = place_of(steps, p * kDepth);
       begins[p - p0] = source + place * k_stride;
@@ -289,7 +290,7 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         return panel_element(begins[p - p0] + first + i, to_second[p - p0], k - p * kDepth);
       };
       if (first + kGroups * kWidth <= items) {
-        // No step follows the last one to overwrite its surplus, which would land on the next panel's first step.
+        // The surplus of the last step would land on the next panel's first step, and no later step overwrites it.
         const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
           vector_t<T> step[kGroups];

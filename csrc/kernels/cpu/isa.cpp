@@ -16,11 +16,11 @@ namespace pymoe::cpu {
 namespace {
 
 // True if this process may use the tiles of AMX for bf16 and int8: the processor has them, the system saves them
-// (XCR0), and grants them. Linux must be asked for them, because they make a thread's state 8 KiB larger.
+// (XCR0), and grants them. (Linux grants them only on request, because they enlarge a thread's state by 8 KiB.)
 bool grants_tiles() {
 #if PYMOE_MULTIVERSION && defined(__linux__)
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22, kInt8 = 1u << 25, kOsXsave = 1u << 27;
-  constexpr unsigned kTileState = 3u << 17;                    // configuration and data
+  constexpr unsigned kTileState = 3u << 17;                    // XCR0 bits for tile configuration and tile data
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kOsXsave) == 0) return false;

@@ -27,7 +27,8 @@ PYMOE_INLINE void transpose(vector_t<S> (&rows)[kLanes<S>]) {
     return;
   }
 #endif
-  // Swaps the off-diagonal blocks of size 1, 2, 4, ...: the lanes whose index has the bit `size` go to the partner.
+  // Swaps the off-diagonal blocks of size 1, 2, 4, ...: lanes whose index has the bit `size` are exchanged with the
+  // partner's.
   typedef decltype(rows[0] < rows[0]) Integers;
 #pragma GCC unroll 4
   for (int size = 1; size < kL; size *= 2) {

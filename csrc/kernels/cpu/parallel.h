@@ -17,7 +17,7 @@ using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
 
 struct ParallelBackend {
   // Covers [begin, end) with calls of `function`, in ranges of at least `grain` if possible, and returns when all
-  // are done. It may rethrow an exception of a call, but need not: see parallel_for.
+  // are done. It may rethrow a call's exception, but need not, since parallel_for does.
   void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context);
   int (*num_threads)();
 };
@@ -27,8 +27,8 @@ void set_parallel_backend(const ParallelBackend& backend);
 
 inline int num_threads() { return parallel_backend().num_threads(); }
 
-// body(begin, end) over disjoint ranges that cover [begin, end). The first exception that a body throws is rethrown
-// on the calling thread after all ranges have ended.
+// Calls body(begin, end) for disjoint ranges that cover [begin, end). The first exception that a body throws is
+// rethrown on the calling thread after all ranges have ended.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end <= begin) return;
@@ -56,7 +56,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (context.error) std::rethrow_exception(context.error);
 }
 
-// body(i) for every i of [0, count), handed out one at a time: for few tasks of unequal cost.
+// Calls body(i) for every i of [0, count), handed out one at a time: for few tasks of unequal cost.
 template <typename Body>
 void parallel_tasks(int64_t count, const Body& body) {
   std::atomic<int64_t> next{0};

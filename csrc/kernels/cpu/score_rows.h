@@ -8,9 +8,9 @@ namespace pymoe::cpu::PYMOE_ISA {
 template <typename S>
 inline constexpr int kLaneVectors = kSumLanes / kLanes<S>;
 
-// f(vector, first, count, part) over a row of `size` elements stored as T, one block of kSumLanes elements after the
-// other; vector `part` of a block holds elements `first` to `first + count`. In the last block count may be less than
-// a vector's lanes, down to 0; the other lanes are then `fill`.
+// Calls f(vector, first, count, part) along a row of `size` elements stored as T, one block of kSumLanes elements after
+// the other; vector `part` of a block holds elements `first` to `first + count`. In the last block count may be less
+// than a vector's lanes, down to 0; the other lanes are then `fill`.
 template <typename T, typename F>
 PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, const F& f) {
   using S = accumulate_t<T>;
@@ -31,7 +31,7 @@ PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, cons
 }
 
 // Returns a row in the accumulated dtype (store_row converts back): the row itself, or a widened copy in `scratch`,
-// which has room for it. So code that uses it is compiled once per accumulated dtype, not once per dtype.
+// which has room for it. Code after it is compiled per accumulated dtype, not per dtype.
 template <typename T>
 PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
   using S = accumulate_t<T>;
@@ -43,7 +43,7 @@ PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accu
   }
 }
 
-// A sum in kSumLanes lanes: add the vectors of a row in order, each to its part, with zeros past its end.
+// A sum in kSumLanes lanes: add a row's vectors in order, each to its part, with zeros past the row's end.
 template <typename S>
 class LaneSum {
  public:
@@ -60,7 +60,7 @@ class LaneSum {
   vector_t<S> lanes_[kLaneVectors<S>] = {};
 };
 
-// The greatest logit of a row, ignoring NaNs (if all are NaN: -infinity).
+// Returns the greatest logit of a row, ignoring NaNs (-infinity if all are NaN).
 template <typename T>
 PYMOE_INLINE accumulate_t<T> max_of_row(const T* row, int64_t size) {
   using S = accumulate_t<T>;

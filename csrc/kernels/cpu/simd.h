@@ -48,8 +48,8 @@ PYMOE_INLINE vdouble load(const double* source) {
   return value;
 }
 
-// The conversions of 16-bit floats are written out: compilers split __builtin_convertvector between 16 and 32 bits
-// into single elements.
+// The conversions of 16-bit floats are written out: compilers turn __builtin_convertvector between 16 and 32 bits into
+// code for single elements.
 PYMOE_INLINE vfloat load(const BFloat16* source) {
 #if PYMOE_ISA_LEVEL == 4
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
@@ -103,7 +103,7 @@ PYMOE_INLINE void store(BFloat16* target, vfloat value) {
   const vuint32 bits = (vuint32)value;
   const vuint32 is_nan = (vuint32)(value != value);
   const vuint32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  const vuint32 kept = (is_nan & 0x7fc00000u) | (~is_nan & rounded);  // the upper half is the result
+  const vuint32 kept = (is_nan & 0x7fc00000u) | (~is_nan & rounded);  // the result is in the upper half
 #if PYMOE_ISA_LEVEL == 4
   const __m256i narrow = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)kept, 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrow);
@@ -153,8 +153,8 @@ PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
   memcpy(target, padded, static_cast<size_t>(count) * sizeof(T));
 }
 
-// f(first, count) over [0, size), one vector after the other: in the last one count may be less than kStep<T>. The
-// load_count and store_count of f are compiled twice, and only the last is partial.
+// Calls f(first, count) along [0, size), one vector after the other; in the last one count may be less than kStep<T>. f
+// is compiled twice, so that only the last call has partial loads and stores.
 template <typename T, typename F>
 PYMOE_INLINE void for_vectors(int64_t size, const F& f) {
   int64_t first = 0;
@@ -183,8 +183,8 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
                  [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
-// As store_row, but bypassing the caches, which then need not read the lines first; call stream_fence afterwards. Lines
-// that are not whole vectors at their own alignment are stored normally.
+// Like store_row, but bypasses the caches, which then need not read the lines first; call stream_fence afterwards.
+// Vectors that are partial or unaligned are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3
@@ -251,7 +251,7 @@ PYMOE_INLINE Vector exp_vector(Vector x) {
   Vector p = broadcast(Steps::polynomial(0));
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
-  // n is below 2^22: adding the magic number rounds it to an integer, and makes something finite of a NaN.
+  // n is below 2^22. Adding the magic number rounded it to an integer, and would make a NaN finite.
   const Vector integral = x == x ? n : Vector{};
   const Integers exponent = (Integers)(integral + Steps::kMagic) - (Integers)broadcast(Steps::kMagic);
   const Integers half = exponent >> 1;

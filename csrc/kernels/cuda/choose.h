@@ -8,7 +8,7 @@
 
 namespace pymoe::cuda {
 
-// A key (core/order.h) with its expert. Of two candidates of a token exactly one comes before the other.
+// A key (core/order.h) with its expert. Any two candidates of a token have a definite order.
 template <typename S>
 struct Candidate {
   order_key_t<S> order;
@@ -26,7 +26,7 @@ struct Candidate {
   }
 };
 
-// A candidate with a 32-bit key as one number; the greater number comes first.
+// Packs a candidate with a 32-bit key into one number; greater numbers come first.
 template <>
 struct Candidate<float> {
   int64_t rank;
@@ -65,8 +65,8 @@ PYMOE_DEVICE Candidate<S> next_best(const Row& row, const Candidate<S>& previous
 // Writes the best `choices` <= kLanes * kMaxima of a row to `chosen`, best first, and returns the greatest key; or
 // returns kNoKey in all lanes of the warp if a row of the warp has more candidates than `list` has room for.
 //
-// Every lane keeps the maxima of kMaxima parts of its elements. K of all these maxima are at least as great as the K-th
-// greatest of them, so no key below that one is among the best K. The remaining candidates, little more than K of a row
+// Every lane keeps the maxima of kMaxima parts of its elements. The K-th greatest of these maxima is a lower bound: at
+// least K keys reach it, so no smaller key is among the best K. The remaining candidates, little more than K of a row
 // in random order, are gathered, and each counts how many come before it: this is its place.
 template <typename S, int kLanes, int kMaxima, typename Row>
 PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidate<S>* list, int capacity,
@@ -86,7 +86,7 @@ PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidat
 #pragma unroll
   for (int i = 1; i < kMaxima; ++i) bound = i == place ? maxima[i] : bound;
   bound = __shfl_sync(kFullWarp, bound, (choices - 1) / kMaxima, kLanes);
-  bound = bound == kNoKey<S> ? bound + 1 : bound;  // parts without an element
+  bound = bound == kNoKey<S> ? bound + 1 : bound;  // some parts have no elements
   const Key greatest = __shfl_sync(kFullWarp, maxima[0], 0, kLanes);
 
   int mine = 0;
@@ -100,7 +100,7 @@ PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidat
   });
   __syncwarp();
 
-  for (int i = lane; i < count; i += 2 * kLanes) {  // two at a time, which halves the reads
+  for (int i = lane; i < count; i += 2 * kLanes) {  // two candidates at a time, which halves the reads
     const Candidate<S> a = list[i], b = list[i + kLanes < count ? i + kLanes : i];
     int place_a = 0, place_b = 0;
 #pragma unroll 4

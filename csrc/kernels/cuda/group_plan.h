@@ -1,4 +1,4 @@
-// The distribution of a grouped product's rows to blocks, computed on the device.
+// Assigns a grouped product's rows to blocks, on the device.
 //
 // A plan is 2 (E + 1) numbers. The bounds are the offsets, made safe for memory: the first is 0, none is less than
 // the one before or more than S. Offsets that keep the contract are their own bounds. For any others, no row
@@ -20,7 +20,7 @@ struct GroupPlan {
 
 inline GroupPlan group_plan(int32_t* workspace, int64_t experts) { return {workspace, workspace + experts + 1}; }
 
-// An upper limit of the tiles of `rows` rows, for any offsets.
+// An upper limit for the number of tiles of `rows` rows, whatever the offsets.
 inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + experts + 1;
 }
@@ -40,12 +40,12 @@ PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   return value;
 }
 
-// Launched with one block. `rows`: S, or the greatest int32 if S is greater.
+// Computes the plan; launch it with one block. `rows`: S, or the greatest int32 if S is greater.
 static __global__ void __launch_bounds__(kPlanThreads)
     plan_groups_kernel(const int32_t* PYMOE_RESTRICT offsets, GroupPlan plan, int experts, int rows, int tile_rows) {
   PYMOE_SHARED(int, scratch, kPlanThreads / kWarp);
   PYMOE_SHARED(int, ends, kPlanThreads);
-  PYMOE_SHARED(int, carried, 2);  // the bound and the number of tiles before the experts of this round
+  PYMOE_SHARED(int, carried, 2);  // bound and number of tiles before this round's experts
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     plan.bounds[0] = plan.tiles[0] = 0;
@@ -83,8 +83,8 @@ struct GroupTile {
 };
 
 // The tile of a block. Consecutive blocks take the columns of an expert one after the other in the same
-// kBand tiles of rows, so that concurrent blocks read few rows of x and few of the weight: 264 blocks of
-// 128 x 128 read 8 tiles of x and 33 of the weight, and would read 264 of the weight row after row. All lanes of a warp
+// kBand tiles of rows, so that concurrent blocks read few rows of x and few of the weight: 264 blocks of 128 x 128 read
+// 8 tiles of x and 33 of the weight, instead of up to 264 of the weight if they took row after row. All lanes of a warp
 // call it together with the same block. Blocks past the last tile have no rows.
 inline constexpr unsigned kBand = 8;
 
@@ -102,7 +102,7 @@ PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t row
     candidates = candidates - last * step < step ? candidates - last * step : step;
   }
   const int64_t begin = plan.bounds[expert], end = expert < experts ? int64_t{plan.bounds[expert + 1]} : rows;
-  // The block among the blocks of the expert, in bands; the last band may be lower.
+  // The block's number among the expert's blocks, which are ordered in bands; the last band may have fewer rows.
   const unsigned own = static_cast<unsigned>(ceil_div(end - begin, tile_rows)), band_blocks = kBand * column_tiles;
   const unsigned in_expert = block - static_cast<unsigned>(plan.tiles[expert]) * column_tiles;
   const unsigned band = in_expert / band_blocks * kBand, in_band = in_expert % band_blocks;

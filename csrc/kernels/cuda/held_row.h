@@ -27,14 +27,14 @@ struct HeldRow {
   PYMOE_DEVICE HeldRow(uint32_t experts, order_key_t<S>*) : size(experts) {}
   PYMOE_DEVICE static uint32_t expert_of(int i) { return threadIdx.x % kLanes + i * kLanes; }
 
-  // slot = f(slot, expert, step) for all slots of the lane, including those past the row's end.
+  // Sets slot = f(slot, expert, step) for all slots of the lane, including those past the row's end.
   template <typename F>
   PYMOE_DEVICE void map(const F& f) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i);
   }
-  // slot = f(slot, expert, step, value of the expert). All loads are issued before f uses the first value: a load
-  // next to the conversion of its value would be waited for before the next is issued.
+  // Sets slot = f(slot, expert, step, value of the expert). All loads are issued before f uses the first value;
+  // otherwise each conversion would wait for its load before the next load is issued.
   template <bool kClamped, typename V, typename F>
   PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
     V loaded[kHeld];
@@ -122,7 +122,7 @@ struct HeldRow<S, kLanes, 0> {
   }
 
  private:
-  // f(first expert) for the stretches of kAtOnce experts of this lane.
+  // Calls f(first expert) for each stretch of kAtOnce experts of this lane.
   template <typename F>
   PYMOE_DEVICE void each_stretch(const F& f) const {
     for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) f(begin + first);

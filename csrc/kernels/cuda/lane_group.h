@@ -34,7 +34,7 @@ PYMOE_DEVICE V reduce_lanes(V value, const F& combine) {
   return value;
 }
 
-// The result of `combine` over the values of the group's lanes up to `lane`, the thread's own.
+// Returns the result of `combine` over the values of the group's lanes up to `lane`, the thread's own lane.
 template <int kLanes, typename V, typename F>
 PYMOE_DEVICE V scan_lanes(V value, int lane, const F& combine) {
 #pragma unroll
@@ -55,8 +55,8 @@ PYMOE_DEVICE V group_max(V value) {
 }
 
 // The sum of a row in kSumLanes lanes: add() element l, then l + kLanes, ..., with zeros past the row's end; `step`
-// counts them (and should be a compile-time constant). With up to 16 lanes in a group a lane owns whole sum lanes; with
-// 32 two lanes share one, and both add it up.
+// counts them (and should be a compile-time constant). In groups of up to 16 lanes, each lane owns whole sum lanes; in
+// groups of 32, two lanes share each, and both compute it.
 template <typename S, int kLanes>
 class LaneSum {
  public:
@@ -86,8 +86,8 @@ class LaneSum {
   S parts_[kParts] = {};
 };
 
-// Sorts kLanes * kEach keys, greatest first: key number i ends in lane i / kEach, at i % kEach. A bitonic network whose
-// merges begin with a mirrored step, so that the lower place keeps the greater key everywhere.
+// Sorts kLanes * kEach keys, greatest first: key number i ends in lane i / kEach, at i % kEach. It is a bitonic network
+// whose merges begin with a mirrored step, so that the lower place always keeps the greater key.
 template <int kLanes, int kEach, typename Key>
 PYMOE_DEVICE void sort_descending(Key (&keys)[kEach]) {
   const int lane = threadIdx.x % kLanes;

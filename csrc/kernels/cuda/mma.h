@@ -24,7 +24,7 @@
 
 namespace pymoe::cuda {
 
-// One base for many offsets: addresses in shared memory are then sums of 32 bits.
+// Many offsets share one base, so that addresses in shared memory are 32-bit sums.
 #define PYMOE_LOAD_MATRICES(name, modifier)                                                     \
   template <typename T>                                                                         \
   PYMOE_DEVICE void name(uint32_t(&to)[4], const T* tile, int offset) {                         \

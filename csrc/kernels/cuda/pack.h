@@ -47,7 +47,8 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
   return bit_cast<P>(__ldcs(reinterpret_cast<const word_of<P>*>(from)));
 }
 
-// Zeros if there is nothing to load; then `from` is not read. One word is selected, not one element after the other.
+// Returns zeros if there is nothing to load, without reading `from`. The whole word is selected, not element by
+// element.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack_streaming_if(bool there, const T* from) {
   word_of<P> word{};
@@ -60,7 +61,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   *to = word;
 }
 #if defined(__CUDA_ARCH__)
-// A plain assignment may be split: ptxas has made four stores of 4 bytes for words that were built from pairs.
+// A plain assignment may be split: ptxas made four 4-byte stores for words that were built from pairs.
 PYMOE_DEVICE void store_word(uint4* to, const uint4& word) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
                : "memory");
@@ -92,7 +93,7 @@ PYMOE_DEVICE void widen(const Pack<T, kCount>& pack, accumulate_t<T> (&to)[kCoun
 }
 
 #if defined(__CUDA_ARCH__)
-// Two rounded elements in a word, the first in its lower half.
+// Rounds two elements into a word, the first in its lower half.
 PYMOE_DEVICE uint32_t narrow_pair(TypeTag<BFloat16>, float first, float second) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -123,7 +124,8 @@ PYMOE_DEVICE Pack<T, kCount> narrow(const accumulate_t<T> (&values)[kCount]) {
   return result;
 }
 
-// The greatest of 16, 8, 4, 2, 1 that divides all addresses and `row_bytes`: the widest access to rows of that size.
+// Returns the greatest of 16, 8, 4, 2, 1 that divides all addresses and `row_bytes`: the widest possible access to such
+// rows.
 inline int64_t widest_access(std::initializer_list<const void*> addresses, int64_t row_bytes) {
   auto all = static_cast<uintptr_t>(row_bytes) | uintptr_t{16};
   for (const void* address : addresses) all |= reinterpret_cast<uintptr_t>(address);

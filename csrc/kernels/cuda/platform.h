@@ -11,15 +11,15 @@
 
 #include <cuda_runtime.h>
 
-// An array in the shared memory of a block: PYMOE_SHARED(float, tile, 256);
+// Declares an array in the shared memory of a block: PYMOE_SHARED(float, tile, 256);
 #define PYMOE_SHARED(Type, name, count) __shared__ Type name[count]
 
-// The shared memory whose size the launch gives, aligned to 16 bytes; at most one in a kernel.
+// Declares the shared memory whose size the launch sets, aligned to 16 bytes; at most once in a kernel.
 #define PYMOE_DYNAMIC_SHARED(Type, name)                                \
   extern __shared__ __align__(16) unsigned char pymoe_dynamic_shared[]; \
   Type* const name = reinterpret_cast<Type*>(pymoe_dynamic_shared)
 
-// Functions of a kernel: inlined whatever the optimiser's size estimate says.
+// For functions of kernels: always inlined, whatever the optimiser estimates.
 #define PYMOE_DEVICE __device__ __forceinline__
 
 #else

@@ -1,5 +1,5 @@
-// The distribution of rows to the threads of a block: one group of threads per row, and every thread takes packs
-// `lane`, `lane + group`, ... of it.
+// Assigns rows to the threads of a block: one group of threads per row, and every thread takes packs `lane`, `lane +
+// group`, ... of it.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace pymoe::cuda {
 
-inline constexpr int kRowThreads = 256;  // per block, at most
+inline constexpr int kRowThreads = 256;  // largest number of threads per block
 
 struct RowGroup {
   int threads;  // threads per row: a power of two below a warp, or whole warps
@@ -18,8 +18,8 @@ struct RowGroup {
   int block() const { return threads * rows; }
 };
 
-// A group for rows of `packs` packs. Every thread takes at least `share` of them, and there are no more rounds than
-// with a full block: 896 packs are four rounds of 224 threads, instead of three and a half of 256.
+// A group for rows of `packs` packs. Every thread takes at least `share` packs, and there are no more rounds than with
+// a full block: 896 packs are four rounds of 224 threads, instead of three and a half of 256.
 inline RowGroup group_for(int64_t packs, int64_t share = 1) {
   const int64_t wanted = ceil_div(packs, share);
   if (wanted <= kWarp) {

@@ -8,8 +8,8 @@
 // 64 x 64 of 128 rows: for these ldmatrix reads 32 KiB per step, while eight warps of 64 x 32 would read 48.
 //
 // A tile has lines of 16-byte packs: rows of 4 packs along the depth, or depths of packs along the rows, depending on
-// which are neighbours in memory. place() exchanges the packs of a line, so that both the eight that ldmatrix reads
-// together, of eight lines, and the eight that cp.async writes together are in different banks, without padding.
+// which elements are neighbours in memory. place() exchanges the packs of a line, so that both the eight that ldmatrix
+// reads together, of eight lines, and the eight that cp.async writes together are in different banks, without padding.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,9 @@ inline constexpr int kTensorThreads = 128, kTensorColumns = 128;
 inline constexpr int kStepDepth = 32, kStages = 3;
 inline constexpr int kTensorPack = 8;  // elements
 
-// One operand. Its lines are its rows if packs run along the depth, and otherwise its depths; element i of a line is at
-// element_stride * i. An order gives the place of line i: -1, or any value that is not below `count`, means none.
+// One operand. Its lines are its rows if packs run along the depth, otherwise its depths; element i of a line is at
+// element_stride * i. An order gives the place of line i; -1, or any value of at least `count`, means that there is
+// none.
 template <typename T>
 struct TensorOperand {
   const T* data;
@@ -37,7 +38,7 @@ struct TensorOperand {
   const int32_t* order;  // or null
   int64_t count;
 
-  // Moves the begin of the operand to its i-th line.
+  // Moves the start of the operand to its i-th line.
   PYMOE_DEVICE void begin_at(int64_t i) {
     if (order != nullptr) {
       order += i;
@@ -47,7 +48,8 @@ struct TensorOperand {
   }
 };
 
-// `jump`: elements between matrices that kernels select themselves. Within lines they move by multiples of a tile.
+// `jump`: distance in elements between matrices among which kernels select. Within lines, kernels move by multiples of
+// a tile.
 template <typename T>
 TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t element_stride, int64_t jump = 0,
                                 const int32_t* order = nullptr, int64_t count = 0) {
@@ -55,15 +57,15 @@ TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t e
   return {static_cast<const T*>(data), line_stride, element_stride, element_stride == 1 && aligned, order, count};
 }
 
-// The places of the packs of a tile of kRows rows and kStepDepth depths.
+// Places the packs of a tile of kRows rows and kStepDepth depths in shared memory.
 template <int kRows, bool kAlongRows>
 struct TensorLayout {
   static constexpr int kAcross = kAlongRows ? kRows / kTensorPack : kStepDepth / kTensorPack;  // packs of a line
   static constexpr int kPacks = kRows * kStepDepth / kTensorPack;
   static constexpr int kElements = kRows * kStepDepth;
 
-  // The change of a pack's number in its line. Eight lines of one pack number are in different banks, and so
-  // are eight consecutive packs.
+  // How a pack's number changes in a given line, so that equal packs of eight lines are in different banks, as are
+  // eight consecutive packs.
   static PYMOE_DEVICE int exchange(int line) { return kAlongRows ? line % 8 : line / 2 % 4; }
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
 };
@@ -142,7 +144,7 @@ class TensorLoader {
     }
   }
 
-  // The same for packs that are not single accesses. The barrier before copies are read also covers these stores.
+  // The same if packs cannot be loaded by single accesses. The barrier before copies are read also covers these stores.
   PYMOE_DEVICE void fetch_elements(T* to, int depths) {
     const int lines = kAlongRows ? depths : rows_, elements = kAlongRows ? rows_ : depths;
 #pragma unroll 1
@@ -161,7 +163,7 @@ class TensorLoader {
     return (elements < 0 ? 0 : elements < kTensorPack ? elements : kTensorPack) * static_cast<int>(sizeof(T));
   }
 
-  // Returns the operand's line with number `line` of `lines`; -1: none.
+  // Returns the place of the operand's line number `line` of `lines`; -1 if there is none.
   PYMOE_DEVICE int64_t place_of(int line, int lines) const {
     if (line >= lines) return -1;
     if (operand_.order == nullptr) return line;
@@ -239,7 +241,7 @@ class TensorTile {
     TensorLoader<T, kTensorColumns, kBAlongRows> b_loader(b, columns);
     const TensorBlocks<kTileRows, kAAlongRows, false> a_blocks(row_);
     const TensorBlocks<kTensorColumns, kBAlongRows, true> b_blocks(column_);
-    const bool idle = row_ >= rows || column_ >= columns;  // the same for a whole warp
+    const bool idle = row_ >= rows || column_ >= columns;  // uniform within a warp
     int64_t unfetched = depth;
     const auto fetch = [&](int stage) {
       if (unfetched > 0) {
@@ -283,14 +285,14 @@ class TensorTile {
 #pragma unroll
       for (int half_block = 0; half_block < 2 * kABlocks; ++half_block) {
         const int i = half_block / 2, half = half_block % 2;
-        uint32_t pairs[4];  // blocks of eight columns; the lane has two columns of each
+        uint32_t pairs[4];  // four blocks of eight columns; the lane has two columns of each
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* const sums = sum_[i][4 * quarter + j] + 2 * half;
           const float with_bias[2] = {sums[0] + biases[j][0], sums[1] + biases[j][1]};
           pairs[j] = bit_cast<uint32_t>(narrow<T, 2>(with_bias));
         }
-        transpose_in_quad(pairs, in_quad);  // the lane has eight columns, its quad 64 bytes of one row
+        transpose_in_quad(pairs, in_quad);  // now a lane has eight columns, and its quad 64 bytes of a row
         const int row = row_ + 8 * half_block + lane / 4, column = column_ + 32 * quarter + 8 * in_quad;
         const int64_t place = row < rows ? places(row) : -1;
         if (place < 0) continue;
@@ -330,7 +332,7 @@ class TensorTile {
     }
   }
 
-  // Word j of lane i of a quad goes to word i of lane j.
+  // Transposes within a quad: word j of lane i goes to word i of lane j.
   static PYMOE_DEVICE void transpose_in_quad(uint32_t (&words)[4], int in_quad) {
     const bool upper = (in_quad & 2) != 0, odd = (in_quad & 1) != 0;
     const auto swap = [&](bool second, uint32_t& first_word, uint32_t& second_word, int distance) {
@@ -345,7 +347,7 @@ class TensorTile {
   }
 
   float sum_[kABlocks][2 * kBBlocks][4] = {};
-  int row_, column_;  // the first of the warp
+  int row_, column_;  // first row and column of the warp's part
 };
 
 }  // namespace pymoe::cuda

@@ -17,7 +17,8 @@ namespace pymoe::cuda {
 
 inline constexpr int kTileRows = 64, kTileColumns = 128;
 
-// Runs compute(a_tile, b_tile) on every step of the depth. `a_shared` and `b_shared` hold two tiles of the given sizes.
+// Calls compute(a_tile, b_tile) for every step of the depth. `a_shared` and `b_shared` hold two tiles of the given
+// sizes.
 template <typename T, typename A, typename B, typename Compute>
 PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_size, TileLayout a_layout, T* b_shared,
                                 int b_size, TileLayout b_layout, Compute&& compute) {
@@ -28,7 +29,7 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
     T* const a_tile = a_shared + buffer * a_size;
     T* const b_tile = b_shared + buffer * b_size;
     if (!first) {
-      a.store(a_tile, a_layout, left);  // last read two steps ago, before a barrier that all threads have passed since
+      a.store(a_tile, a_layout, left);  // its last readers have passed the barrier of the step before
       b.store(b_tile, b_layout, left);
       __syncthreads();
     }

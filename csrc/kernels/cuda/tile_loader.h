@@ -9,19 +9,19 @@
 
 namespace pymoe::cuda {
 
-// The positions of the rows or the depths of an operand in memory: consecutive, or given by an order. An order that
-// continues from its i-th element still counts from the operand's original begin.
+// The positions of the rows or the depths of an operand in memory: consecutive, or given by an order. Values of an
+// order always count from the operand's original start, even if a tile begins at its i-th element.
 struct InSequence {
   static constexpr bool kGiven = false;
   PYMOE_DEVICE int64_t operator()(int64_t i) const { return i; }
   PYMOE_DEVICE InSequence from(int64_t) const { return {}; }
-  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // distance that moves a pointer to i
+  PYMOE_DEVICE int64_t moves(int64_t i) const { return i; }  // how far a pointer moves for element i
 };
 struct ByOrder {
   static constexpr bool kGiven = true;
   const int32_t* order;
   int64_t count;
-  // -1: no such place.
+  // Returns the place of element i; -1 if there is none.
   PYMOE_DEVICE int64_t operator()(int64_t i) const {
     const int64_t place = order[i];
     return place < count ? place : -1;
@@ -37,23 +37,24 @@ struct Operand {
   const T* data;
   int64_t row_stride;
   int64_t depth_stride;
-  bool along_rows;  // a pack holds elements of neighbouring rows, not of neighbouring depths
-  bool whole;       // a pack is one access: its elements are neighbours in memory, aligned, and all or none exist
+  bool along_rows;  // true if packs hold elements of neighbouring rows, not of neighbouring depths
+  bool whole;       // true if a pack is one aligned access, and its elements exist all or none
   Places places;
 
-  // Makes the operand begin at its i-th row or depth, in the direction of its places; `stride` is the distance there.
+  // Makes the operand begin at its i-th row or depth, whichever `places` describes; `stride` is the distance between
+  // these.
   PYMOE_DEVICE void begin_at(int64_t i, int64_t stride) {
     data += places.moves(i) * stride;
     places = places.from(i);
   }
 };
 
-// The direction in which blocks of the operand may start anywhere; in the other they start at multiples of a tile.
+// The direction in which blocks of the operand may start anywhere. In the other, they start at multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
 // Determines how to read the `rows` x `depth` matrix (with any size in the direction of the cut) that begins at `data`,
-// and further ones at multiples of `jump` elements. An order is in the direction of the cut, and the elements along the
-// other are contiguous.
+// and further ones at multiples of `jump` elements. An order applies in the direction of the cut; elements along the
+// other direction are then contiguous.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {
@@ -84,13 +85,13 @@ struct TileLoader {
   static constexpr int kPacks = kRows * 4 / kThreads;  // per thread
   static_assert(kPacks * kThreads == kRows * 4);
 
-  uint4 packs[kPacks];       // as loaded: unpacking them would wait for the loads
+  uint4 packs[kPacks];       // still packed: unpacking would wait for the loads
   const T* from;             // the thread's first pack of the next tile; with an order, as if at place 0
   int64_t pack_step;         // distance in memory between a thread's packs; with an order, between places
   int64_t tile_step;         // distance to the next tile
   int64_t element_step;      // distance from element to element of a pack
   int row, depth;            // position of the thread's first pack in a tile
-  int row_step, depth_step;  // distance to its next pack
+  int row_step, depth_step;  // distance in the tile to the thread's next pack
   int rows;                  // of the operand
   bool along_rows, whole;
   Places places;  // positions of the thread's packs; the first is number 0
@@ -104,14 +105,14 @@ struct TileLoader {
         places(operand.places) {
     const int thread = static_cast<int>(threadIdx.x);
     if (along_rows) {
-      constexpr int kAcross = kRows / kPack;  // packs of one depth
+      constexpr int kAcross = kRows / kPack;  // number of packs in one depth
       row = thread % kAcross * kPack;
       depth = thread / kAcross;
       row_step = 0;
       depth_step = kThreads / kAcross;
     } else {
-      // Four threads take the 64 bytes of a row. The eight that store together take rows r and r + 4, which are in
-      // different banks if rows are 80 bytes apart.
+      // Four threads take the 64 bytes of a row. The eight threads that store together take rows r and r + 4, which are
+      // in different banks, as rows are 80 bytes apart.
       const int quad = thread / 4;
       row = (quad & ~7) | (quad & 1) << 2 | (quad & 7) >> 1;
       depth = thread % 4 * kPack;
@@ -148,7 +149,7 @@ struct TileLoader {
     from += tile_step;
   }
 
-  // Reads the next tile, which has `left` depths. Only packs are read this early.
+  // Reads the next tile, which has `left` depths. Only whole packs are read this early.
   PYMOE_DEVICE void fetch(int64_t left) {
     if (!whole) return;
     const int rows_left = rows - row, depths_left = (left < kDepth ? static_cast<int>(left) : kDepth) - depth;

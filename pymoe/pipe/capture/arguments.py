@@ -23,7 +23,7 @@ from pymoe.pipe.capture.snapshots import freeze, patched
 
 
 class Like(NamedTuple):
-    """Describes an example tensor without its values, which a capture does not need."""
+    """Describes an example tensor, except for its values, which a capture does not need."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,10 +57,8 @@ class _Slot:
 
 
 class Arguments:
-    """Describes how the arguments of a model's ``forward`` were given when it was captured.
-
-    Calls may give them in other ways: by name or by position, in another order, with or without those that equal their
-    defaults.
+    """Describes how the arguments of a model's ``forward`` were passed when it was captured. Calls may pass them
+    differently: by name or position, in another order, with or without those that equal their defaults.
     """
 
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,7 +222,7 @@ def _pairs(value: Any, spec: Any, name: str) -> Iterator[tuple[Tensor, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class InputChecks:
-    """Checks the leaves of a call. Sizes are numbers, or sympy expressions in symbols for free sizes."""
+    """Checks the leaves of a call. Sizes are numbers, or sympy expressions whose symbols stand for free sizes."""
 
     arguments: Arguments
     sizes: dict[int, tuple[Any, ...]]
@@ -234,7 +232,7 @@ class InputChecks:
     code that tested it, if known.
     """
     limits: dict[Any, tuple[int, int | None]]
-    """The least and the greatest value of each symbol."""
+    """The smallest and largest value of each symbol."""
     fixed: dict[tuple[int, int], str]
     """The line of code that fixed a size, by (leaf, dimension)."""
 
@@ -371,13 +369,12 @@ class _ShapeGuards(list[Any]):
         super().__init__(guards)
         self.places = [""] * len(guards)
         self.answers: list[tuple[Any, str]] = []
-        """Conditions that the model's own code has tested, as they were answered, each with its line, even if the
-        answer was already known."""
+        """Conditions that the model's own code has tested, in the form that came out true, each with its line, even if
+        the answer was already known.
+        """
 
     def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a version of ``evaluate``, which tests conditions on sizes, that notes the tests of the model's
-        code.
-        """
+        """Wrap ``evaluate``, torch's test of a condition on sizes, to note the tests that the model's code makes."""
 
         def listener(node: Any, *more: Any, **named: Any) -> Any:
             expression, answer = node.expr, evaluate(node, *more, **named)
@@ -404,7 +401,7 @@ def _users_line(frame: FrameType | None) -> str:
 def _is_asked_by_model(frame: FrameType | None) -> bool:
     """Return whether Python code of the model, or of ``torch.nn``, has made a ``bool`` or ``int`` of a size.
 
-    Operators test sizes, too (whether to broadcast, for example), but they test again when the graph runs.
+    Operators also test sizes (to broadcast, for example), but they test again when the graph runs.
     """
     converted = False
     while frame is not None and frame.f_code.co_filename.startswith((_CONVERSIONS, _SYMBOLS)):

@@ -94,7 +94,7 @@ def capture(
 
 
 def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) -> tuple[Any, ModelRun]:
-    """Return what ``torch.export`` makes, and the run of the model in which it was made.
+    """Return the program that ``torch.export`` makes, and the run of the model in which it was made.
 
     Raises:
         BoundaryInside: a stage boundary is inside an opaque module.
@@ -137,7 +137,7 @@ def _export(run: ModelRun, trial: Trial) -> Any:
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
     """Return the assumptions of a capture, without attributes that torch's own layers set before they read them."""
     reads = run.recorder.reads
-    # A graph may be valid only for the dtypes of the example: ``x.float()`` of a float32 ``x`` was ``x`` itself.
+    # A graph may be valid only for the dtypes of the example: for a float32 ``x``, ``x.float()`` was ``x`` itself.
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     reads.dtypes |= any(
         node.target is _torch_private.assert_tensor_metadata for graph in graphs for node in graph.nodes
@@ -156,8 +156,8 @@ def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
 def _refusal(
     run: ModelRun, trial: Trial, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]
 ) -> CaptureError:
-    """Return the error for something that a graph cannot do, with the line of code that does it, which ``run``
-    finds.
+    """Return the error for something that a graph cannot do, with the line of code that does it, as found by
+    ``run``.
     """
     with suppress(Exception, Stopped):
         _export(run, trial)
@@ -187,9 +187,7 @@ def _cleared(caches: Collection[Any]) -> Iterator[None]:
 
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
-    """Set the state in which graphs are made, whatever the caller's state is: the caller's counts when the graph
-    runs.
-    """
+    """Set a fixed state for making graphs, regardless of the caller's state, which applies when the graph runs."""
     config: Any = _torch_private.fx_config  # imported when it is first used
     with (
         torch.inference_mode(False),
@@ -197,7 +195,7 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         torch.compiler.set_stance("force_eager"),
-        # These modules log what the error will say.
+        # Silence these modules: they log what the error will say.
         patched((logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True)),
         patched((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)),
         # Without this, torch assumes that free dimensions are at least 2, and adds no guard for that.
@@ -209,7 +207,7 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
 # The captured graph.
 
 CONSTANT = "_constant_"
-"""The prefix of tensors that are not parameters or buffers of the model."""
+"""Name prefix of tensors that are neither parameters nor buffers of the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,8 +237,9 @@ class Captured:
     out_spec: pytree.TreeSpec
     training: bool
     guards: Callable[[nn.Module], Guards]
-    """Makes the guards, the capture's assumptions about Python, for the model or for another one with the same
-    submodules."""
+    """Makes the guards (the capture's assumptions about Python) for the model, or another model with the same
+    submodules.
+    """
 
 
 class Region:
@@ -252,9 +251,9 @@ class Region:
         self.__name__ = name
         self.graph = graph
         self.grad = grad
-        """True if gradients are recorded in the block; None: as outside."""
+        """True if gradients are recorded in the block; None: the same as outside."""
         self.autocast = autocast
-        """Arguments of ``torch.autocast`` for the block; None: as outside."""
+        """Arguments of ``torch.autocast`` for the block; None: the same as outside."""
 
     def __call__(self, *values: Any) -> list[Any]:
         if self.autocast is not None:
@@ -305,7 +304,7 @@ class _Builder:
         self._inputs: dict[int, fx.Node] = {}  # placeholders of the exported graph, by leaf
         self._state: dict[str, fx.Node] = {}
         self.constants: dict[str, Tensor] = {}
-        # Shared parameters and buffers have their first name.
+        # Shared parameters and buffers are known by their first name.
         self._first_name: dict[int, str] = {}
         for name, value in (*run.model.named_parameters(), *run.model.named_buffers()):
             self._first_name.setdefault(id(value), name)
@@ -340,7 +339,7 @@ class _Builder:
         conditions, fixed = self._conditions()
         limits: dict[Any, tuple[int, int | None]] = {}
         for symbol, constraint in self._program.range_constraints.items():
-            # Where operators distinguish 0 and 1, sizes from 2 on remain.
+            # Where operators treat 0 and 1 specially, only sizes from 2 up remain.
             low = int(constraint.lower) if constraint.lower > 2 else 0
             high = int(constraint.upper) if constraint.upper.is_number and constraint.upper < 2**40 else None
             if low or high is not None:
@@ -404,9 +403,7 @@ class _Builder:
 
 
 def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Make the nodes of an exported graph, including its blocks, call regions and opaque calls and use the model's
-    names of modules.
-    """
+    """Make an exported graph and its blocks call regions and opaque calls, with the model's own module names."""
     hop = torch.ops.higher_order
     for node in reversed(list(module.graph.nodes)):  # blocks after their use
         if node.target is OPAQUE_CALL:
@@ -474,7 +471,7 @@ _STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the module of ``root`` that stands for one of ``model``'s; make it if there is none."""
+    """Return the module of ``root`` that stands for the model's module at ``path``; make it if necessary."""
     here, original = root, model
     for name in path.split(".") if path else []:
         if here is original:  # an opaque module: the graph contains the module itself

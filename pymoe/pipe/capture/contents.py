@@ -40,19 +40,19 @@ class Holder(NamedTuple):
     state: Callable[[Any], Any] | None = None
     """Returns the rest of a value's state, to be compared by ``==``."""
     names: Callable[[Any], list[str]] | None = None
-    """Returns, for each item of ``read``, the suffix that gets it in code after the value's name; a single dot stands
-    for the dictionary of attributes.
+    """Returns, for each item of ``read``, the suffix to the value's name with which code accesses it; a single dot
+    stands for the attribute dictionary.
     """
     by_identity: bool = False
     """True if another object with the same contents is a different value."""
     is_opaque: bool = False
     """True if the contents cannot be read."""
     is_plain: bool = False
-    """True for a container or function all of whose contents count as read."""
+    """True for a container or function whose contents all count as read."""
     is_fixed: bool = False
-    """True if it always holds the same objects."""
+    """True if the value always holds the same objects."""
     glance: Callable[[Any], list[Any]] | None = None
-    """Returns what ``read`` returns, and possibly more, in less time."""
+    """A faster variant of ``read`` that may return more objects."""
 
 
 _LEAF = Holder(by_identity=True)
@@ -84,7 +84,7 @@ _BY_IDENTITY = frozenset(
 elsewhere.
 """
 _LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.utils.data.")
-"""Exceptions: modules of torch whose objects hold numbers that users change."""
+"""Exceptions to these: modules of torch whose objects hold numbers that users change."""
 
 SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
 
@@ -183,7 +183,7 @@ def _make_holder(kind: type, value: Any) -> Holder:
 
 
 def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Holder:
-    """Return how to read an object: what its class inherits from ``base``, its attributes, and its class."""
+    """Return how to read an object: the contents that ``base`` reads, its attributes, and its class."""
     about_class = [] if _is_finished(kind) else [kind]
     if not slots and not has_dict and not about_class:
         return base
@@ -205,7 +205,7 @@ def dict_of(value: Any) -> Any:
     """Return the dictionary of an object's attributes, bypassing its class; None if it has none."""
     try:
         if isinstance(value, threading.local):
-            return value.__dict__  # the attributes of this thread
+            return value.__dict__  # a thread-local object: this thread's attributes
         return object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
@@ -263,7 +263,9 @@ def _glance_at_class(value: type) -> list[Any]:
 
 
 def _of_function(function: Any) -> list[Any]:
-    """Return what a function holds; nothing for a function of a package, whose files are assumed not to change."""
+    """Return the values that a function holds; none if it belongs to a package, whose files are assumed not to
+    change.
+    """
     if not is_users_file(function.__code__.co_filename):
         return []
     return _glance_at_function(function)
@@ -365,7 +367,7 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-# One for all numpy arrays: it is found by their class, which does not tell their dtype.
+# One holder serves all numpy arrays: it is found by class, which does not tell the dtype.
 _ARRAY = Holder(
     lambda value: list(value.ravel()) if value.dtype.hasobject else [],
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),

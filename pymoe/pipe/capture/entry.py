@@ -67,7 +67,7 @@ class ModelRun:
         self.changed: list[str] = []
         """The attributes that it has changed."""
         self.side_effects: list[str] = []
-        """Other changes that it has made to Python values, as texts that follow "it"."""
+        """Other changes that it has made to Python values, as phrases that follow "it" in messages."""
         self.place: str | None = None
         """The first line that made such a change, if it was searched for."""
         self._finds_line = finds_line
@@ -132,7 +132,9 @@ class ModelRun:
         }
 
     def _moved(self, before: dict[tuple[str, str], Snapshots]) -> list[str]:
-        """Return the names of values that it has both read and changed, such as iterators that it took values from."""
+        """Return the names of values that the run both read and changed, such as iterators from which it took
+        values.
+        """
         reads = self.recorder.reads.attributes
         found = (snapshots.change() for place, snapshots in before.items() if place in reads)
         return [name for name in found if name is not None]
@@ -188,7 +190,7 @@ class Stopped(BaseException):
 
 
 def _users_module(name: str, model: nn.Module) -> str | None:
-    """Return the qualified name of the module with an attribute; None for buffers, and for torch's own layers."""
+    """Return the qualified name of the module that has the attribute; None for buffers, and for torch's own layers."""
     path: list[str] = []
     module, steps = model, name.split(".")
     while steps and (child := module._modules.get(steps[0])) is not None:
@@ -215,10 +217,8 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
 class _WatchedPlace:
     """A random generator, or a value outside of the model, whose state is recorded when this object is made.
 
-    Args:
-        words: what a change means, as a text that follows "it".
-        watch: returns a function that returns the name of what has changed since, or None.
-        restorer: returns a function that restores the present state.
+    Args: words: what a change means, as a phrase that follows "it" in messages. watch: returns a function that returns
+        the name of what has changed since, or None. restorer: returns a function that restores the present state.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class SideEffects:
                 self._add_generator(words, value.get_state, value.set_state)
 
     def words(self) -> list[str]:
-        """Return what has happened, as a text that follows "it"."""
+        """Return what has happened, as phrases that follow "it" in messages."""
         return [words for watched in self._watched if (words := watched.words()) is not None]
 
     def undo(self) -> None:
@@ -282,7 +282,7 @@ class SideEffects:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Undo what the block does, without reporting it."""
+        """Undo the block's side effects without reporting them."""
         before = [watched.again() for watched in self._watched]
         try:
             yield
@@ -319,7 +319,7 @@ class LineFinder:
 
     def __init__(self, has_happened: Callable[[], bool], files: Container[str] = ()) -> None:
         self.place: str | None = None
-        """The line, as :func:`describe_line` gives it, once it was found."""
+        """The line, as :func:`describe_line` formats it; None until it is found."""
         self._has_happened = has_happened
         self._files = files
         self._last: tuple[str, int, str] | None = None

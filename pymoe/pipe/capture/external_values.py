@@ -31,7 +31,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ExternalValue(NamedTuple):
-    """The place of such a value: a dictionary and a key, or a cell of a function."""
+    """The place of a value outside of a model: a dictionary and a key, or a cell of a function."""
 
     label: str
     where: Any
@@ -122,7 +122,7 @@ class ExternalValues:
         self._methods: dict[str, list[Any]] = {}  # methods that no code has named yet
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
-            # None for classes that create one for every module, such as TorchScript's.
+            # A class that TorchScript creates for every module has no file.
             if not is_library(file := _file_of(getattr(type(module), "forward", None))):
                 self.files.add(file)
         for _, module in modules:
@@ -184,7 +184,7 @@ class ExternalValues:
                 self._method(method)
 
     def _function(self, function: Any) -> None:
-        """Search a function, and what it names."""
+        """Search a function, and the values that its code names."""
         while isinstance(function, (functools.partial, functools.partialmethod)):
             self._search([function.args, function.keywords])
             function = function.func
@@ -233,7 +233,7 @@ class ExternalValues:
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search what a string may name in code that looks names up: a variable, a module, or a builtin."""
+        """Search the variable, module or builtin that a string may name, in code that looks names up."""
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])
@@ -241,7 +241,7 @@ class ExternalValues:
             self._code(compile(text, "<text>", "exec"), variables)
 
     def _name(self, name: str, variables: dict[str, Any], taken: list[str]) -> None:
-        """Search a global variable of which the code takes the attributes ``taken``, each from the one before."""
+        """Search a global variable from which the code reads the chain of attributes ``taken``."""
         if name not in variables and hasattr(builtins, name):
             return
         self._taken(ExternalValue(name, variables, name), taken)
@@ -263,7 +263,7 @@ class ExternalValues:
             self._taken(ExternalValue(name, {name: module}, name), taken)
 
     def _taken(self, place: ExternalValue, taken: list[str]) -> None:
-        """Search a value and the attributes that the code takes of it, as long as these belong to Python modules and
+        """Search a value and the attributes that the code reads from it, as long as these belong to Python modules and
         classes. If the code takes no attribute of a user's Python module, search all of it.
         """
         value = place.value(MISSING)
@@ -313,7 +313,7 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAS
 
 
 def _attributes_after(steps: Sequence[dis.Instruction], number: int) -> list[str]:
-    """Return the chain of attributes that the code takes of the value which a bytecode step loads."""
+    """Return the chain of attributes that the code reads from the value that a bytecode step loads."""
     after = itertools.takewhile(lambda step: step.opname in _TAKES_ATTRIBUTE[:2], steps[number + 1 :])
     return [str(step.argval) for step in after]
 

@@ -21,7 +21,7 @@ from pymoe.pipe.stages import CALL_HOOKS, have_same_items
 
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
-"""The subject of an assumption: words and, where they are not enough, an object."""
+"""The subject of an assumption: words and, if those are not enough, an object."""
 
 
 class Guards:
@@ -55,7 +55,9 @@ class Guards:
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Return in words what has changed since; None if nothing has. ``leaves``: the leaves of a call."""
+        """Return a description of what has changed since the capture; None if nothing has. ``leaves``: the leaves of a
+        call.
+        """
         if self._expected is None:
             self._expected = self._expect(self._questions(), self._snapshots_kept())
         expected = self._expected
@@ -72,7 +74,7 @@ class Guards:
             now = zip(self._dictionaries(), self._structure, strict=True)
             return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
-            if len(dictionary) != size:  # hasattr() may have returned False
+            if len(dictionary) != size:  # the code may have seen hasattr() return False
                 return "a parameter or buffer"
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
@@ -83,7 +85,7 @@ class Guards:
                 entry[2], self._is_shared_alike = now, None
         if self._is_shared_alike is None:
             self._is_shared_alike = self._sharing_now() == self._sharing
-        if not self._is_shared_alike:  # a graph knows a shared parameter by one name
+        if not self._is_shared_alike:  # a graph knows a shared parameter by one name only
             return "which parameters or buffers are one and the same"
         if (name := expected.snapshots.change()) is not None:
             return name
@@ -98,7 +100,7 @@ class Guards:
         return None
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
-        """Return the former and the present floating point dtype of the whole model, if it had and has a single one."""
+        """Return the model's floating-point dtype at capture and now, if it had a single one then and has one now."""
         before, now = (
             {dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point}
             for dtypes in (self._dtypes, self._dtypes_now())
@@ -210,7 +212,7 @@ class Guards:
 
     def _classes_now(self) -> list[str]:
         kinds = [type(module) for module in self._modules.values()]
-        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # by name: copies cannot keep every class
+        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names, as copies cannot keep every class
 
     def _sharing_now(self) -> list[int | None]:
         """Return for each parameter and buffer, in order, the index of the first one that is the same tensor."""

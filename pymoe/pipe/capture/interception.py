@@ -51,7 +51,7 @@ Held = dict[int, Tensor]
 
 
 def _hold(values: Any, held: Held) -> None:
-    """Note such tensors among the arguments of a call."""
+    """Note unregistered tensors that require gradients among the arguments of a call."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, FakeTensor):
             held[leaf.data_ptr()] = leaf
@@ -140,10 +140,8 @@ class OpaqueCalls:
         return self._record(OpaqueCall(function.__name__, apply), apply, lambda: apply, args, {})
 
     def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
-        """Add a node for the call, and return its fake result as the node's value.
-
-        The result comes from ``run`` with fake arguments or, if there is no ``run`` or it fails on fake arguments, from
-        ``real()`` with real ones.
+        """Add a node for the call, and return its fake result as the node's value. The result comes from ``run`` with
+        fake arguments; without ``run``, or if that fails, from ``real()`` with real arguments.
         """
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
@@ -262,8 +260,8 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
     """Refuse calls that a graph would lose, within the block: they raise a CaptureError that does not say where.
 
     ``torch.inference_mode`` acts as ``torch.no_grad`` there, which a graph can contain. Conditions on the sizes of
-    ``tensors`` remember the line that tested them; ``held`` gets the tensors that ``Held`` describes, and ``recorder``
-    the properties of tensors that code reads.
+    ``tensors`` remember the line that tested them; Tensors that ``Held`` describes are added to ``held``; ``recorder``
+    records properties of tensors that code reads.
     """
     fake_mode = detect_fake_mode(list(tensors))
     blocks: list[Any] = []
@@ -278,7 +276,7 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
     enter_packing = packing.__enter__
 
     def pack(self: Any) -> None:
-        # save_on_cpu changes no value.
+        # save_on_cpu changes no value, so it is allowed.
         if not isinstance(self, torch.autograd.graph.save_on_cpu) and recorder.hears(sys._getframe(1)):
             raise CaptureError("it packs what is saved for the backward pass by hooks, which a graph would lose")
         enter_packing(self)
@@ -355,7 +353,7 @@ class FunctionCalls:
 
 
 def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
-    """Make ``apply``, which takes ``result`` for the result of a forward, return it unchanged."""
+    """Make ``apply`` treat ``result`` as the result of a forward, and return it unchanged."""
     outputs = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
     context.mark_dirty(*[output for output in outputs if any(output is value for value in inputs)])
     context.mark_non_differentiable(*[output for output in outputs if not output.requires_grad])
@@ -400,7 +398,7 @@ def _functions_are_heard() -> canaries.Exercises:
     leaf = torch.ones(1, dtype=torch.float64, device="cpu", requires_grad=True)
     found = []
     for kind in (_OfOneContext, _OfSetup):
-        bound = kind.apply  # a name that was bound before
+        bound = kind.apply  # a name bound before the interception
         heard: list[Any] = []
 
         def instead(cls: type, apply: Any, args: Any, heard: list[Any] = heard) -> Any:

@@ -1,4 +1,4 @@
-"""Opaque calls: autograd Functions, and modules that a graph calls as they are, instead of tracing them.
+"""Opaque calls: of autograd Functions and modules that a graph calls unchanged instead of tracing them.
 
 ``torch.export`` records the operators of a Function's forward and drops its backward, and it runs a module's Python
 code only once. An opaque call is one node instead. The target of the node makes the call, with everything that belongs
@@ -32,8 +32,8 @@ COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
-    """The target of a node for an opaque call, here of an autograd Function: takes the computed leaves of the
-    arguments, returns a list of the computed leaves of the result. Leaves that are neither tensors nor sizes are
+    """The target of a node for an opaque call, here of an autograd Function. Takes the computed leaves of the
+    arguments, and returns a list of the computed leaves of the result. Leaves that are neither tensors nor sizes are
     constants of the call.
     """
 
@@ -201,8 +201,8 @@ def infer_by_running(
 ) -> Any:
     """Return the fake result of ``function`` for fake arguments, inferred from results for real arguments of two sizes.
 
-    Every dimension of its results must be a number, a free dimension of the arguments, a product of two of them, or a
-    multiple or fraction of these.
+    Every dimension of the results must be a number, a free dimension of the arguments, a product of two such
+    dimensions, or a multiple or fraction of these.
 
     Raises:
         CaptureError: a dimension is something else.
@@ -217,7 +217,7 @@ def infer_by_running(
         sizes_now = {**others, **trial}
         try:
             second, _ = _run(function, leaves, spec, sizes_now)
-        except Exception:  # these sizes are not free, or not independent
+        except Exception:  # the function does not accept these sizes together
             continue
         others = sizes_now
         _settle([size for size in sizes if size.node.expr in trial and len(set(trial.values())) < len(trial)])

@@ -1,8 +1,8 @@
 """Records what a model's code reads while it is captured: attributes, environment, the caller's state, and values of
 tensors.
 
-A graph refers to a tensor that is neither parameter nor buffer, and sees later writes to it. But a number that
-``.item()`` has made of it, an index, or a fill value is a constant of the graph.
+A graph refers to a tensor that is neither parameter nor buffer, and sees later writes to it. But a number from
+``.item()``, an index, or a fill value is a constant of the graph.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _TELLS_NO_VALUE = frozenset(
         "type",
     )
 )
-"""Methods of tensors that return other facts about them."""
+"""Methods of tensors that return facts other than their values."""
 
 
 class TakenValues:
@@ -85,7 +85,7 @@ class TakenValues:
         self._single: dict[int | None, Tensor] = {}  # all tensors of one element that it has used
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function of torch returns, and note the tensors from whose elements that is made."""
+        """Call a function of torch, and note the tensors from whose elements its result is made."""
         given = _leaves((args, kwargs))
         real = {_address(leaf): leaf for leaf in given if _is_real(leaf)}
         if isinstance(func, HigherOrderOperator) or not (real or any(map(_is_known, given))):
@@ -145,8 +145,8 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether torch knows the value of a tensor of a graph: that is so if it is made of tensors of one known
-    element.
+    """Return whether torch knows the value of a tensor of a graph, which it does for results of known one-element
+    tensors.
     """
     return isinstance(value, FakeTensor) and value.constant is not None
 
@@ -163,12 +163,12 @@ def _address(tensor: Tensor) -> int | None:
 
 @dataclass
 class Reads:
-    """All that the model's code read during a capture."""
+    """Everything that the model's code read during a capture."""
 
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
     """Attributes of modules, as qualified name of the module and name of the attribute, in the order of reading."""
     of_tensors: dict[tuple[str, str, str], dict[str, None]] = field(default_factory=dict)
-    """The same for parameters and buffers: module, ``_parameters`` or ``_buffers``, and name."""
+    """Parameters and buffers that were read: module, ``_parameters`` or ``_buffers``, and name."""
     environment: dict[str, str | None] = field(default_factory=dict)
     all_variables: dict[str, str] | None = None
     """The whole environment, if the model's code has gone through it."""
@@ -238,10 +238,10 @@ class ReadRecorder:
     def __init__(self, model: nn.Module, ambient: Answers) -> None:
         self.reads = Reads()
         self.on_object: Callable[[str, Any], None] = lambda name, value: None
-        """Called with the name and value of an attribute at its first reading."""
+        """Called with an attribute's name and value when it is first read."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        # It replaces parameters and buffers by stand-ins without their attributes.
+        # It also replaces parameters and buffers by stand-ins without their attributes.
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
             for path, module in model.named_modules()
@@ -254,7 +254,7 @@ class ReadRecorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return whether a tensor requires gradients as ``frame`` must see it: as in the caller's grad mode."""
+        """Return the ``requires_grad`` that ``frame`` must see for a tensor: the one in the caller's grad mode."""
         if not self.hears(frame):
             return real
         self.reads.gradients = True
@@ -263,7 +263,7 @@ class ReadRecorder:
         return real and (self._ambient[key] or tensor.is_leaf)
 
     def hears(self, frame: FrameType) -> bool:
-        """Return whether a reading by ``frame`` is one of the model's code, and to be recorded."""
+        """Return whether ``frame`` reads on behalf of the model's code, so that the reading must be recorded."""
         return self._hears() and not _asked_by_library(frame)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -381,7 +381,7 @@ class ReadRecorder:
             if not self._is_model_asking():
                 return real
             key = name, (*args, *kwargs.values())
-            if key not in self._ambient or real != self._plain[key]:  # a block of the model's own
+            if key not in self._ambient or real != self._plain[key]:  # inside a block that the model opened
                 return real
             self.reads.ambient[key] = self._ambient[key]
             return self._ambient[key]

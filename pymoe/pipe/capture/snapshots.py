@@ -1,5 +1,5 @@
-"""Snapshots of Python values: they tell whether values, and everything in them at any depth, are still the same, and
-can put them back.
+"""Snapshots of Python values: they tell whether values and their contents, at any depth, are still the same, and can
+restore them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Changes(list[str]):
         return [name for each in self._memory.values() for name in each.changes()]
 
     def restore(self) -> None:
-        """Undo the changes, and note the names of what had changed."""
+        """Undo the changes, and note the names of the changed values."""
         for each in self._memory.values():
             if names := each.changes():
                 each.restore()
@@ -146,7 +146,7 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
                 delattr(owner, name)
 
 
-# Comparison with values of another time.
+# Comparison with the values of an earlier time.
 
 _MAX_VALUES = 1_000_000
 _MANY = 32
@@ -154,11 +154,11 @@ _MANY = 32
 
 
 class Unwatchable(Exception):
-    """Carries the name of a value, and the reason why changes of it cannot be noticed."""
+    """Carries the name of a value and the reason why its changes cannot be noticed."""
 
 
 class Same:
-    """Compares by identity: equal to another one for the very same object."""
+    """Compares by identity: two are equal if they hold the very same object."""
 
     __slots__ = ("value",)
 
@@ -250,7 +250,7 @@ def _importable(kind: type) -> type | str:
 
 def _scalar(value: Any) -> tuple[Any, ...]:
     if isinstance(value, float):
-        return type(value), "nan" if math.isnan(value) else float(value).hex()  # all NaN are one, the zeros are two
+        return type(value), "nan" if math.isnan(value) else float(value).hex()  # all NaN are equal, the zeros differ
     if isinstance(value, complex):
         return type(value), _scalar(value.real), _scalar(value.imag)
     if isinstance(value, slice):
@@ -278,7 +278,7 @@ def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None
 
 
 class Watch:
-    """Notices at little cost that values may have changed: they no longer hold the same objects."""
+    """Notices cheaply that values may have changed, because they no longer hold the same objects."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[Any, Any, list[Any], Any, Any]] = {}
@@ -313,8 +313,7 @@ its contents."""
 
 
 class Snapshots:
-    """Keeps the values of several places, with everything in them, at the time when this is made; or as given by
-    ``tokens``.
+    """Keeps the present values of several places, with everything in them; or the values given by ``tokens``.
 
     Raises:
         CaptureError: with ``is_strict``, if later changes of a value could not be noticed.

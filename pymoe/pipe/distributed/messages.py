@@ -1,8 +1,8 @@
 """Messages between ranks: a key, a description, and tensors as they lie in memory.
 
 The description has everything except the tensors' contents: structure, shapes, strides, which tensors require
-gradients, and the leaves that are not tensors. Most messages have the same description as an earlier one, so a
-description is only sent when it is new.
+gradients, and leaves that are not tensors. Most messages have the same description as an earlier one, so a description
+is only sent when it is new.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORDS = ("the values", "the gradients of the values", "the gradients of shared p
 
 
 class Key(NamedTuple):
-    """Identifies a message."""
+    """The key that identifies a message."""
 
     step: int
     subject: Subject
@@ -59,12 +59,11 @@ class TensorPlace(NamedTuple):
     number: int
     """The index of a tensor of the message."""
     view: tuple[TensorLayout, int] | None
-    """Layout and offset within the bytes of that tensor, which several tensors share; None: it is that tensor
-    itself."""
+    """Layout and offset within that tensor, if it holds the bytes of several; None: the whole tensor."""
     requires_grad: bool
-    """True if the receiver sends back a gradient."""
+    """True if the receiver sends a gradient back."""
     is_fixed: bool
-    """True if it must not be changed in place (:class:`.BoundaryTensor`)."""
+    """True if the tensor must not be changed in place (:class:`.BoundaryTensor`)."""
     taken_until: int
     """The last stage on a rank other than the receiver's that takes the same memory; -1: none."""
 
@@ -103,7 +102,7 @@ def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, lis
 def read_values(
     described: Any, tensors: Sequence[torch.Tensor], accumulator: GradAccumulator | None
 ) -> list[StageValue]:
-    """Return the values; gradients of tensors that need one go to ``accumulator``, numbered in order.
+    """Return the values. Gradients of their tensors go to ``accumulator``, numbered in order.
 
     An unpickled description consists of the layouts of the tensors and ``described``.
     """
@@ -216,7 +215,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
     """Return the tensor's contents without gaps in memory, and its layout."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # the strides without gaps
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # the strides of a tensor without gaps
         tensor = tensor.contiguous()
     return tensor, TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.stride())
 

@@ -48,7 +48,7 @@ class RankPlan:
 
     @cached_property
     def _makers(self) -> list[set[int]]:
-        """For every stage, return the stages that send to it. A stage without inputs gets an empty message from stage
+        """Return, for every stage, the stages that send to it. A stage without inputs gets an empty message from stage
         0.
         """
         makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
@@ -117,7 +117,7 @@ class RankPlan:
 
 
 def maker_of(source: Source) -> int:
-    """Return the stage on whose rank the value is first present."""
+    """Return the stage whose rank has the value first."""
     return 0 if source.stage == INPUT else source.stage
 
 
@@ -167,7 +167,7 @@ class Tied:
         self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
 
     def holds(self) -> bool:
-        """Return whether stages still share the same parameters, which may have been replaced, tied or untied since."""
+        """Return whether stages still share the same parameters: they may have been replaced, tied or untied."""
         if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
             return True
         self._look()

@@ -1,4 +1,4 @@
-"""Runs the stages of a pipe in this process, one mini-batch after the other.
+"""Runs this process's stages of a pipe, one mini-batch after another.
 
 All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
 every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
@@ -92,12 +92,12 @@ class RankStep:
 
     def __post_init__(self) -> None:
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
-        # By stage, once its backwards have run.
+        # Leaves and summed gradients by stage, once its backwards have run.
         self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.replicated: list[DistributedDataParallel] = []  # their modules
         self.inputs: dict[int, StepInputs] = {}
         self.rows: dict[int, int] = {}
-        self.readings: dict[int, LossReading] = {}  # readings of the losses' graphs, by micro-batch
+        self.readings: dict[int, LossReading] = {}  # facts read from the losses' graphs, by micro-batch
         self.forwards = 0
         self._begun: dict[int, int] = {}  # forwards, by stage
         self._random: SharedSource | None = None
@@ -186,7 +186,7 @@ class RankStep:
 
     @property
     def _source(self) -> SharedSource:
-        assert self._random is not None  # because the first stage here has its values
+        assert self._random is not None  # its inputs brought it
         return self._random
 
     def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
@@ -206,7 +206,7 @@ class RankStep:
             )
 
     def _outputs(self, micro_batch: int) -> list[Any]:
-        """Return the model's outputs, with a history that begins here, to compute a loss of them."""
+        """Return the model's outputs, with a history that begins here, to compute a loss from them."""
         pipeline = self.plan.pipeline
         last = len(pipeline.stages) - 1
         values = [self._values[micro_batch, source] for source in pipeline.outputs]
@@ -224,7 +224,7 @@ class RankStep:
         graph = self._output_graphs.pop(micro_batch)
         graph.close()
         if not self.rows[micro_batch]:
-            return  # a mean over no rows is not a number, and has no weight
+            return  # a mean over no rows is NaN, and has no weight
         if loss.grad_fn is None:
             raise RuntimeError("pymoe.pipe: the loss does not require gradients: nothing that it depends on does")
         if self.count > 1 and (reading := read_loss(loss, {graph.entry})) is not None:
@@ -235,7 +235,7 @@ class RankStep:
         graph.deliver(found)
         self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
         if not loss._is_view():
-            loss.detach_()  # the schedule keeps the loss until the end of the step, and with it the graph
+            loss.detach_()  # the schedule keeps the loss, and so its graph, until the step ends
 
     def _keep(self, micro_batch: int, source: Source, value: StageValue) -> None:
         if uses := self.plan.uses[source]:
@@ -268,7 +268,7 @@ class RankStep:
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
         """Return, by memory and rank, the last stage there that takes a value of this stage.
 
-        Values that are taken here are told the last stage elsewhere.
+        Also tell values that are taken here the last stage on other ranks that takes them.
         """
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
@@ -291,14 +291,14 @@ class RankStep:
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
         self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
-            self._sent[stage, micro_batch, rank] = [  # without the tensors, which are no longer needed
+            self._sent[stage, micro_batch, rank] = [  # the tensors are no longer needed
                 None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
                 for one in boundaries_of(values)
             ]
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
-        """Return the memory that may be written to while it is being sent: values that stages here also take, and the
-        stage's own parameters and buffers.
+        """Return the memory that may change while it is being sent: values that stages here also take, and the stage's
+        own parameters and buffers.
         """
         taken = [self._values[micro_batch, source] for source in sources if self._uses_left[micro_batch, source] > 1]
         tensors = [boundary.tensor for boundary in boundaries_of(taken)]
@@ -384,8 +384,8 @@ class Rank:
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
         """Begin the forwards of a step of ``count`` micro-batches; with ``graphs``, backwards will follow.
 
-        ``rank_of``: the rank of every stage. ``is_certain``: whether ``count`` is known, rather than guessed from
-        several schedules.
+        ``rank_of``: the rank of every stage. ``is_certain``: whether ``count`` is known and not guessed from several
+        schedules.
         """
         random_streams.install()
         self.failure_detector.begin()
@@ -508,7 +508,7 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """A pipeline, and how it runs on these ranks. A model may have one pipeline for training and one for evaluation."""
+    """A pipeline, and its plan for these ranks. A model may have one pipeline for training and one for evaluation."""
 
     made_for: Pipeline
     plan: RankPlan

@@ -1,8 +1,8 @@
 """A stage of a pipe for the schedules of ``torch.distributed.pipelining``.
 
 torch's stages infer shapes with an additional forward, fix them, communicate only with their neighbours, and leave
-partial gradients. :class:`RankStage` has the same interface, so that GPipe, 1F1B, the interleaved and the zero-bubble
-schedules run it unchanged, but another implementation: it sends and receives by itself when a schedule runs a forward
+partial gradients. :class:`RankStage` has their interface, so that GPipe, 1F1B, the interleaved and the zero-bubble
+schedules run it unchanged, with another implementation: it sends and receives by itself when a schedule runs a forward
 or backward, and gives the schedule nothing to send.
 """
 
@@ -83,7 +83,7 @@ class RankStage(PipelineStageBase):
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
         self._part = parts[index]
-        # Numbers of micro-batches of the schedules so far, the latest last, by whether there are backwards.
+        # The schedules' numbers of micro-batches so far, the latest last; keyed by whether there are backwards.
         self._chunks: dict[bool, list[int]] = {}
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
@@ -153,7 +153,7 @@ class RankStage(PipelineStageBase):
             if save:
                 self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
-                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule continues with it
+                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the loss comes next
         if not self.has_backward and step.forwards == len(step.plan.stages) * self._count():
             self._rank.finish(step)
         return output
@@ -173,8 +173,8 @@ class RankStage(PipelineStageBase):
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:
-        """Note a schedule's number of micro-batches. A schedule tells it only before its first step, and never tells
-        which schedule runs.
+        """Note a schedule's number of micro-batches. Schedules pass it only before their first step, and a step does
+        not tell which schedule runs it.
         """
         self.chunks = count
         known = self._chunks.setdefault(has_backward, [])

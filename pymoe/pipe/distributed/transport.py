@@ -25,8 +25,8 @@ from pymoe.pipe.distributed.messages import Key, Subject, empty, flat
 
 FIRST_TAG = 20117
 """The tag of the first pipe in a group. Each pipe has its own tag, so that it takes only its own messages."""
-REMEMBERED = 256  # descriptions that both ends keep
-HEADER = 4 + 3 + 2  # integers: the key, the notes, the description's slot and its bytes (0 if the receiver has it)
+REMEMBERED = 256  # number of descriptions that both ends keep
+HEADER = 4 + 3 + 2  # integers: key, notes, slot of the description and its size (0 if already sent)
 
 _pipes: Counter[dist.ProcessGroup] = Counter()  # the number of pipes that each group has had
 
@@ -59,8 +59,8 @@ class Transport:
         """The groups in which this rank waits for messages: one for messages to higher, one for messages to lower
         ranks."""
         peers = range(dist.get_world_size(group))
-        # By peer: slots of the descriptions that it has; descriptions that it has sent, by slot; and messages that were
-        # received before they were asked for.
+        # By peer: slots of the descriptions that it has; descriptions that it has sent, by slot; and messages that
+        # arrived early.
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
         self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
@@ -103,12 +103,12 @@ class Transport:
                 self._readers[peer].put(partial(self._take, peer))
 
     def receive(self, peer: int, key: Key) -> Message:
-        """Wait for the message with this key from ``peer``. Raise RuntimeError if it can no longer come."""
+        """Wait for the message with this key from ``peer``. Raise RuntimeError if it can no longer arrive."""
         inbox = self._inboxes[peer]
         while key not in inbox:
             for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
                 del inbox[other]
-            if later := {other.step for other in inbox if other.step > key.step}:  # they come after all of this one
+            if later := {other.step for other in inbox if other.step > key.step}:  # sent after all of this step's
                 raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
             message = self._next(peer)
             inbox[message.key] = message
@@ -181,8 +181,8 @@ def groups_of_directions(group: dist.ProcessGroup, wire: torch.device) -> tuple[
 def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | None = None) -> None:
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
-    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: which message is sent; None: one is
-    received. ``kept``: objects that must stay alive until then.
+    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: the message that is being sent; None if
+    one is being received. ``kept``: objects that must stay alive until then.
     """
     try:
         work.wait()
@@ -231,6 +231,6 @@ class Background:
                 result = function()
             except BaseException as raised:
                 error = raised
-            del function  # also release what was sent, before the rank learns that it has arrived
+            del function  # release what was sent before the rank learns of its arrival
             self._results.put((result, error))
             result = None

@@ -1,8 +1,8 @@
 """Detects failures: when a rank dies or raises, the others stop waiting for it and report why.
 
 A thread of every rank writes heartbeats into the store of the process group, reads the other ranks' heartbeats, and
-checks there whether a rank has failed. On the same host, the system tells more, and at once: the pidfd of a process
-becomes readable when the process ends, and shared memory says where its rank was then. On another host the end of a
+checks there whether a rank has failed. On the same host, failures are noticed immediately: the pidfd of a process
+becomes readable when the process ends, and shared memory tells where its rank was then. On another host the end of a
 process is noticed when a connection to it breaks or it has been silent for ``patience``. A rank that notices a failure
 reports it to the store, where the first report counts. The thread of every rank then aborts its rank's waits, and the
 step raises ``RankError`` with the cause.
@@ -32,9 +32,9 @@ import torch.distributed as dist
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe._ranks import GroupStore, Process, abort_waits, is_about_connections
 
-# Heartbeats: the messages from which ranks know each other's state.
+# Heartbeats: the messages by which ranks learn each other's state.
 
-HEARTBEAT_S = 0.2  # between two heartbeats
+HEARTBEAT_S = 0.2  # seconds between two heartbeats
 PAGE_BYTES = 128
 
 
@@ -56,9 +56,9 @@ class RankError(RuntimeError):
 
     Attributes:
         rank: the rank of the group that failed. None: unknown.
-        stage: where that rank was; None: outside of a stage, or unknown.
+        stage: the stage that the rank was running; None: no stage, or unknown.
         micro_batch: as ``stage``.
-        phase: "forward", "backward", "loss", or as the rank calls it; None: as ``stage``.
+        phase: "forward", "backward", "loss", or another word of the rank's; None: as ``stage``.
         error: what it raised, with its traceback; empty if its process has ended.
     """
 
@@ -81,9 +81,9 @@ class Heartbeat:
     count: int = 0
     """The number of heartbeats so far."""
     steps: float = 0
-    """Number of steps that have ended; infinite once the rank knows of a failure, because it makes no more."""
+    """Number of finished steps; infinite once the rank knows of a failure, since no further step can succeed."""
     at: Position | None = None
-    """None: between its steps."""
+    """The rank's position; None between steps."""
 
 
 def new_page() -> int:
@@ -105,7 +105,7 @@ class Peer:
     def __init__(self, rank: int, heartbeat: Heartbeat) -> None:
         self.rank = rank
         self.silent_s = 0.0
-        """Seconds without a heartbeat while this rank had its own."""
+        """Seconds without a heartbeat from the peer, counted only while this rank's own thread was running."""
         self.has_ended = False
         """True if its process had ended when it was last looked at."""
         self.pidfd: int | None = None
@@ -119,7 +119,7 @@ class Peer:
             with open(f"/proc/{process.id}/fd/{heartbeat.page}", "rb") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
         except (OSError, ValueError, AttributeError):
-            pass  # it has ended, or this system does not offer that: the store has to do
+            pass  # the process has ended, or the system has no pidfd: rely on the store
         self.has_ended = process.has_ended()
 
     @property
@@ -131,13 +131,13 @@ class Peer:
     def heartbeat(self) -> Heartbeat:
         """Return its heartbeat: on the same host the present or final one, otherwise the latest that was received."""
         if self._page is not None:
-            with contextlib.suppress(Exception):  # errors from an incomplete record
+            with contextlib.suppress(Exception):  # an incomplete record raises
                 steps, *at = pickle.loads(self._page[:])
                 self._heartbeat = replace(self._heartbeat, steps=steps, at=Position(*at) if at else None)
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Take its newest heartbeat from the store, if that is the only source. Return whether one could be read."""
+        """Read its newest heartbeat from the store, if that is the only source. Return False if the store is lost."""
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -164,9 +164,9 @@ class Peer:
 
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
 SUSPICION_S = 3.0  # the same when a connection has broken
-GRACE_S = 3.0  # to wait for the others' first heartbeats, and until they have read of a failure
-STORE_TIMEOUT_S = 30.0  # of a call of the store
-LEAVE_S = 60.0  # to wait, for a rank that is done, until the others have ended their steps
+GRACE_S = 3.0  # wait for the others' first heartbeats, and for them to read of a failure
+STORE_TIMEOUT_S = 30.0  # time limit of a call of the store
+LEAVE_S = 60.0  # a finished rank waits this long for the others to end their steps
 
 
 class FailureDetector:
@@ -183,7 +183,7 @@ class FailureDetector:
 
     def __init__(self, group: dist.ProcessGroup, patience: float) -> None:
         self._groups = {group}
-        """Waits in these end when a rank fails."""
+        """When a rank fails, waits in these groups are aborted."""
         self._rank, self._ranks = group.rank(), group.size()
         self._patience = patience
         self._store = GroupStore(group, "pymoe.pipe", STORE_TIMEOUT_S)
@@ -196,7 +196,7 @@ class FailureDetector:
         self._thread: threading.Thread | None = None
         self._is_leaving = False
         self._write()
-        # Not atexit: processes of multiprocessing, and so of torch's spawn, do not run it.
+        # Not atexit, because multiprocessing's processes, and so torch's spawn, do not run it.
         Finalize(None, self._leave, exitpriority=10)
         wait_for_gloo_at_exit()
 
@@ -223,7 +223,7 @@ class FailureDetector:
         self._in_step = True
 
     def at(self, phase: str, stage: int, micro_batch: int) -> None:
-        """Note what this rank begins to do. Raise RankError if another rank has failed."""
+        """Note what this rank is about to do. Raise RankError if another rank has failed."""
         self._show(Position(phase, stage, micro_batch))
         self._check()
 
@@ -255,7 +255,7 @@ class FailureDetector:
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
         self._wait_until(self._others_are_done, GRACE_S)  # because the store may end with this process
-        abort_waits(tuple(self._groups))  # waits of threads that send
+        abort_waits(tuple(self._groups))  # waits of the sending threads
         return None if failure.rank == self._rank else copy.copy(failure)
 
     def __enter__(self) -> FailureDetector:
@@ -287,7 +287,7 @@ class FailureDetector:
             raise copy.copy(self._failure)
 
     def _show(self, at: Position | None, steps: float = 0) -> None:
-        """Note this rank's position and how many more ``steps`` it has made; show both to the other ranks on this
+        """Note this rank's position and that it has made ``steps`` more steps; show both to other ranks on this
         host.
         """
         with self._page_lock:  # the rank's thread may be here while the watchdog thread reports a failure
@@ -303,9 +303,7 @@ class FailureDetector:
         return len(self._peers) == self._ranks - 1
 
     def _others_are_done(self) -> bool:
-        """Return whether all other ranks have made as many steps as this one, or know of the failure, too, or have
-        ended.
-        """
+        """Return whether every other rank has made as many steps as this one, or knows of the failure, or has ended."""
         failed = None if self._failure is None else self._failure.rank
         late = [peer for peer in self._peers if peer.rank != failed and peer.heartbeat.steps < self._heartbeat.steps]
         return not any([peer.hear(self._store) and not peer.has_ended for peer in late])
@@ -335,7 +333,7 @@ class FailureDetector:
 
     def _look(self) -> None:
         if self._know_all() and not self._in_step and all(peer.is_watched for peer in self._peers):
-            return  # there is nothing to write or to read until the next step
+            return  # no heartbeats until the next step
         self._write()
         for peer in self._peers:
             peer.hear(self._store)
@@ -367,9 +365,7 @@ class FailureDetector:
             self._store.write(f"rank {self._rank}", self._heartbeat)
 
     def _report(self, failure: RankError) -> RankError:
-        """Report a failure to the store. Return the first failure that any rank has reported: that one counts from now
-        on.
-        """
+        """Report a failure to the store. Return the first failure that any rank has reported; only that one counts."""
         first: RankError = self._store.write_first("failure", failure)
         self._failure = first = self._failure or first
         self._show(self._heartbeat.at, steps=math.inf)

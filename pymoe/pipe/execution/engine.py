@@ -36,7 +36,7 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source
 
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
-"""The most schedules, and plans made from them, that are kept."""
+"""Largest number of schedules, and of plans made from them, that are kept."""
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
         losses. Returns (micro-batches,): the losses.
         """
         arguments = pipeline, loss_fn, has_target, unflatten, own_loss, weights.uncounted, weights.are_rows
-        known, ended = self._with_loss  # most steps have the arguments of the previous one
+        known, ended = self._with_loss  # most steps have the same arguments as the previous one
         if ended is None or known != arguments:
             ended = with_loss(*arguments)
             self._with_loss = (arguments, ended) if holds_no_tensors(loss_fn) else ((), None)
@@ -119,7 +119,7 @@ class Engine:
         if crossed:
             inputs = state.inputs.tensors
             leaves = state.leaves()
-            # Outputs of several micro-batches are copied into one tensor.
+            # Only with one micro-batch: outputs of several are copied into one tensor anyway.
             tied = _tied(crossed, inputs) if len(outputs) == 1 else ()
             backward = self._backward(state, schedule, crossed, leaves)
             attached = attach(backward, [boundary.tensor for boundary in crossed], [*inputs, *leaves], tied)
@@ -185,7 +185,8 @@ class Engine:
                 try:
                     inside.workers = (*around, workers)
                     plan = self._plan(state, schedule, kinds)
-                    # If this were autograd's own thread for a device, the workers could not run that device's nodes.
+                    # On autograd's own thread for a device, workers would wait: only this thread can run that device's
+                    # nodes.
                     inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
                     run = PlanRun(plan, state)
                     if not run.run_inline(to_the_end=inline):
@@ -207,10 +208,10 @@ class Engine:
                 self._shared = layouts, found
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
-            # Other code may write elsewhere: another mode, or the graph that was captured for it.
+            # Code in another mode, or its captured graph, may write to other state.
             code = [*state.functions(), *(module.training for one in layouts for module in one.modules.values())]
             turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
-        # A loss runs together with the last stage.
+        # A loss runs as a part of the last stage.
         in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]
         key = id(schedule), kinds, *in_turns
         plan = self._plans.get(key)
@@ -284,7 +285,7 @@ def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)
     ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
-    # Leaves that recomputed forwards have found, such as tensors in closures, which are not known before.
+    # Leaves that only recomputed forwards have found, such as tensors in closures.
     late = [leaf for leaf in found if id(leaf) in by_leaf]
     accumulate(late, [by_leaf[id(leaf)] for leaf in late])
     return [*inputs, *ordered]

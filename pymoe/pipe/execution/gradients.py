@@ -23,7 +23,7 @@ from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 
 _NUMBER = torch.zeros((), device="cpu")  # any number
 FOREACH_FROM = 4
-"""From this many leaves on, one call for all leaves is faster than a call for each."""
+"""With at least this many leaves, one call for all is faster than a call for each."""
 Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
@@ -101,7 +101,7 @@ class WeightedSums:
         self._of_rows: dict[int, LeafSums] = {}
 
     def of(self, rows: int) -> LeafSums:
-        """Return the sums to which a micro-batch with this number of rows adds."""
+        """Return the sums for micro-batches with this number of rows."""
         return self._of_rows.setdefault(rows, LeafSums())
 
     def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -122,7 +122,7 @@ class _PipeOutputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = [output.detach() for output in outputs]
         for number in tied:
-            # torch refuses in-place changes of views that are made here: tensors that share the memory would not
+            # Torch refuses in-place changes of views that are made here, which tensors that share the memory would not
             # notice.
             made[number] = made[number].view_as(made[number])
         return tuple(made)
@@ -159,7 +159,7 @@ def attach(
     tensors: Sequence[torch.Tensor],
     tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``outputs``, which have no autograd history, as functions of ``tensors``.
+    """Give ``outputs``, which have no autograd history, a node that makes them functions of ``tensors``.
 
     ``backward(grads, keep)`` takes the gradients of the outputs and returns the gradients of ``tensors``; ``keep``: it
     will be called again. ``tied``: indices of outputs that must not be changed in place.
@@ -176,14 +176,14 @@ def end_history(edited: Sequence[torch.Tensor]) -> None:
         for tensor in edited:
             version = tensor._version
             apply_directly(_Edited, tensor)
-            # Marking the tensor as dirty has counted as a change, which it was not.
+            # Marking the tensor as dirty counted as a change, although nothing was changed.
             unsafe_set_version_counter((tensor,), (version,))
 
 
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
     """Pass gradients on to the tensors' histories, or add them to ``.grad``, as ``backward()`` does.
 
-    ``grads`` is emptied, so that autograd need not copy gradients without another reference.
+    ``grads`` is emptied: autograd need not copy a gradient that has no other reference.
     """
     kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     grads[:] = [grad for grad in grads if grad is not None]

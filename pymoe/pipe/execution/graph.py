@@ -6,7 +6,7 @@ has saved the memory for a backward pass notices changes by any stage. A tensor 
 history; its :class:`BoundaryTensor` knows where its gradient has to go.
 
 An ``IsolatedCall`` (:mod:`pymoe.autograd.isolated_graph`) has a graph of its own, too, and both find, differentiate and
-keep nodes by the same functions. They differ in what comes before the beginning. The aliases of a call lead on into the
+keep nodes by the same functions. They differ in what precedes the graph. The aliases of a call lead on into the
 caller's graph, for tensors that leave the call in other ways than as outputs, and all calls of a map have one entry.
 Before a stage there is no such graph, so a gradient that arrives there is an error, and every micro-batch has its own
 entry.
@@ -80,7 +80,7 @@ class BoundaryTensor:
         self.number = number
         self.is_fixed = is_fixed
         self.taken_until = -1
-        self.version = -1 if tensor.is_inference() else tensor._version  # version_of(tensor), inlined
+        self.version = -1 if tensor.is_inference() else tensor._version  # the same as version_of(tensor), inlined
 
 
 class StageValue:
@@ -131,7 +131,7 @@ _EDITED = (
 
 
 def refuse_unseen_edit(boundary: BoundaryTensor, stage: int) -> None:
-    """Raise RuntimeError if ``stage`` has changed the tensor in place and a later stage on another rank takes it."""
+    """Raise RuntimeError if ``stage`` has changed a tensor in place that a later stage on another rank takes."""
     if stage < boundary.taken_until and boundary.version != version_of(boundary.tensor):
         raise RuntimeError(_EDITED)
 
@@ -155,8 +155,8 @@ def receive_value(value: StageValue, device: torch.device | None) -> Any:
 
 
 class _StageInputs(torch.autograd.Function):
-    """Makes the aliases, and before them one more that keeps this node alive. Gradients are taken before they get
-    here.
+    """Makes the aliases, preceded by one that keeps this node alive. Gradients are captured before they reach this
+    node.
     """
 
     @staticmethod
@@ -173,12 +173,12 @@ class _StageInputs(torch.autograd.Function):
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a tensor whose history is not available: a backward pass that needs the history raises."""
+    """Return an alias of a tensor without its history; a backward pass that needs the history raises."""
     return apply_directly(_StageInputs, ANCHOR, [False], tensor)[1]
 
 
 class Graph:
-    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps the ends of the graph, and its
+    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps the graph's inputs, outputs and
     leaves.
     """
 
@@ -197,9 +197,7 @@ class Graph:
     )
 
     def __init__(self, stream: RandomStream | None = None, device: torch.device | None = None) -> None:
-        """``stream``: the random numbers of the stage. ``device``: the stage's; None: the devices of the tensors that
-        it receives.
-        """
+        """``stream``: the stage's random numbers. ``device``: the stage's device; None: tensors stay where they are."""
         self.stream: Any = stream  # the backward continues the forward's random numbers
         self.entry: Node | None = None  # the entry node of the graph, if it has inputs
         self.edges: list[GradientEdge] = []  # edges of the entry, one for each input that needs gradients
@@ -207,7 +205,7 @@ class Graph:
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # it has nodes of torch.compile, and must not be kept
+        self.is_compiled = False  # true if it has nodes of torch.compile, and must not be kept
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
@@ -217,7 +215,7 @@ class Graph:
         """Return the arguments for the stage's function: tensors that need gradients are aliases."""
         device, sources = self._device, self._sources
         arguments: list[Any] = []
-        nested: list[tuple[int, list[Any], Any]] = []  # positions among the arguments, and their future values
+        nested: list[tuple[int, list[Any], Any]] = []  # positions among the arguments, leaves, and structure
         places: list[tuple[list[Any], int]] = []
         fixed: list[bool] = []
         for value in received:
@@ -266,7 +264,7 @@ class Graph:
             return BoundaryTensor(tensor.detach(), accumulator, len(roots) - 1, is_fixed(tensor))
 
         sent: list[StageValue] = []
-        for output in outputs:  # no comprehension, and no flatten_value for lone tensors: every micro-batch comes here
+        for output in outputs:  # a plain loop, for speed: every micro-batch comes here
             sent.append(
                 StageValue([cross(output)], None) if isinstance(output, torch.Tensor) else flatten_value(output, cross)
             )
@@ -276,7 +274,7 @@ class Graph:
         return sent
 
     def refuse_hidden_tensors(self, sent: Sequence[StageValue]) -> None:
-        """Raise TypeError if a tensor whose history begins at the stage's inputs is sent inside of an object."""
+        """Raise TypeError if an object hides a tensor whose history begins at the stage's inputs."""
         if self.entry is None:
             return
         for value in sent:
@@ -294,7 +292,7 @@ class Graph:
         """Release the inputs.
 
         Raises:
-            RuntimeError: an input was changed in place that shares its memory with another.
+            RuntimeError: an input that shares memory with another one was changed in place.
         """
         sources, aliases, entry = self._sources, self._aliases[1:], self.entry
         self._sources, self._aliases = [], ()

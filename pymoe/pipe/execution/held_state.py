@@ -29,8 +29,7 @@ from pymoe.pipe.execution.graph import without_history
 from pymoe.pipe.execution.held_values import PLAIN, Cell, HeldLayout
 
 _FRESH = 1 << 24
-"""Added to the version of a tensor while earlier contents are put back, so that graphs made then are invalid
-afterwards."""
+"""Added to a tensor's version while it holds earlier contents, so that graphs made then are invalid afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
 """Ends of the names of buffers that batch norms write without autograd's knowledge. Autograd nodes save these buffers
@@ -63,7 +62,7 @@ class HeldSnapshot:
         return other
 
     def differs_in_parameters_alone(self, other: HeldSnapshot | None) -> bool:
-        """Return whether only parameters have been changed between the two, or nothing."""
+        """Return whether nothing except parameters has changed between the two snapshots."""
         if other is None or self.values is not other.values:
             return False
         written = self.layout.written(self.stamps, other.stamps)
@@ -74,12 +73,12 @@ class Seen(NamedTuple):
     """Keeps the state that a forward saw and that its recomputation needs."""
 
     state: HeldSnapshot | None
-    """The state at that time; None if it had tensors with a history, whose graphs must not be kept alive."""
+    """The state before the forward; None if it had tensors with a history, whose graphs must not be kept alive."""
     layout: HeldLayout
     contents: Sequence[Any]
     stamps: Sequence[int]
     moment: int
-    """The number of the reading in which the fingerprints were taken."""
+    """The number of the reading that took the fingerprints."""
     fingerprints: Sequence[int]
     """Fingerprints of the memory that the layout watches."""
     copies: dict[int, torch.Tensor]
@@ -88,7 +87,7 @@ class Seen(NamedTuple):
     """The states of random number generators."""
 
     def rewritten(self) -> set[int]:
-        """Return the numbers of the watched tensors whose memory has changed since, as far as the memory was read."""
+        """Return the numbers of the watched tensors whose memory, where it was read, has changed since."""
         now = self.layout.fingerprints(self.moment)
         if now == self.fingerprints:
             return set()
@@ -107,9 +106,11 @@ class HeldState:
         self._roots = [*roots]
         self._state: HeldSnapshot | None = None
         self.written: set[int] = set()
-        """The tensors that forwards have written to; they are copied, whatever their size."""
+        """The tensors that forwards have written to. They are copied regardless of size."""
         self.fixed: set[str] = set()
-        """The names of what forwards change and cannot be put back. If there are any, no forward is recomputed."""
+        """Names of state that forwards change and that cannot be restored. If there is any, no forward is
+        recomputed.
+        """
         self._moment = moment
 
     def look(self) -> HeldSnapshot:
@@ -133,15 +134,15 @@ class HeldState:
         return state
 
     def before(self) -> Seen | None:
-        """Return the state that the next forward will see; None: the forward cannot be recomputed, whatever it does."""
+        """Return the state that the next forward will see; None if the forward cannot be recomputed in any case."""
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
         return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return the state that a forward would see now. ``to_compare``: only for :meth:`changes`, without copies on
-        devices.
+        """Return the state that a forward would see now. ``to_compare``: only for :meth:`changes`, so nothing is copied
+        on devices.
         """
         state = self.look()
         layout = state.layout
@@ -167,9 +168,7 @@ class HeldState:
         return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
-        """Return what a recomputation needs, after the forward that saw this state; None: the state cannot be
-        restored.
-        """
+        """Return the state that a recomputation needs, after the forward that saw it; None if it cannot be restored."""
         if seen is None:
             return None
         rewritten = seen.rewritten()
@@ -186,7 +185,7 @@ class HeldState:
                 self.written.add(layout.identity(number))
                 can_be_put_back = False
             elif not _alike(tensor, copy):
-                can_be_put_back = False  # it may have another shape now
+                can_be_put_back = False  # the tensor may have another shape now
         if not can_be_put_back:
             return None
         contents = [_without_histories(one) for one in seen.contents]
@@ -226,13 +225,12 @@ class HeldState:
         stamps: Sequence[int],
         copies: dict[int, torch.Tensor],
     ) -> list[str]:
-        """Put back the state from before the recomputation; return the names of what cannot be put back.
-
-        ``now``: the contents of cells that differed from the first run's, by id of the place. ``stamps`` and ``copies``
-        belong to the tensors in the layout.
+        """Restore the state from before the recomputation; return the names of state that cannot be restored. ``now``:
+        contents of the cells that differed from the first run, by id of the place. ``stamps`` and ``copies`` belong to
+        the tensors in the layout.
         """
         lost, layout = [], seen.layout
-        stale = []  # tensors that a graph from in between may have saved, without autograd noticing the change
+        stale = []  # a graph made in between may have saved these, and autograd would not notice the change
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
@@ -294,11 +292,11 @@ class PutBack:
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
         layout, state = seen.layout, held.look()
-        # Fingerprints of the first run may have missed what a later run has found.
+        # The first run's fingerprints may have missed writes that a later run found.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
-        if state is seen.state and not lost and not seen.copies and not seen.generators:  # most write to nothing
+        if state is seen.state and not lost and not seen.copies and not seen.generators:  # most forwards write nothing
             self._state, self._stamps = state, state.stamps
             return
         changed = [] if state is seen.state else held.changed_cells(seen)
@@ -306,7 +304,7 @@ class PutBack:
         stamps = self._stamps = layout.stamps()
         written = layout.written(seen.stamps, stamps)
         lost += [number for number in written if number not in seen.copies]
-        # Others may have changed an object. If this stage does so, it keeps the graphs of all later forwards.
+        # Other code may have changed an object. If this stage did, it keeps the graphs of all later forwards.
         fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
         names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in held.fixed]]
         changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
@@ -340,7 +338,7 @@ class PutBack:
 
 
 def _differ_plainly(state: HeldSnapshot) -> bool:
-    """Return whether only numbers, strings and the like have changed, so that no new object has to be followed."""
+    """Return whether only numbers, strings and the like have changed, so that there are no new objects to walk."""
     layout = state.layout
     try:
         now = list(layout.values())
@@ -385,7 +383,7 @@ def _with_new_histories(contents: Any) -> Any:
 
 
 def _exchanged(contents: Any, exchange: Any) -> Any:
-    """Return the contents of a cell with other values; the same object if none differs."""
+    """Return the contents of a cell with values exchanged; the same object if no value differs."""
     if isinstance(contents, int):
         return contents
     if isinstance(contents, dict):
@@ -405,7 +403,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _differing(seen: Seen) -> set[int]:
-    """Return the numbers of the copied tensors whose memory has other contents now."""
+    """Return the numbers of the copied tensors whose contents differ now."""
     tensors = seen.layout.tensors
     return {n for n, copy in seen.copies.items() if tensors[n].is_cpu and not _equal(tensors[n], copy)}
 

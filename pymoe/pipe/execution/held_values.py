@@ -46,9 +46,9 @@ from pymoe.pipe.execution.graph import memory_of
 from pymoe.pipe.python_values import is_numpy_array, value_in_cell, value_in_slot
 
 SMALL_BYTES = 1 << 16
-"""Tensors of modules up to this size, except parameters, are copied before every forward that may run again."""
+"""Tensors up to this size, except parameters, are copied before every forward that may run again."""
 MANY = 1000
-"""In a container with more items, only the number of items is compared."""
+"""For containers with more items than this, only the number of items is compared."""
 PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
 """Immutable values, which are equal if their contents are equal."""
 
@@ -83,7 +83,7 @@ class Cell(NamedTuple):
     keys: tuple[str, ...] = ()
     """The attributes of a module or class that the walk follows."""
     is_foreign: bool = False
-    """True if it belongs to an object that is not a module; then it is never changed here."""
+    """True if the owner is not a module; such cells are never changed here."""
 
     def contents(self) -> Any:
         """Return a copy of the contents."""
@@ -117,11 +117,11 @@ class ForeignGenerator(NamedTuple):
 
 
 Found = Iterator[tuple[Any, str, bool]]
-"""Values to be followed, with their names, and whether they belong to an object that is not a module."""
+"""Values still to visit: each with its name, and whether it belongs to an object that is not a module."""
 
 
 class HeldLayout:
-    """The cells and tensors that a walk from ``roots`` finds: modules, containers, tensors."""
+    """The cells and tensors that a walk from ``roots`` (modules, containers, tensors) finds."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.modules: dict[int, nn.Module] = {}
@@ -135,7 +135,7 @@ class HeldLayout:
         """The names of values that may change unnoticed."""
         self._found: dict[int, Any] = {}  # values by id; keeps them alive, so that ids stay unique
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
-        self._originals: dict[int, Any] = {}  # arrays and generators, by the ids of what stands for them in this layout
+        self._originals: dict[int, Any] = {}  # arrays and generators, by the ids of their stand-ins in this layout
         self._all_tensors: list[torch.Tensor] = []
         pending = deque((root, name, False) for name, root in roots)
         while pending:
@@ -263,7 +263,7 @@ class HeldLayout:
         name = value.__qualname__.rpartition(".<locals>.")[2]
         named = {key: item for key, item in vars(value).items() if not (key[:2] == "__" == key[-2:])}
         held = {key: item for key, item in named.items() if not isinstance(item, _METHODS)}
-        # The first two are in every class; itemgetter returns a tuple only for several keys.
+        # Two keys that every class has, because itemgetter returns a tuple only for several keys.
         self._cells[0].append(Cell(vars(value), name, ("__module__", "__doc__", *held), True))
         yield from ((item, f"{name}.{key}", True) for key, item in held.items())
         functions = [(key, getattr(item, "__func__", item)) for key, item in named.items()]
@@ -290,7 +290,7 @@ class HeldLayout:
             else:
                 yield from self._visit_view(lambda: value.ravel().tolist(), name)
         elif not value.flags.writeable:
-            if is_numpy_array(value.base):  # others may write to it
+            if is_numpy_array(value.base):  # other code may write to it
                 yield value.base, name, True
         elif value.size:
             tensor = _as_tensor(value)
@@ -319,14 +319,14 @@ class HeldLayout:
         self._all_tensors.append(tensor)
 
     def identity(self, number: int) -> int:
-        """Return a number that identifies a tensor in all layouts, as long as it lives; for an array's tensor, the
-        array.
+        """Return the id that identifies a tensor in all layouts while it lives; for an array's tensor, the array's
+        id.
         """
         tensor = self.tensors[number]
         return id(self._originals.get(id(tensor), tensor))
 
     def key(self, value: Any) -> Any:
-        """Return what identifies a tensor or a generator in all layouts, as in :attr:`shareable`."""
+        """Return the key in :attr:`shareable` that identifies a tensor or a generator in all layouts."""
         original = self._originals.get(id(value), value)
         return ("memory of", memory_of(original)) if isinstance(original, torch.Tensor) else id(original)
 
@@ -343,7 +343,7 @@ class HeldLayout:
         return chain.from_iterable([*attributes, *map(dict.values, self._dicts), *self._others])
 
     def holds(self, sizes: list[int], values: list[Any]) -> bool:
-        """Return whether the places have these sizes and the very same values. Raise KeyError if an attribute is
+        """Return whether the places have these sizes and hold these very objects. Raise KeyError if an attribute is
         gone.
         """
         return self.sizes() == sizes and all(map(is_, values, self.values()))
@@ -440,7 +440,7 @@ def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
 
     def read() -> Sequence[Any]:
         now = how_far(iterator)
-        if now != last[0]:  # otherwise the object stays the same
+        if now != last[0]:  # keep the same object while the position is unchanged
             last[0] = now
         return last
 
@@ -463,7 +463,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is copied before every forward. Parameters, of which there are many, are not."""
+    """Return whether the tensor is copied before every forward. Parameters are not, since there are many."""
     overlaps = any([step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
     return not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not overlaps
 

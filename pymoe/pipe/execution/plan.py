@@ -32,8 +32,9 @@ INLINE_LIMIT_S = 500e-6
 """Actions that take less time are best run inline, on the caller's thread."""
 LONG_ACTIONS = 3
 LONG_ACTIONS_S = 5 * INLINE_LIMIT_S
-"""A run that begins inline starts the workers after this many longer actions with this many seconds in total, because a
-single action may have been delayed by other processes."""
+"""An inline run starts the workers after this many longer actions with this many seconds in total, because other
+processes may have delayed a single action.
+"""
 ALWAYS_THREADS = False
 """For tests of threads: use all workers, even if actions are short."""
 
@@ -51,7 +52,7 @@ class ActionPlan:
 
         Args:
             schedule: what to do.
-            kinds: the actions to run; results of the others are there already.
+            kinds: the actions to run; the results of the others exist already.
             in_turns: stages whose forwards must run in the order of the model, one micro-batch after the other.
         """
         self.schedule = schedule
@@ -59,14 +60,13 @@ class ActionPlan:
         self.policy = InlinePolicy()
         self.orders = [[action for action in order if action.kind in kinds] for order in schedule.orders]
         self.keeps: set[tuple[int, ...]] = set()
-        """The entries of ``in_turns`` whose order this plan keeps. With the others, workers would wait for each other
-        for ever."""
+        """The entries of ``in_turns`` whose order this plan keeps. The others would deadlock the workers."""
         after: dict[Action, tuple[Action, ...]] = {}
         for stages in in_turns:
             wanted = dict(after)
             for number in range(1, schedule.micro_batches):
                 first = Action(stages[0], number, Kind.FORWARD)
-                # Between the two, each stage waits for the one before it.
+                # Between these two actions, each stage waits for the one before it.
                 wanted[first] = (*wanted.get(first, ()), Action(stages[-1], number - 1, Kind.FORWARD))
             with suppress(ScheduleError):
                 deque(in_order(schedule, wanted), 0)
@@ -108,7 +108,7 @@ class InlinePolicy:
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """Note the duration of a run on threads, and the durations of its actions."""
+        """Note the durations of a run on threads and of its actions."""
         # On threads, short actions look long if they wait for each other; the time of an inline run shows that. It may
         # come from smaller batches, so it counts less with every run that contradicts it.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
@@ -138,7 +138,7 @@ _PASSES = {
 
 
 WAIT_SLICE_S = 0.05
-"""Longest delay of a signal. A signal that comes just before a wait, or to another thread, does not end the wait."""
+"""Longest delay of a signal: one that comes just before a wait, or to another thread, does not end the wait."""
 
 
 def _pass(gate: SimpleQueue[None]) -> None:
@@ -215,7 +215,7 @@ class PlanRun:
     def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
         """Perform actions on this thread, in this order. Raises nothing; an error ends the run.
 
-        ``long``: a list for the times of long actions; stop when these call for threads. None: do not stop.
+        ``long``: collects the times of long actions; stop when they call for threads. None: do not stop.
         """
         perform, timed = self._perform, self._timed
         assert perform is not None
@@ -238,7 +238,7 @@ class PlanRun:
                 action = None
         except BaseException as error:
             self.fail(error, action)
-        finally:  # first, without a call, so that no Ctrl-C can come before it
+        finally:  # first and without a call, so that no Ctrl-C can precede it
             contexts.micro_batch, streams.stream = outer, outer_stream
             if outer_stream is None:
                 random_streams.end_drawing()
@@ -277,7 +277,7 @@ class PlanRun:
             del error
 
     def _in_range(self, action: Action) -> None:
-        """Perform an action, as a named range of the profile."""
+        """Perform an action, shown as a named range in profiles."""
         with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
             self._state.perform(action)
 
@@ -292,7 +292,7 @@ def _place(action: Action | None) -> str:
 
 
 class _Inside(threading.local):
-    workers: tuple[Workers, ...] = ()  # the threads of the pipes whose runs this thread is in
+    workers: tuple[Workers, ...] = ()  # threads of the pipes whose runs this thread takes part in
 
 
 inside = _Inside()
@@ -329,7 +329,7 @@ class Workers:
             self._pools, self._process, self.lock = [], os.getpid(), threading.Lock()
 
     def run(self, run: PlanRun, workers: int) -> None:
-        """Perform what is left of a run: worker 0 on this thread, the others on theirs, in this thread's state.
+        """Perform the rest of a run: worker 0 on this thread, the others on theirs, in this thread's state.
 
         Errors are kept by the run. After an error no further action starts, and this call waits for the running ones.
         Ctrl-C has the same effect, but a second Ctrl-C does not wait.
@@ -348,9 +348,8 @@ class Workers:
             run.perform_actions(run.actions_of(0))
             _wait_for(ended)
         except BaseException:
-            # Workers raise nothing, so this is Ctrl-C between two of their lines, or a thread could not start. First
-            # make the other workers stop waiting for this one. That is a native call, so no second Ctrl-C can come
-            # before it.
+            # Workers raise nothing, so this is Ctrl-C between two lines, or a thread that could not start. First stop
+            # the other workers' waits for this one: a native call, so no second Ctrl-C can precede it.
             stop()
             # Ctrl-C may have come after a worker was started and before that was noted. Every pool has one thread, so a
             # task that is submitted now ends after that worker.
@@ -361,7 +360,7 @@ class Workers:
 def _run_worker(
     run: PlanRun, worker: int, state: ThreadState, around: tuple[Workers, ...], profiled: Profiled | None
 ) -> None:
-    """Run a worker on a thread of its own, in the state of the calling one. Raises nothing."""
+    """Run a worker on its own thread, in the calling thread's state. Raises nothing."""
     joined = profiled is not None and not profiler_enabled() and profiled.join()
     inside.workers = around
     try:

@@ -1,18 +1,18 @@
-"""Layers that several stages of a pipe, or several pipes, share: who may write to them, and when.
+"""Controls writes to layers that several stages of a pipe, or several pipes, share.
 
 **Stages of a pipe** run concurrently. They may share parameters freely, and tables that forwards read. But state that
 their forwards write (running statistics, a scale, a cache) has to be written and read by one stage after the other, and
 by one micro-batch after the other. So the first of these stages starts a micro-batch only after the last of them has
 finished the previous one, if the schedule allows that (:class:`pymoe.pipe.execution.plan.ActionPlan`); otherwise no
 forward may write. Each step finds out which stages write. Stages whose forwards have written nothing in the last step
-take no turns as long as their shared state, except parameters, has not changed since; if one writes nevertheless, the
-step fails.
+take no turns as long as their shared state, except parameters, has not changed since; if a stage writes nevertheless,
+the step fails.
 
 **Steps of several pipes** may run at the same time, in several threads, but then no forward may write to what they
-share. The order of their writes would be undefined, updates would be lost, and a step would see state that another has
-put back for a recomputation. So the second step compares the shared state at its own beginning and at the end of the
-first step. If it has changed, or was put back in between, both steps fail. Steps of one pipe run one after the other
-anyway, and the steps of a pipe inside a stage belong to the outer step.
+share. The order of their writes would be undefined, updates would be lost, and a step would see state that another step
+has restored for a recomputation. So the second step compares the shared state at its own beginning and at the end of
+the first step. If the state has changed, or was restored in between, both steps fail. Steps of one pipe run one after
+the other anyway, and the steps of a pipe inside a stage belong to the outer step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 
 
 def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
-    """Return the turns of each stage, given by the contents of its modules; None: it shares nothing.
+    """Return the turns of each stage, or None for a stage that shares nothing. ``layouts``: contents of its modules.
 
     ``known``: earlier turns, which are returned again where the same stages share the same state.
     """
@@ -70,8 +70,7 @@ class Turns:
         """Begin with ``roots``: modules, containers and tensors, with their names."""
         self.stages = tuple(stages)
         self.lock = StageLock()
-        """A lock, held by forwards that may write and by recomputations, so that no other stage sees state that is put
-        back.
+        """A lock that forwards that may write and recomputations hold, so that no other stage sees restored state.
         """
         self.is_ordered = False
         """True if the running schedule keeps the order. The engine sets this."""
@@ -79,11 +78,11 @@ class Turns:
         self._held = HeldState(roots)
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
-        # Auxiliary losses are written to and put back. No other stage may run in between, even in a schedule that keeps
+        # Auxiliary losses are changed and restored. No other stage may run in between, even in a schedule that keeps
         # the order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
-        self._checked: HeldSnapshot | None = None  # the state at the last check that forwards write nothing
+        self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
 
     def is_like(self, other: Turns) -> bool:
         """Return whether the other has the same stages, sharing the same state."""
@@ -94,7 +93,7 @@ class Turns:
     def begin_step(self, code: Sequence[Any]) -> bool:
         """Begin a step with forwards; return whether they have to run in order.
 
-        ``code``: what the stages run, in which mode; if it differs from the last step's, nothing is known about writes.
+        ``code``: the stages' functions and modes; if they differ from the last step's, nothing is known about writes.
         """
         state = self._held.look()
         if code != self._code:
@@ -139,8 +138,8 @@ class Turns:
 
 
 def _only_reads(root: Any) -> bool:
-    """Return whether forwards are assumed not to write to a value before any has run: parameters, and torch's own
-    layers.
+    """Return whether forwards are assumed not to write to a value before any has run: true for parameters and torch's
+    own layers.
     """
     if isinstance(root, nn.Module):
         return type(root).__module__.startswith("torch.nn.modules") and not any(
@@ -150,7 +149,7 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
-    """Return the layers whose kernels are assumed to write to them, because reading their buffers would wait for a
+    """Return the layers that are assumed to be written by their kernels, since reading their buffers would wait for a
     device.
     """
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
@@ -190,7 +189,7 @@ class RunningStep:
         self.stages = stages
         self.owner = owner
         self.conflict: str | None = None
-        """The name of the state over which this step is in conflict with another, if it is."""
+        """The name of the state over which this step conflicts with another; None without a conflict."""
 
     def shareable(self) -> dict[Any, tuple[str, Any]]:
         """Return the state that other steps may share."""
@@ -226,7 +225,7 @@ class _Overlap:
             self.fail(names[0])
 
     def note(self, exchanged: set[Any]) -> None:
-        """Note what was put back for a recomputation, as :meth:`HeldState.exchanged` returns it."""
+        """Note the state that was restored for a recomputation, as :meth:`HeldState.exchanged` returns it."""
         if names := [self._names[one] for one in exchanged if one in self._names]:
             self.fail(names[0])
 
@@ -270,7 +269,9 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Note what a recomputation puts back: the earlier state that is not there now, before it or after it."""
+    """Note what a recomputation restores. Called before and after it, since the earlier state is absent at both
+    times.
+    """
     if _overlaps:
         exchanged = held.exchanged(seen)
         with _lock:

@@ -49,8 +49,8 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
 
 
 class Activation(GradAccumulator):
-    """Holds what a micro-batch's forward through one stage leaves for its backward: a graph, or the means to recompute
-    one.
+    """Holds what a forward of one micro-batch through one stage leaves for its backward: a graph, or the means to
+    recompute it.
 
     :meth:`forward` runs the stage, for pipelines in one process and across ranks alike. Then :meth:`backward`, or
     :meth:`backward_input` and :meth:`backward_weight`. All of them need a thread that is
@@ -84,7 +84,8 @@ class Activation(GradAccumulator):
         Args:
             received: the values of the stage's inputs.
             graphs: whether there will be a backward; without one nothing is kept.
-            recompute: the stage's; keep the inputs instead of the graph, if there can be a graph. None: keep the graph.
+            recompute: the stage's recomputation; the inputs are kept instead of the graph, if there can be a graph.
+                None: keep the graph.
         """
         device = self._stage.device
         if not graphs:
@@ -158,7 +159,7 @@ class Activation(GradAccumulator):
         return RandomStream(self._random, self._position)
 
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the stage's function. Nothing is called on the way back, because Ctrl-C could come there."""
+        """Run the stage's function. Nothing is called after it, because Ctrl-C could come there."""
         streams, contexts = random_streams.this_thread, context.this_thread
         outer_stream, streams.stream = streams.stream, stream
         outer, contexts.micro_batch = contexts.micro_batch, micro_batch
@@ -191,12 +192,12 @@ class Activation(GradAccumulator):
         about, received = self._micro_batch.in_run(recomputing=True), recomputation.inputs(again)
         stage, seen = recomputation.stage, recomputation.seen
         with stage.lock:
-            note_put_back(stage.held, seen)  # while what is put back can be told from what is there
+            note_put_back(stage.held, seen)  # while the restored state still differs from the present one
             try:
                 with stage.held.put_back(seen):
                     graph.end(self._call(graph.stream, about, graph.begin(received)), self)
             finally:
-                note_put_back(stage.held, seen)  # for steps that have begun meanwhile
+                note_put_back(stage.held, seen)  # for steps that began meanwhile
 
 
 # Recomputation.
@@ -209,8 +210,7 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 
 _NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
-"""The tensors that a forward takes, copies of the ones that earlier forwards have changed, and the state that it
-sees."""
+"""A forward's input tensors, copies of those that earlier forwards changed, and the state that the forward sees."""
 
 
 class StageRecompute:
@@ -229,7 +229,7 @@ class StageRecompute:
         self._trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
 
     def is_useful(self, received: Sequence[StageValue]) -> bool:
-        """Return whether there can be a graph. If not, keeping the graph costs nothing."""
+        """Return whether there can be a graph; otherwise recomputing would save nothing."""
         return self._trains or any(
             type(leaf) is BoundaryTensor and leaf.accumulator is not None for value in received for leaf in value.leaves
         )
@@ -244,14 +244,14 @@ class StageRecompute:
         return _NOTHING if self.turns is None else self.turns.forward()
 
     def before(self, received: Sequence[StageValue]) -> BeforeRun:
-        """Before the first run of a forward that takes these values, return what :meth:`after` needs."""
+        """Prepare for the first run of a forward that takes these values; return the state that :meth:`after` needs."""
         edited = self._edited
         taken = [leaf for value in received for leaf in value.leaves if type(leaf) is BoundaryTensor]
         copies = {number: leaf.tensor.clone() for number, leaf in enumerate(taken) if number in edited}
         return taken, copies, self.held.before()
 
     def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
-        """After the first run of a forward, return how to run it again; None: keep its graph.
+        """Return how to run a forward again, after its first run; None: keep its graph.
 
         The graph is kept if the forward has changed state that cannot be put back or was not copied.
         """
@@ -263,7 +263,7 @@ class StageRecompute:
             return None
         if seen is None:
             return None
-        # Stages that have sent a tensor which this forward changes keep the changed one.
+        # A stage that sent a tensor which this forward changes keeps the changed tensor.
         replaced = {id(taken[number]): _like(taken[number], copies[number]) for number in changed}
         return Recomputation(received, self, seen, replaced)
 
@@ -289,7 +289,7 @@ class Recomputation:
         self._received = _replaced(received, edited) if edited else received
 
     def inputs(self, again: bool) -> Sequence[StageValue]:
-        """Return the inputs. ``again``: they will be asked for once more."""
+        """Return the inputs. ``again``: they will be needed once more."""
         if again and self._edited:
             return _replaced(self._received, {id(x): _like(x, x.tensor.clone()) for x in self._edited})
         return self._received
@@ -310,7 +310,7 @@ FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_I
 
 
 class StepInputs(GradAccumulator):
-    """Keeps the tensors that were given to a step and need gradients."""
+    """Keeps a step's input tensors that need gradients."""
 
     __slots__ = ("_versions", "tensors")
 
@@ -355,7 +355,7 @@ class StepState:
 
         ``graphs``: there will be backward passes. ``loss_weights``: the gradients of the micro-batches' losses, which
         an additional last stage computes that is not in schedules; None: there is no loss. ``around``: the threads of
-        the pipes that run this one in one of their stages.
+        the pipes that run this one inside a stage.
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
@@ -377,7 +377,7 @@ class StepState:
             for values in micro_batches.values
         ]
         count = len(self._values)
-        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # for values that are taken several times
+        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # remaining uses of each value
         self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
         self._begun = [0] * len(pipeline.stages)  # numbers of forwards, by stage
         self._keep = False
@@ -448,7 +448,7 @@ class StepState:
                 here[source] = value
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
-        """Take the loss of a micro-batch; its backward begins with the weight of the loss."""
+        """Take a micro-batch's loss, whose weight is the gradient with which the backward begins."""
         tensor = self._losses[index] = loss.tensor
         if not self._graphs:
             return
@@ -492,7 +492,7 @@ class StepState:
         return outputs
 
     def leaves(self) -> list[torch.Tensor]:
-        """After all forwards, return the known leaves to which backwards will add, each once."""
+        """Return the known leaves to which backwards will add, each once. Call it after all forwards."""
         activations = [activation for row in self._activations for activation in row if activation is not None]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
@@ -503,13 +503,13 @@ class StepState:
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
 
     def begin_backward(self, keep: bool) -> None:
-        """Begin the backwards of a backward pass. ``keep``: there will be another pass."""
+        """Begin a backward pass through all stages. ``keep``: there will be another backward pass."""
         self._keep = keep
         self._sums = [LeafSums() for _ in self._pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """After all backwards, return the leaves with gradients, and the gradients."""
+        """Return the leaves with gradients, and the gradients. Call it after all backwards."""
         return total((sums.leaves, sums.sums, 1.0) for sums in self._sums)
 
     def release(self) -> None:

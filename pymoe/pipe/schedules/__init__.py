@@ -1,4 +1,4 @@
-"""Schedules of a pipeline, as data: which worker runs what in which order; built, validated, simulated and drawn.
+"""Schedules of a pipeline as data: the actions of every worker in order. Builds, validates, simulates and draws them.
 
 >>> from pymoe.pipe.schedules import build, simulate, text
 >>> print(text(simulate(build("1f1b", stages=2, micro_batches=3))))

@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "schedule1f1b": "1f1b",
     "scheduleinterleaved1f1b": "interleaved-1f1b",
 }
-"""Names of the same schedules in other packages, such as ``torch.distributed.pipelining``, in lower case."""
+"""Other packages' names for these schedules, such as ``torch.distributed.pipelining``'s, in lower case."""
 NOT_HERE = {"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"}
 """Schedules of torch without an equivalent here, in lower case."""
 
@@ -170,7 +170,7 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        # A model without the last stages runs the same order without them, which can only shorten waits.
+        # With fewer stages, the same order without the missing ones is valid, and waits can only be shorter.
         orders.append(tuple(action for action in order if action.stage < stages))
     placement = tuple(stage % workers for stage in range(stages))
     limits = tuple(map(peak_live, orders))

@@ -47,7 +47,7 @@ def text(record: Record, width: int | None = None) -> str:
     labels = [[label(record, span) for span in order] for order in record.spans]
     if durations:
         longest = max(len(name) for names in labels for name in names)
-        # A single short action, for example in a run, must not stretch the whole picture.
+        # A single very short action, as may occur in a run, must not stretch the whole picture.
         natural = longest / sorted(durations)[len(durations) // 20]
         scale = min(natural, room / record.makespan)
     else:
@@ -65,7 +65,8 @@ def text(record: Record, width: int | None = None) -> str:
 
 
 def png(file: str | Path, *records: Record) -> Path:
-    """Draw the records one above the other on one time scale, for example to compare plan and run. Return the file.
+    """Draw the records one above the other on one time scale, for example to compare a plan with a run; return
+    ``file``.
 
     The suffix of ``file`` selects one of matplotlib's formats. Raises ImportError without matplotlib.
     """

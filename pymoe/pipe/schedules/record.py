@@ -1,4 +1,4 @@
-"""Records of when every action starts and ends, simulated or as run, and figures that follow from them."""
+"""Records of the start and end of every action, simulated or measured, and figures that follow from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """Return the time that it took."""
+        """Return the time that the action took."""
         return self.end - self.start
 
 
@@ -67,12 +67,12 @@ class Record:
 
     @property
     def ideal(self) -> float:
-        """Return the makespan if no worker ever waited: the work of the busiest worker. No order takes less."""
+        """Return the makespan if no worker ever waited, which is the busiest worker's work. No order is faster."""
         return max(self.busy)
 
     @property
     def speed_up(self) -> float:
-        """Return how many times longer one worker would take for all actions."""
+        """Return the factor by which one worker alone would be slower."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     @cached_property
@@ -84,7 +84,7 @@ class Record:
 
     @cached_property
     def peak_live_of_stages(self) -> tuple[int, ...]:
-        """Return the same for every single stage, which differs if a worker has several stages."""
+        """Return the same for every stage; it differs from the workers' if a worker has several stages."""
         return tuple(
             peak_live(span.action for span in self.spans[worker] if span.action.stage == stage)
             for stage, worker in enumerate(self.placement)
@@ -154,7 +154,7 @@ def mean_times(record: Record) -> Callable[[Action], float]:
     """Return the mean duration of every stage and kind in ``record``, for :func:`simulate`.
 
     With the times of a run, the simulation gives the makespan that the run would have without any overhead. Raises
-    KeyError for what was never run.
+    KeyError for an action that was never run.
     """
     durations = defaultdict(list)
     for order in record.spans:

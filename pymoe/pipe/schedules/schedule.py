@@ -1,4 +1,4 @@
-"""Schedules as data: for every worker, the actions that it runs, in order; and the check that they can run."""
+"""Schedules as data: the actions of every worker in order, and the check that they can run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
-    # Members are compared by identity; the inherited hash, of the name, takes five times as long.
+    # Members are compared by identity, and the inherited hash of the name takes five times as long.
     __hash__ = object.__hash__
 
     @property
@@ -137,7 +137,7 @@ def validate(schedule: Schedule) -> None:
 
     - every action is on the worker of its stage, and its stage and micro-batch exist;
     - every micro-batch has one forward and one backward in every stage, the backward whole or split into its two parts;
-    - all workers reach the end of their orders when each waits for what its next action needs;
+    - no deadlock: all workers reach the end when each waits for the dependencies of its next action;
     - no worker ever holds more activations than its live limit, where there are limits.
     """
     for _ in run(schedule):
@@ -241,8 +241,8 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follow which worker waits for which, beginning with ``worker``, until the chain closes; return an error about a
-    link.
+    """Follow the chain of waiting workers from ``worker`` until it closes; return an error that names one of its
+    waits.
     """
     chain: dict[int, str] = {}
     while worker not in chain:

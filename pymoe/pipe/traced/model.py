@@ -64,10 +64,10 @@ class TracedModel(StagedModel):
         self._multi_use = by_first_name(multi_use, module)
         self._variants: list[_Variant] = []
         self._changes = 0  # how often the model was captured again, not counting changes of modes
-        self._uses: list[dict[str, None]] = []  # names that every stage uses, in any mode
+        self._uses: list[dict[str, None]] = []  # names that each stage uses, in any mode
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
-        self._is_chosen = False  # true after micro-batches were made for a call
+        self._is_chosen = False  # true between micro_batches() and the read of the pipeline
         self._one_at_a_time = StageLock()  # held by threads that find that the model must be captured again
         first = trace(module, args, kwargs)
         self._now = self._add(first)
@@ -76,8 +76,8 @@ class TracedModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the pipeline of the present model. The first read after micro-batches were made returns the pipeline
-        for which they were made.
+        """Return the pipeline of the present model. The first read after :meth:`micro_batches` returns the pipeline for
+        which the micro-batches were made.
         """
         is_chosen, self._is_chosen = self._is_chosen, False
         return self._now.pipeline if is_chosen else self._choose().pipeline
@@ -225,7 +225,7 @@ class TracedModel(StagedModel):
         return variant
 
     def _populate(self) -> None:
-        """Give the stages the parts of the model that they use in any capture, if the model still has them."""
+        """Give every stage the parts of the model that it uses in any capture, if the model still has them."""
         uses = [[name for name in of_stage if has(self.module, name)] for of_stage in self._uses]
         self._lacks_some = list(map(len, uses)) != list(map(len, self._uses))
         populate(self.parts, self.module, uses, self._constants)
@@ -252,7 +252,7 @@ class TracedModel(StagedModel):
             leaf = find_loss(self.loss_spec, captured.out_spec)
         except ValueError:
             if self._variants:
-                return None  # many models return a loss only in training
+                return None  # None, because many models return a loss only in training
             raise
         if made.leaves[leaf] is not Computed:
             raise ValueError(f"output_loss_value_spec: expected a tensor as the loss, got {made.leaves[leaf]!r}")
@@ -319,7 +319,7 @@ class Trace:
                 )
             object.__setattr__(captured, "graph", changed)
             self._chosen = _boundaries(changed.graph)
-            self.split_policy = None  # other modes are split at the same places
+            self.split_policy = None  # captures in other modes are split at the same places
         return captured
 
     def why_one_stage(self) -> str | None:
@@ -346,8 +346,8 @@ def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
-    """Return names of nodes that are the same in captures of other modes: module, operator, and how often the pair has
-    occurred.
+    """Return names of nodes that are the same in captures of other modes: module, operator, and the count of earlier
+    such pairs.
     """
     seen: Counter[tuple[str, str]] = Counter()
     keys = []

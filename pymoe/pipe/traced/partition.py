@@ -29,7 +29,7 @@ class StageGraph:
     """The part of a graph that is a stage."""
 
     graph: fx.Graph
-    """Placeholders for the values of ``inputs``; returns a list."""
+    """A graph with a placeholder for each of ``inputs``; returns a list."""
     inputs: tuple[Source, ...]
     outputs: int
     state: tuple[str, ...]
@@ -44,7 +44,7 @@ class Partition:
     outputs: tuple[Source, ...]
     """Sources of the computed leaves of the model's output."""
     leaves: tuple[Any, ...]
-    """The leaves of the model's output; ``Computed`` stands for the next of ``outputs``."""
+    """The leaves of the model's output; each ``Computed`` stands for the next one of ``outputs``."""
 
 
 def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None] = ()) -> Partition:
@@ -75,7 +75,7 @@ class _Partitioner:
 
     def partition(self) -> Partition:
         for node, number in self._numbers.items():
-            if not _is_arithmetic(node):  # these are computed where they are needed
+            if not _is_arithmetic(node):  # sizes are computed where they are needed
                 self._builders[number].copy(node)
         results: Any = self._graph.output_node().args[0]
         outputs = [self.source(leaf, self._count) for leaf in results if isinstance(leaf, fx.Node)]
@@ -83,7 +83,7 @@ class _Partitioner:
         return Partition(tuple(builder.finish() for builder in self._builders), tuple(outputs), tuple(leaves))
 
     def home(self, node: fx.Node, stage: int) -> int:
-        """Return where ``stage`` gets this value from: itself, an earlier stage, or ``INPUT``."""
+        """Return the place from which ``stage`` gets this value: itself, an earlier stage, or ``INPUT``."""
         if node.op == "get_attr":
             first = self._transmitted.get(node)
             return min(stage, self._count - 1) if first is None or first >= stage else first
@@ -123,7 +123,7 @@ class _StageBuilder:
         return node in self._copies
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """Add the same node to this stage."""
+        """Add a copy of the node to this stage."""
 
         def here(leaf: Any) -> Any:
             return self._device if isinstance(leaf, torch.device) and self._device is not None else leaf
@@ -135,7 +135,7 @@ class _StageBuilder:
         return self._add(node, self._graph.create_node(node.op, node.target, args, kwargs, node.name))
 
     def give(self, node: fx.Node) -> Source:
-        """Return a value of this stage for other stages."""
+        """Return the source by which other stages get a value of this stage."""
         if node not in self._given:
             self._local(node)
             self._given[node] = len(self._given)
@@ -177,7 +177,7 @@ class _StageBuilder:
         return self._add(node, self._end)
 
     def _again(self, node: fx.Node) -> fx.Node | None:
-        """Compute a size, or arithmetic on sizes, from values of this stage; None if they do not suffice."""
+        """Compute a size, or arithmetic on sizes, again from this stage's values; None if they do not suffice."""
         if (size := self._same_size(node)) is not None:
             return self._graph.call_function(torch.ops.aten.sym_size.int, size)
         sources = node.all_input_nodes
@@ -192,7 +192,7 @@ class _StageBuilder:
         return self._graph.create_node(node.op, node.target, args, node.kwargs, node.name)
 
     def _same_size(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """Return an input of this stage, and its dimension, whose size is this one according to the capture."""
+        """Return an input of this stage and a dimension of it that, according to the capture, has this size."""
         wanted = node.meta["val"]
         if not isinstance(wanted, torch.SymInt):
             return None
@@ -212,7 +212,7 @@ def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     dependent = _dependent(graph)
     numbers: dict[fx.Node, int] = {}
     stage, computes, is_over = 0, False, False
-    waiting: list[fx.Node] = []  # views after a boundary belong to the stage that begins there, if one does
+    waiting: list[fx.Node] = []  # views after a boundary belong to the stage that begins there, if any
     for node in graph.nodes:
         if is_marker(node):
             is_over = computes
@@ -229,7 +229,7 @@ def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
             if node.target is operator.getitem:  # an item belongs to the stage of its sequence
                 numbers[node] = numbers.get(node.all_input_nodes[0], stage)
     for node in reversed(graph.nodes):
-        if node in numbers and node not in dependent:  # a constant: computed in the stage that uses it first
+        if node in numbers and node not in dependent:  # a constant is computed in the stage that uses it first
             numbers[node] = min([numbers[user] for user in node.users if user in numbers], default=numbers[node])
     return numbers
 
@@ -277,7 +277,7 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def split_regions(graph: fx.Graph) -> None:
-    """Split regions (blocks without gradients, or in autocast) at the markers inside; then the markers are between
+    """Split regions (blocks without gradients, or in autocast) at their markers, so that markers lie between
     regions.
     """
     for node in list(graph.nodes):
@@ -348,7 +348,7 @@ class ModuleCall:
 
     def __init__(self, call: OpaqueModule) -> None:
         self.__name__ = call.__name__
-        self._call = copy.copy(call)  # how the leaves become arguments, not counting the module
+        self._call = copy.copy(call)  # converts leaves to arguments, except for the module
         self._call.function = self._call.module = None  # type: ignore[assignment]
 
     def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
@@ -378,7 +378,7 @@ def _give(node: fx.Node, module: fx.Node) -> None:
 
 
 def _convert(node: fx.Node) -> list[str]:
-    """Make the node take modules as arguments (a call as its first ones, a region as its last); return their paths."""
+    """Make the node take modules as arguments (first in a call, last in a region); return their paths."""
     target = node.target
     if isinstance(target, OpaqueModule):
         node.target = ModuleCall(target)
@@ -476,7 +476,9 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
 
 
 def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
-    """Return whether one stage changes the buffer and later stages read it; then these get its value at that point."""
+    """Return whether one stage changes the buffer and later stages read it, so that these must get its value from
+    there.
+    """
     writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
     if not writers or writers == users:
         return False  # stages that all change a buffer take turns
@@ -505,7 +507,7 @@ class Aliases:
                 self._writers.setdefault(self.base(written), []).append(node)
 
     def base(self, node: fx.Node) -> fx.Node:
-        """Return the node whose memory this node's tensor shares; the node itself for a tensor of its own."""
+        """Return the node whose memory this node's tensor shares, or the node itself if it has its own memory."""
         return self._bases.get(node, node)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
@@ -545,7 +547,9 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument that a region returns as output ``number``, if there is one; else the region."""
+    """Return the argument that a region returns unchanged as output ``number``; the region if it computes that
+    output.
+    """
     if not isinstance(node.target, Region):
         return node
     block = node.target.graph.graph

@@ -23,14 +23,14 @@ from pymoe.pipe.traced.split_points import mark
 
 Costs = dict[fx.Node, float]
 TOLERANCE = 1.1
-"""To have fewer boundary values, the slowest stage may take this many times the optimum."""
+"""The slowest stage may take this many times the optimum, if fewer values then cross the boundaries."""
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
     """Make stages with about the same number of parameters.
 
     Args:
-        stages: how many, from 1 to the number of the graph's operators.
+        stages: their number, from 1 to the number of the graph's operators.
 
     Returns:
         A ``split_policy`` for :func:`pymoe.pipeline`.
@@ -42,7 +42,7 @@ def split_by_time(stages: int) -> Policy:
     """Make stages whose forward and backward passes take about the same time, measured with the example's sizes.
 
     Args:
-        stages: how many, from 1 to the number of the graph's operators.
+        stages: their number, from 1 to the number of the graph's operators.
 
     Returns:
         A ``split_policy`` for :func:`pymoe.pipeline`.
@@ -54,7 +54,7 @@ def split_by_flops(stages: int) -> Policy:
     """Make stages with about the same number of floating point operations, for the example's sizes; nothing is run.
 
     Args:
-        stages: how many, from 1 to the number of the graph's operators.
+        stages: their number, from 1 to the number of the graph's operators.
 
     Returns:
         A ``split_policy`` for :func:`pymoe.pipeline`.
@@ -135,8 +135,8 @@ def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
 
 
 def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
-    """Return boundaries with at most ``limit`` values; among boundaries with only free nodes between them, the one with
-    the fewest.
+    """Return boundaries with at most ``limit`` values; of boundaries with only free nodes between them, the one with
+    the fewest values.
     """
     found: list[int] = []
     for place in range(1, len(costs)):
@@ -151,7 +151,7 @@ def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
 
 
 def _parameters(graph: fx.GraphModule) -> Costs:
-    """Return the number of elements of the parameters that a node is the first to use."""
+    """Return the number of elements in the parameters that a node uses first."""
     seen: set[int] = set()
     costs: Costs = {}
     for node in graph.graph.nodes:

@@ -22,11 +22,11 @@ _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("split", lambda: None, "CompositeExplicitAutograd")
 _MARKER = torch.ops.pymoe_pipe.split.default
-fx.node.has_side_effect(_MARKER)  # otherwise captures would leave it out
+fx.node.has_side_effect(_MARKER)  # otherwise captures would remove the marker
 aten_pipe_split_alias = _MARKER
-"""The target of the node that :func:`pipe_split` becomes in a captured graph, under PiPPy's name."""
+"""PiPPy's name for the target of the node that :func:`pipe_split` leaves in a captured graph."""
 
-_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # keeps the copy, until that is captured
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # keeps the copy until it is captured
 
 
 def pipe_split() -> None:
@@ -98,8 +98,8 @@ class PipeSplitWrapper:
 
 
 class NoSuchModule(ValueError, AttributeError):
-    """A model has no submodule of a name. This is both the ValueError of this package and the AttributeError of
-    PiPPy.
+    """Raised if a model has no submodule with a given name: a ValueError, as elsewhere in this package, and PiPPy's
+    AttributeError.
     """
 
 
@@ -107,7 +107,7 @@ class NoSuchModule(ValueError, AttributeError):
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
     """Return the model with stage boundaries before or after calls of some of its modules.
 
-    The given model stays as it is, so use the returned one: it has the same parameters, buffers and submodules, except
+    The given model is unchanged, so use the returned one: it has the same parameters, buffers and submodules, except
     for shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
     :func:`pymoe.pipeline` warns if it gets the given model although the returned one was dropped.
 
@@ -143,9 +143,8 @@ def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
 
 
 def was_annotated_in_vain(model: nn.Module) -> bool:
-    """Return whether the result of :func:`annotate_split_points` for this model, which is captured now, was dropped.
-
-    The record is deleted then, and also if ``model`` is such a result itself.
+    """Return whether :func:`annotate_split_points` returned a copy of ``model`` that was dropped. Forgets the copy in
+    that case, and if ``model`` is itself such a copy.
     """
     for original, copied in list(_annotated.items()):
         if copied() is model or (original is model and copied() is None):
@@ -164,7 +163,7 @@ def _shallow(module: nn.Module) -> nn.Module:
     """Return a module that shares the dictionaries of parameters and buffers, and has its own dictionary of
     children.
     """
-    if parametrize.is_parametrized(module):  # torch does not copy it
+    if parametrize.is_parametrized(module):  # torch's copy() does not share it
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
     else:
@@ -184,7 +183,7 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook that makes a boundary. A capture calls it before and after opaque modules, too."""
+    """A hook that marks a boundary. Captures call it for opaque modules, too."""
 
     is_boundary = True
 

@@ -1,5 +1,5 @@
-"""The module of a stage of a traced model: the model's own parameters and buffers, under their names, and graphs. Also
-converts graphs to plain data, for copies and pickles.
+"""The module of a traced model's stage: it holds graphs, and the model's own parameters and buffers under their names.
+Also converts graphs to plain data, for copies and pickles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KINDS = ("_parameters", "_buffers")
 
 
 class _Taken(NamedTuple):
-    """A parameter or buffer that is at another place in the model."""
+    """A parameter or buffer that the stage holds in one place and the model in another."""
 
     where: nn.Module
     kind: str
@@ -49,7 +49,7 @@ class StageModule(nn.Module):
         self._modes: list[bool] = []
         self._shared: list[_Taken] = []  # every call takes the model's present object
         self.made: list[_Made] = []
-        """This module and the ones in it that are not the model's own, each with the module that it represents."""
+        """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
         """Return the values of the stage's outputs. ``variant``: which graph; None: the latest that fits
@@ -96,7 +96,7 @@ class StageModule(nn.Module):
         users: Mapping[int, set[StageModule]],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Hold the objects that ``paths`` name in the model, and constants. ``users``: the stages of parameters and
+        """Take the objects that ``paths`` name in the model, and the constants. ``users``: the stages of parameters and
         buffers.
         """
 
@@ -115,7 +115,7 @@ class StageModule(nn.Module):
                 if name not in below or child is None:
                     continue
                 uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
-                if [] in below[name] or uses_all:  # everything that any stage uses
+                if [] in below[name] or uses_all:  # needed as a whole, or by no other stage
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
@@ -132,7 +132,7 @@ class StageModule(nn.Module):
         hold(self, model, paths)
 
     def update_model(self) -> None:
-        """After a move to another device, give the model the objects that have replaced its own."""
+        """Give the model the objects that have replaced its own in a move to another device."""
         for where, kind, name, owner in self._shared:
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
@@ -158,9 +158,8 @@ def populate(
     names: Sequence[Iterable[str]],
     constants: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
-    """Give every stage the parameters, buffers and whole modules that ``names`` has for it, and its constants.
-
-    What they held before is dropped.
+    """Give every stage its constants, and the parameters, buffers and whole modules that ``names`` lists for it, in
+    place of what it held.
     """
     users: dict[int, set[StageModule]] = {}  # stages, keyed by the ids of parameters and buffers
     for part, of_stage in zip(parts, names, strict=True):

@@ -1,4 +1,4 @@
-"""Numbers of pools as text: a line of a log, a row of a table, a histogram in one word."""
+"""Numbers of pools as text: a line of a log, a row of a table, a histogram as a bar of characters."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
                 if one is listener:
                     try:
                         viewer, _ = listener.accept()
-                    except OSError:  # no descriptor left, or the viewer is gone: others are served, this one later
+                    except OSError:  # no descriptor left, or the viewer is gone: keep serving the others
                         selector.unregister(listener)
                         accepts, again = False, time.monotonic() + ACCEPT_RETRY_S
                         continue
@@ -177,7 +177,9 @@ def report(reader: StatsReader, began: float) -> dict[str, Any]:
 
 
 def may_see(viewer: socket.socket) -> bool:
-    """Return whether this user or root has connected; True if the system does not tell: the socket's mode protects."""
+    """Return whether this user or root has connected; True if the system does not tell, since the socket's mode already
+    keeps others out.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     packed = viewer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -63,7 +63,7 @@ class Distribution:
 
 @dataclass(frozen=True, repr=False)
 class PoolStats:
-    """One pool. Counts and distributions are since the pool was made, unless a reader reads recent ones."""
+    """Statistics of one pool. Counts and distributions cover its whole life, unless the reader has ``recent`` set."""
 
     name: str
     queued: int
@@ -124,7 +124,7 @@ class ServedPools:
                 self._begun.pop(pool, None)
 
     def snapshot(self, pool: Pool) -> Snapshot:
-        """Return the pool's counters when it was added, or its current ones if it was there from the start."""
+        """Return the pool's counters as of when it was added, or its current ones if it was there from the start."""
         with self._lock:
             begun = self._begun.get(pool)
         return pool._statistics() if begun is None else begun
@@ -239,7 +239,7 @@ def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Dist
 
 
 def quantile(buckets: Sequence[Bucket], share: float, most: float) -> float:
-    """Return the quantile ``share``, for values spread evenly within each bucket, but not more than ``most``."""
+    """Return the quantile ``share``, assuming values spread evenly within each bucket; at most ``most``."""
     rank = share * sum(one.count for one in buckets)
     for one in buckets:
         if rank <= one.count:

@@ -1,4 +1,4 @@
-"""Is a captured graph, run as it is, the model? Outputs, gradients, buffers and random numbers, bit by bit."""
+"""Checks that a captured graph equals the model bit for bit: outputs, gradients, buffers and random numbers."""
 
 import copy
 
@@ -9,7 +9,7 @@ from pymoe.pipe.capture import capture
 
 
 def run(function, model, args, kwargs, seed=3):
-    """(outputs, gradients of inputs, gradients by name, buffers by name, what random numbers come next)."""
+    """Return (outputs, gradients of inputs, gradients by name, buffers by name, the next random numbers)."""
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     leaves = [
         leaf.detach().clone().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, torch.Tensor) else leaf
@@ -50,7 +50,7 @@ def assert_same(one, other):
 
 
 def as_model(captured):
-    """A function that calls the captured graph as the model is called."""
+    """Return a function that calls the captured graph like the model."""
 
     def call(*args, **kwargs):
         leaves = captured.arguments.flatten(args, kwargs)
@@ -61,7 +61,7 @@ def as_model(captured):
 
 
 def assert_captured(model, args, kwargs=None, *others, steps=2, **options):
-    """Capture with ``args, kwargs``; the graph does what the model does, with these and with ``others``."""
+    """Capture with ``args, kwargs``, and check that the graph equals the model for these and for ``others``."""
     eager = copy.deepcopy(model)
     captured = capture(model, args, kwargs, **options)
     call = as_model(captured)

@@ -1,4 +1,6 @@
-"""Which calls a captured graph takes: free sizes, conditions on them, ways to give arguments; and what it says else."""
+"""Calls that a captured graph accepts: free sizes, conditions on them, ways to pass arguments; and its errors for
+others.
+"""
 
 import sys
 from pathlib import Path
@@ -106,7 +108,7 @@ class Branches(nn.Module):
 
 
 def test_branches_on_sizes_are_conditions_of_the_graph():
-    """Also those on 1, which torch.export takes for granted."""
+    """Branches on size 1, which torch.export takes for granted, become conditions, too."""
     captured = assert_captured(Branches(), (torch.ones(3, 4),), None, ((torch.ones(2, 5),), {}))
     for rows in (5, 1):
         with pytest.raises(ValueError, match=rf"dimension 0 of x = {rows} \({__file__}:\d+\)"):

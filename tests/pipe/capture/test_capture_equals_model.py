@@ -227,7 +227,7 @@ class Shifted(torch.autograd.Function):
 
 
 class HeldElsewhere(nn.Module):
-    """A parameter that no module has registered, and shared layers."""
+    """Has a parameter that no module has registered, and shared layers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a capture says when it cannot be made: the line of the user's code, the reason, and the ways out."""
+"""Errors of failed captures: they name the line of the user's code, the reason, and the alternatives."""
 
 import dataclasses
 import inspect
@@ -34,7 +34,7 @@ class Branch(Linear):
 
 
 class Empty(Linear):
-    """The loop over experts that many models have."""
+    """A loop over experts, as many models have."""
 
     def forward(self, x):
         y = torch.zeros_like(x)
@@ -68,7 +68,7 @@ class Differentiated(Linear):
 
 
 class Frozen(Linear):
-    """torch.export drops such a block, and gradients come back that nobody asked for."""
+    """torch.export drops a no_grad block, so that unwanted gradients appear."""
 
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -122,7 +122,7 @@ def test_the_message_names_the_line_and_the_ways_out(kind, why, capfd):
     assert why in message
     assert "opaque=" in message
     assert "Pipe.from_stages" in message
-    assert capfd.readouterr() == ("", "")  # torch says nothing of its own
+    assert capfd.readouterr() == ("", "")  # torch prints nothing itself
 
 
 @pytest.mark.parametrize("kind", [Branch, Empty, Numpy])

@@ -1,4 +1,4 @@
-"""A capture, done or failed, leaves no trace in the model."""
+"""A capture leaves no trace in the model, whether it succeeds or fails."""
 
 import copy
 import sys
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Model(nn.Module):
-    """Tied parameters, buffers of both kinds, a parametrization, hooks, a layer with counts, containers."""
+    """A model with tied parameters, both kinds of buffers, a parametrization, hooks, a layer with counts, and
+    containers.
+    """
 
     def __init__(self, does="nothing more"):
         super().__init__()
@@ -55,7 +57,7 @@ class Model(nn.Module):
 
 
 def everything(model):
-    """Objects and contents of all attributes of all modules."""
+    """Return the ids and contents of all attributes of all modules."""
     found = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():

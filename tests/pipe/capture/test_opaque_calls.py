@@ -1,4 +1,6 @@
-"""Calls that a captured graph makes as they are: autograd Functions, layers with counts, modules that a user names."""
+"""Opaque calls: a captured graph calls autograd Functions, layers with counts, and modules that a user names,
+unchanged.
+"""
 
 import copy
 import sys
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Cubed(torch.autograd.Function):
-    """Its backward is not the derivative of its forward, and counts."""
+    """Its backward is not the derivative of its forward, and counts its calls."""
 
     backwards = 0
 
@@ -39,11 +41,11 @@ class Cubed(torch.autograd.Function):
         return 7 * x * grad * ctx.factor, None, None
 
 
-cubed = Cubed.apply  # bound before anybody captures anything
+cubed = Cubed.apply  # bound before any capture
 
 
 class Twice(torch.autograd.Function):
-    """With a context of its own, and one output."""
+    """A Function with its own context and one output."""
 
     @staticmethod
     def forward(x, factor=2):
@@ -59,7 +61,7 @@ class Twice(torch.autograd.Function):
 
 
 class Doubled(torch.autograd.Function):
-    """Writes into what it is given."""
+    """Writes to its argument in place."""
 
     @staticmethod
     def forward(ctx, x):
@@ -202,7 +204,7 @@ def test_a_deferred_batch_norm_asks_for_the_micro_batch():
 
 
 class Noted(nn.Module):
-    """Counts its calls, and changes with its mode: nothing that a graph could do."""
+    """Counts its calls and depends on its mode, which a graph could not do."""
 
     def __init__(self):
         super().__init__()
@@ -229,7 +231,7 @@ class Around(nn.Module):
 def test_modules_that_the_user_names(opaque):
     model = Around()
     captured = assert_captured(model, (torch.randn(5, 4),), None, ((torch.randn(3, 4),), {}), opaque=opaque)
-    assert model.inner.calls == 4  # of the graph's runs; the capture's own is forgotten
+    assert model.inner.calls == 4  # only the graph's runs count; the capture's call is undone
     model.eval()
     assert torch.equal(captured.graph(torch.ones(2, 4))[0], model(torch.ones(2, 4)))
 
@@ -280,7 +282,7 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_layers_leave_batch_and_length_free():
-    """Also where the width happens to be the number of rows, or the length, of the example."""
+    """The result is the same even if the width equals the number of rows or the length of the example."""
     for hidden in (3, 5, 7):
         call = (torch.randn(3, 5, 4),)
         captured = assert_captured(Recurrent(hidden), call, None, ((torch.randn(6, 2, 4),), {}))
@@ -288,7 +290,7 @@ def test_recurrent_layers_leave_batch_and_length_free():
 
 
 class Merge(nn.Module):
-    """Decides by values; its arguments have to have the same rows, its result twice as many."""
+    """Branches on values. Its arguments must have equally many rows, and its result has twice as many."""
 
     def __init__(self):
         super().__init__()

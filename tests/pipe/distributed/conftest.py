@@ -1,4 +1,4 @@
-"""Ranks for tests of pipes on several processes."""
+"""Provides ranks for tests of pipes on several processes."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import rank_groups
 
 @pytest.fixture(scope="session")
 def ranks():
-    """``ranks(world)``: that many processes in one group."""
+    """Provide ``ranks(world)``, which starts that many processes in one group."""
     started = {}
 
     def ranks_of(world):

@@ -1,4 +1,4 @@
-"""What stages on several processes call and keep, under torch's schedules: layers, hooks, graphs, buffers."""
+"""Counts calls and objects of stages on several processes under torch's schedules: layers, hooks, graphs, buffers."""
 
 import pytest
 import torch
@@ -36,7 +36,9 @@ class Counting(nn.Module):
 
 
 def forwards(rank, world, name):
-    """Calls and rows that every layer has seen in two steps, and batches that a batch norm has counted."""
+    """Return the calls and rows that each layer has seen in two steps, and the batches that a batch norm has
+    counted.
+    """
     model = nn.Sequential(*[nn.Sequential(nn.BatchNorm1d(WIDTH), Counting()) for _ in range(2 * world)])
     _, schedule, stages = parallel(model, name, rank, world, 2 * world)
     for x, y in batches(2, [12]):
@@ -82,7 +84,7 @@ class Scale(nn.Module):
 
 
 def function_backwards(rank, world, name):
-    """How often a Function's backward has run, for how many layers and micro-batches."""
+    """Return how often a Function's backward has run, and the numbers of its layers and micro-batches."""
     model = nn.Sequential(*[Scale() for _ in range(2 * world)])
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world)
     (x, y), *_ = batches(1, [4 * world])
@@ -101,7 +103,7 @@ def test_the_backward_of_a_function_runs_once_in_zero_bubble_schedules(ranks, sc
 
 
 def hooks(rank, world, name):
-    """Calls of parameters' hooks in three steps, and of hooks of a stage's inputs."""
+    """Return the number of calls of parameter hooks in three steps, and of hooks of a stage's inputs."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world)
     calls, seen = {"hook": [], "after": [], "input": []}, []
@@ -134,7 +136,7 @@ def test_hooks_are_called_once_a_step_for_parameters_and_once_a_micro_batch_for_
 
 
 class Alive:
-    """Counts the graphs and the outputs of a layer that are there."""
+    """Counts the living graphs and outputs of a layer."""
 
     def __init__(self):
         self.outputs, self.graphs, self.most = [], [], [0, 0]
@@ -152,7 +154,7 @@ class Alive:
 
 
 class Saving(nn.Module):
-    """Its graph holds a tensor that nobody else has."""
+    """A layer whose graph holds a tensor that has no other reference."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +167,7 @@ class Saving(nn.Module):
 
 
 def activations(rank, world, name, micro_batches):
-    """The most graphs and outputs of the rank's last layer at a time, and what is left after a step."""
+    """Return the largest numbers of living graphs and outputs of the rank's last layer, and those left after a step."""
     model = nn.Sequential(*[Saving() for _ in range(2 * world)])
     _, schedule, stages = parallel(model, name, rank, world, micro_batches)
     alive = Alive()
@@ -185,7 +187,7 @@ def test_activations_are_let_go_of_after_their_backward(ranks, schedule, most):
 
 
 def random_numbers(rank, world, name, checkpoint):
-    """Gradients beside those of a pipe in one process that was seeded alike, and the generators afterwards."""
+    """Compare gradients with those of an equally seeded pipe in one process; also return the generators afterwards."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)) for _ in range(2 * world)]
     model = nn.Sequential(*layers)
@@ -214,7 +216,7 @@ def test_random_numbers_are_those_of_a_pipe_in_one_process(ranks, schedule, chec
 
 
 def evaluation(rank, world, name):
-    """Outputs of evaluation between training steps, and whether it leaves gradients alone."""
+    """Return outputs of evaluation between training steps, and whether evaluation leaves gradients unchanged."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world)
     worst, first, last = 0.0, rank == 0, any(stage.is_last for stage in stages)
@@ -237,10 +239,10 @@ def test_evaluation_between_steps_returns_outputs_and_adds_no_gradients(ranks, s
 
 
 def checkpointing(rank, world, name, checkpoint):
-    """How often layers run in a step, and the gradients."""
+    """Return how often layers run in a step, and the gradients."""
     calls: list[int] = []
 
-    def counting(number):  # outside of the layer: what it holds is put back after a recomputation
+    def counting(number):  # outside of the layer, whose state recomputations restore
         layer = nn.Linear(WIDTH, WIDTH)
         layer.register_forward_hook(lambda *_: calls.append(number))
         return layer
@@ -263,7 +265,7 @@ def test_the_checkpointing_of_the_pipe_holds_on_ranks(ranks, schedule, checkpoin
 
 
 def buffers(rank, world):
-    """The keys of state_dict before and after a step."""
+    """Return the keys of state_dict before and after a step."""
     model = linear_model(world)
     model[0].register_buffer("kept", torch.ones(2))
     model[-1].register_buffer("not_kept", torch.ones(2), persistent=False)
@@ -279,7 +281,7 @@ def test_buffers_stay_as_persistent_as_they_were(ranks):
 
 
 def wrong_stage(rank, world):
-    """What a stage says that is not there."""
+    """Return the error for a stage that does not exist."""
     pipe = pymoe.Pipe(linear_model(world), balance=[world, world])
     said = []
     for index in (-1, 2, True, "0"):

@@ -1,4 +1,4 @@
-"""What a pipe on some processes has saved is loaded by the model, or with another split, bit for bit."""
+"""A checkpoint from a pipe on several processes is loaded by the model, or with another split, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pymoe.pipe import checkpoint
 
 
 def build_model(seed=0):
-    """Eight layers; the first and the seventh are one, and the second has buffers."""
+    """Return eight layers, of which the first and seventh are the same, and the second has buffers."""
     torch.manual_seed(seed)
     tied = nn.Linear(WIDTH, WIDTH)
     own = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
@@ -33,19 +33,19 @@ def adam(module):
 
 
 def moments(module, optimizer):
-    """An optimizer's state by the names of parameters."""
+    """Return an optimizer's state by parameter name."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 
 
 def everything(pipe, indices, optimizer):
-    """What a rank has of both."""
+    """Return this rank's part of the model's and the optimizer's state."""
     values = {name: value.clone() for name, value in checkpoint.stage_state_dict(pipe, indices).items()}
     return {"model": values, "optimizer": moments(pipe, optimizer)}
 
 
 def train_and_save(rank, world, folder):
-    """Also writes every rank's part by plain means, to compare with."""
+    """Train and save, and also write every rank's part by simple means, for comparison."""
     pipe = pymoe.Pipe(build_model(), balance=BALANCES[world], checkpoint="never")
     schedule, stages = make("Schedule1F1B", pipe, rank, world, world, F.mse_loss)
     optimizer = adam(pipe[rank])
@@ -61,7 +61,7 @@ def train_and_save(rank, world, folder):
 
 
 def load_and_show(rank, world, folder, out):
-    """On other ranks, with another split."""
+    """Load on other ranks, with another split, and return the state."""
     pipe = pymoe.Pipe(build_model(seed=1), balance=BALANCES[world], checkpoint="never")
     optimizer = adam(pipe[rank])
     checkpoint.load(pipe, Path(folder) / "dcp", stages=[rank], optimizer=optimizer)
@@ -70,7 +70,7 @@ def load_and_show(rank, world, folder, out):
 
 
 def parts(folder, world):
-    """What ranks had, put together; copies must be equal."""
+    """Merge the parts of all ranks; copies must be equal."""
     whole = {"model": {}, "optimizer": {}}
     for rank in range(world):
         for kind, found in torch.load(Path(folder) / f"{rank}.pt").items():
@@ -82,12 +82,12 @@ def parts(folder, world):
 def are_equal(found, expected):
     torch.testing.assert_close(
         found, expected, rtol=0, atol=0, check_dtype=False
-    )  # counts of steps have the default dtype
+    )  # step counters have the default dtype
 
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A folder with checkpoints of three ranks, and what they had."""
+    """Provide a folder with checkpoints of three ranks, and the ranks' states."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(3).run(train_and_save, folder=str(folder))
     whole = parts(folder, 3)

@@ -1,4 +1,4 @@
-"""Gradients of pipelines over processes are those of the model, under torch's schedules."""
+"""Pipelines over processes have the model's gradients, under torch's schedules."""
 
 import copy
 
@@ -28,7 +28,7 @@ from pymoe.pipe.distributed import watching
 
 
 def on_one_rank(rank, world):
-    """Every rank has a whole pipe of its own, in a group of itself alone."""
+    """Run a whole pipe on every rank, each in a group of its own."""
     groups = [dist.new_group([one]) for one in range(world)]
     return steps(0, 1, "ScheduleInterleaved1F1B", micro_batches=4, count=3, group=groups[rank])
 
@@ -39,7 +39,7 @@ def test_all_stages_can_be_on_one_rank(ranks):
 
 
 def accumulation(rank, world, name, rows, **options):
-    """Gradients of several steps beside those of the unsplit model."""
+    """Return gradients of several steps and those of the unsplit model."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world, **options)
     for x, y in batches(len(rows), rows):
@@ -60,7 +60,7 @@ def test_uneven_micro_batches_count_by_their_rows(ranks, schedule):
 
 
 def sums(rank, world, name):
-    """Losses that are sums, of uneven micro-batches."""
+    """Test losses that are sums, with uneven micro-batches."""
     model = linear_model(world)
     loss = nn.MSELoss(reduction="sum")
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world, loss_fn=loss, scale_grads=False)
@@ -83,7 +83,7 @@ def padded_batch(world):
 
 
 def tokens_of_the_whole(rank, world, name):
-    """Sums over targets that are no padding, divided by the number of these in the mini-batch."""
+    """Test sums over targets that are not padding, divided by their number in the whole mini-batch."""
     model = linear_model(world)
     x, target = padded_batch(world)
     tokens = (target != -100).sum()
@@ -103,7 +103,7 @@ def test_sums_over_tokens_are_divided_by_those_of_the_whole_mini_batch(ranks, sc
 
 
 def refused_losses(rank, world):
-    """What schedules raise for losses that are no means over rows, each in a group of this rank alone."""
+    """Return the errors for losses that are not means over rows; each runs in a group of this rank alone."""
     x, target = padded_batch(world)
     said = []
     for loss in (F.cross_entropy, lambda a, b: F.cross_entropy(a, b, reduction="sum"), lambda a, b: a.mean().sqrt()):
@@ -127,7 +127,7 @@ def test_losses_that_are_seen_to_be_no_means_over_rows_are_refused(ranks):
 
 
 def batch_sizes(rank, world, name):
-    """Outputs of one schedule for batches of other sizes and widths each time: of rows of tokens, say."""
+    """Return outputs of one schedule for batches of changing sizes and widths, such as rows of tokens."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world)
     worst, generator = 0.0, torch.Generator().manual_seed(0)
@@ -156,7 +156,7 @@ class Tied(nn.Module):
 
 
 def tied(rank, world, name, same_start=True):
-    """Differences of gradients, and the copies of the shared parameter on all ranks after some steps."""
+    """Return differences of gradients, and all ranks' copies of the shared parameter after some steps."""
 
     def build(seed):
         torch.manual_seed(seed)
@@ -206,7 +206,7 @@ def test_copies_of_shared_parameters_become_those_of_the_first_stage(ranks):
 
 
 def auxiliary_loss(rank, world, name):
-    """Gradients of a layer in the middle that injects a loss, micro-batches uneven."""
+    """Return gradients of a middle layer that injects a loss, with uneven micro-batches."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), *[MoE(8, 12, 4, 2, z_loss_coef=0.1) for _ in range(2 * world - 2)], nn.Linear(8, 8)]
     model = nn.Sequential(*layers).double()
@@ -226,7 +226,7 @@ def test_auxiliary_losses_of_middle_stages_reach_their_parameters(ranks, schedul
 
 
 def loss_with_parameters(rank, world, name):
-    """Gradients of a loss that has parameters, and the losses."""
+    """Return gradients of a loss that has parameters, and the losses."""
 
     class Loss(nn.Module):
         def __init__(self):
@@ -256,7 +256,7 @@ def test_a_loss_with_parameters_gets_gradients(ranks, schedule):
 
 
 def compiled(rank, world, name):
-    """Gradients, with layers that are compiled."""
+    """Return gradients with compiled layers."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world)
     for stage in stages:
@@ -274,7 +274,7 @@ def test_layers_may_be_compiled(ranks, schedule):
 
 
 def replicas(rank, world, name):
-    """Every rank has a whole pipe, each another half of the batch; DistributedDataParallel averages their gradients."""
+    """Run a whole pipe on every rank, each with half of the batch; DistributedDataParallel averages their gradients."""
     groups = [dist.new_group([one]) for one in range(world)]
     model = linear_model(world)
     pipe = pymoe.Pipe(copy.deepcopy(model), balance=[2, 2], checkpoint="never")
@@ -297,7 +297,7 @@ def test_replicas_of_a_pipe_are_averaged_by_distributed_data_parallel(ranks):
 
 
 def two_schedules(rank, world):
-    """Schedules of several numbers of micro-batches take turns with the same stages."""
+    """Use the same stages with schedules of different numbers of micro-batches in turn."""
     model = linear_model(world)
     pipe, first, stages = parallel(model, "ScheduleGPipe", rank, world, world, checkpoint="except_last")
     from torch.distributed.pipelining import Schedule1F1B
@@ -314,7 +314,7 @@ def test_schedules_can_take_turns_with_the_same_stages(ranks):
 
 
 def shared_state(rank, world, training):
-    """A step of a model of which two ranks have one batch norm."""
+    """Run a step of a model in which two ranks share a batch norm."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm)
@@ -326,7 +326,7 @@ def shared_state(rank, world, training):
 
 
 def test_a_layer_that_ranks_share_must_not_write_to_its_state(ranks):
-    """Each rank moved the statistics of its own copy, by half of the batches."""
+    """Each rank updated the statistics of its own copy, from half of the batches."""
     ranks(2).run(shared_state, training=False)
     said = r"stages 0, 1 share state to which a forward has written \('0.num_batches_tracked'\)"
     with pytest.raises(AssertionError, match=said):

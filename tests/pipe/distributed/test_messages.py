@@ -1,4 +1,4 @@
-"""Values that go from process to process: what is described, and what travels."""
+"""Messages between processes: their descriptions, and their contents."""
 
 import collections
 import pickle
@@ -26,7 +26,7 @@ Pair = collections.namedtuple("Pair", "left right")
 
 
 def travel(description, tensors):
-    """What arrives: copies in new memory."""
+    """Return the values as received: copies in new memory."""
     layouts, rest = pickle.loads(description)
     arrived = []
     for layout, tensor in zip(layouts, tensors, strict=True):
@@ -150,7 +150,7 @@ def test_what_cannot_be_sent_is_refused_with_a_reason(value):
 
 
 class Looks(queue.SimpleQueue):
-    """Notes with every result whether what was sent is still held."""
+    """Records with every result whether the sent tensor is still held."""
 
     def __init__(self, sent):
         super().__init__()
@@ -162,7 +162,7 @@ class Looks(queue.SimpleQueue):
 
 
 def test_what_was_sent_goes_before_the_rank_learns_that_it_has_arrived():
-    """Or a step that has ended leaves an activation behind, until the thread gets round to letting go of it."""
+    """Otherwise a finished step would leave an activation behind until the thread releases it."""
     sent = torch.ones(3)
     sender = Background("test")
     results = sender._results = Looks(weakref.ref(sent))

@@ -1,4 +1,4 @@
-"""Where a rank is, read by others of its host."""
+"""A rank's position, as other ranks on its host read it."""
 
 import mmap
 import pickle
@@ -10,7 +10,7 @@ from pymoe.pipe.distributed.watchdog import PAGE_BYTES, Heartbeat, Peer, Positio
 
 @pytest.fixture
 def page():
-    """The memory of a rank, and another rank that reads it."""
+    """Provide a rank's shared memory, and another rank that reads it."""
     first = Heartbeat(new_page(), at=Position("loss", 3, 0))
     if first.page < 0:
         pytest.skip("this system has no such memory")

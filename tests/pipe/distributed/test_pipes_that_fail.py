@@ -1,4 +1,4 @@
-"""Pipes on three ranks whose layers or loss fail: the other ranks end with an error that says who, where and why."""
+"""Pipes on three ranks whose layers or loss fail: the other ranks raise an error that names rank, place and reason."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from pymoe.pipe import Pipe
 from pymoe.pipe.distributed import RankError, watchdog, watching
 
 RANKS, MICRO_BATCHES, ROWS = 3, 4, 8
-BAD = 100.0  # a value that a layer stumbles over
+BAD = 100.0  # a value for which a layer fails
 
 
 class Bug(Exception):
-    """What a layer or the loss raises."""
+    """Raised by a layer or the loss."""
 
 
 @dataclass
 class Bad:
-    """Where a bug shows: in the third micro-batch of the third step."""
+    """Where a bug occurs: in the third micro-batch of the third step."""
 
     phase: str = ""
-    """ "forward", "backward", "loss"; "killed": the forward, in which the process ends."""
+    """"forward", "backward" or "loss"; "killed": the process ends in the forward."""
     faulty_rank: int = 0
     is_in_block: bool = True
 
@@ -53,7 +53,7 @@ class _Stumble(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Linear, and stumbles where it was told to over rows that are marked."""
+    """A linear layer that fails at the given place, for marked rows."""
 
     def __init__(self, phase: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         self.phase = phase
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 4) to (rows, 4); the last column is the mark."""
+        """Map (rows, 4) to (rows, 4); the last column is the mark."""
         is_bad = bool((x[:, 3] == BAD).any())
         if is_bad and self.phase == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -72,11 +72,11 @@ class Layer(nn.Module):
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
-    """Steps without end, and a report: "step" at first; at last "raised", "told" or "other"."""
+    """Run steps without end, and report "step" at first; "raised", "told" or "other" at last."""
     bad = Bad(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
-    # Waits would take minutes.
+    # Waits would take minutes, except for the failure detector.
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     layers = [Layer(bad.phase if stage == bad.faulty_rank else "") for stage in range(RANKS)]
     pipe = Pipe(nn.Sequential(*layers), balance=[1] * RANKS, checkpoint="never")
@@ -107,9 +107,9 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
     except Bug as error:
         results.send(("raised", (str(error), "".join(getattr(error, "__notes__", [])))))
         if not bad.is_in_block:
-            sys.excepthook(*sys.exc_info())  # as when it ends an interpreter
+            sys.excepthook(*sys.exc_info())  # as when an exception ends the interpreter
         else:
-            time.sleep(1000)  # a program that goes on
+            time.sleep(1000)  # a program that continues after the error
     except BaseException as error:
         results.send(("other", repr(error)))
 
@@ -131,7 +131,7 @@ def test_an_error_of_a_layer_or_of_the_loss_ends_the_other_ranks(phase, rank, is
 
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_where_a_rank_was_killed_is_told(victim):
-    """What it had told through the store was up to a fifth of a second old: "between its steps"."""
+    """The store's last heartbeat was up to 0.2 s old, and said "between its steps"."""
     with ranks(train, RANKS, phase="killed", faulty_rank=victim) as started:
         ends = started.ends(RANKS - 1)
     for told in are_told(ends, victim):

@@ -1,4 +1,4 @@
-"""A rank that dies or raises ends the others with an error that says who, where and why, long before any timeout.
+"""A rank that dies or raises ends the others, long before any timeout, with an error that names rank, place and reason.
 
 The ranks are a pipeline without a model: messages, and a failure detector.
 """
@@ -27,7 +27,7 @@ RANKS, MICRO_BATCHES = 3, 4
 
 
 class Bug(Exception):
-    """What a rank raises."""
+    """Raised by a rank on purpose."""
 
 
 @dataclass
@@ -38,22 +38,22 @@ class Plan:
     """Rank, phase, micro-batch and step of an error."""
     steps: int = 100_000
     after_bug: str = "ends"
-    """What the rank does that has raised: "ends", "lingers", or "goes on" with the next step."""
+    """What the rank does after it raised: "ends", "lingers", or "goes on" with the next step."""
     is_in_block: bool = True
     """Whether steps are in ``with`` blocks."""
     hosts_differ: bool = False
-    """Whether every rank believes to be on a host of its own."""
+    """Whether every rank pretends to be on a separate host."""
     patience: float = 30.0
     slow: dict[int, float] | None = None
     """Seconds that ranks sleep at the end of a step."""
     hanging_rank: int | None = None
-    """Never gets further than the forward of micro-batch 2 in step 3."""
+    """A rank that never gets beyond the forward of micro-batch 2 in step 3."""
     timeout_s: float = 300.0
-    """Of the group: waits would take minutes."""
+    """Timeout of the group, which is far too long for the test."""
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
-    """Steps as planned, and reports of them: "step"; at last "done", "raised", "told" or "other"."""
+    """Run the planned steps and report "step" for each; "done", "raised", "told" or "other" at last."""
     plan = Plan(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
@@ -72,9 +72,9 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
                     watch.begin()
                     one_step(watch, rank, step, plan)
                     watch.end()
-                except RankError:  # it was known already when the rank told where it is
+                except RankError:  # known when the rank noted its position
                     raise
-                except RuntimeError as error:  # of messages; bugs are none
+                except RuntimeError as error:  # an error of messages, not a planted bug
                     instead = watch.fail(error)
                     assert instead is not None
                     raise instead from error
@@ -84,7 +84,7 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
         except Bug as error:
             results.send(("raised", str(error)))
             if not plan.is_in_block:
-                sys.excepthook(*sys.exc_info())  # as when it ends an interpreter
+                sys.excepthook(*sys.exc_info())  # as when an exception ends the interpreter
                 break
             if plan.after_bug == "lingers":
                 time.sleep(1000)
@@ -101,7 +101,7 @@ def train(rank: int, address: str, results: Any, **options: Any) -> None:
 
 
 def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
-    """Micro-batches forward and backward."""
+    """Run the forwards and backwards of all micro-batches."""
 
     def work(phase: str, micro_batch: int) -> None:
         watch.at(phase, rank, micro_batch)
@@ -129,7 +129,7 @@ def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
 
 
 def is_told_of_the_bug(told, rank, phase):
-    """That a rank was told of the bug of another."""
+    """Return whether a rank was told of another rank's bug."""
     assert told[:4] == (rank, phase, rank, 2)
     assert told[4].startswith(f"rank {rank} failed in the {phase} of micro-batch 2 in stage {rank}: ")
     assert "Bug: the answer is not 42" in told[4]
@@ -215,7 +215,7 @@ def test_a_rank_on_another_host_that_is_silent_for_longer_than_the_patience_has_
 def test_when_a_rank_hangs_until_the_timeout_of_the_group_the_others_say_where():
     with ranks(train, RANKS, hanging_rank=1, timeout_s=5.0) as started:
         ends = started.ends(RANKS - 1)
-    assert sorted(what for what, _ in ends.values()) == ["other", "told"], ends  # the first raises its own error
+    assert sorted(what for what, _ in ends.values()) == ["other", "told"], ends  # the first rank raises its own error
     (told,) = [value for what, value in ends.values() if what == "told"]
     assert "Timed out" in told[4]
     assert "; the others: " in told[4]

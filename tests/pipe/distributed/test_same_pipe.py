@@ -1,4 +1,6 @@
-"""Every process must have the same pipe: another cut is noticed; parameters may be tied and untied between steps."""
+"""Every process must have the same pipe: a different cut is noticed, and parameters may be tied and untied between
+steps.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ CUTS = {"a layer twice": ([2, 1], [1, 2]), "a layer left out": ([1, 2], [2, 1]),
 
 
 def cut_otherwise(rank, world, cuts):
-    """A step of a pipe that one process has cut otherwise."""
+    """Run a step of a pipe that one process has cut differently."""
     torch.manual_seed(0)
     pipe = pymoe.Pipe(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]), balance=cuts[rank])
     schedule, stages = make("ScheduleGPipe", pipe, rank, world, 2, F.mse_loss)
@@ -28,7 +30,7 @@ def test_processes_that_have_cut_the_model_otherwise_are_refused(ranks, name):
 
 
 def retied(rank, world, kind, ties):
-    """Differences of gradients in steps before which a weight of two stages is tied or untied in every process."""
+    """Return differences of gradients in steps before which every process ties or unties a weight of two stages."""
     model, pipe, schedule, stages = in_two_stages(kind, rank, world)
     worst = []
     for number, tied in enumerate(ties):

@@ -1,4 +1,4 @@
-"""Traced pipes on several processes: values past stages, arguments of middle stages, shared parameters."""
+"""Traced pipes on several processes: values that skip stages, arguments of middle stages, shared parameters."""
 
 import pathlib
 import sys
@@ -19,7 +19,7 @@ SCHEDULES = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "Schedu
 
 
 def steps(rank, world, kind, name, checkpoint="never", transmit=False, count=20):
-    """Largest differences from the model in some training steps: outputs, gradients, state."""
+    """Return the largest differences from the model in some training steps: outputs, gradients, state."""
     kind = getattr(traced_models, kind)
     model, plain = traced_models.made(kind)
     args, kwargs = traced_models.call_of(kind, 2)
@@ -64,7 +64,9 @@ def test_shared_parameters_that_are_replicated_or_transmitted(ranks, schedule, t
 
 
 def loss_of_its_own(rank, world):
-    """Gradients of a model with several arguments that returns its loss; a step in evaluation; exchanged parameters."""
+    """Test a model with several arguments that returns its loss: gradients, a step in evaluation, replaced
+    parameters.
+    """
     model, plain = traced_models.made(traced_models.Many)
     rows = traced_models.rows
 

@@ -17,7 +17,7 @@ def test_twenty_steps_equal_the_unsplit_model(ranks, schedule, world):
 
 
 def replaced(rank, world, kind):
-    """A step, then one in which every process has another layer, whose weight an earlier layer shares."""
+    """Run a step, then another with a new layer in every process, whose weight an earlier layer shares."""
     model, pipe, schedule, stages = in_two_stages(kind, rank, world)
     for edited in (False, True):
         if edited:

@@ -1,4 +1,4 @@
-"""Values of any kind go to the stages that take them, wherever these run."""
+"""Values of any kind reach the stages that take them, on any rank."""
 
 import copy
 
@@ -16,7 +16,7 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage, StagedModel
 
 
 def skips(rank, world, name):
-    """Values that go to several stages, past others."""
+    """Send values to several stages, skipping others."""
     model = row_model()
     count = stages_of(name, world)
     pipe = pymoe.Pipe(
@@ -36,8 +36,8 @@ def test_a_value_may_go_to_several_stages_and_past_others(ranks, schedule, world
 
 
 class ByHand(StagedModel):
-    """A module with ``parts``, ``functions`` of them, ``edges``: the sources of each function's arguments, the number
-    of their ``outputs``, the ``names`` of its arguments and the ``sources`` of its result.
+    """A model made by hand from ``parts``, ``functions`` of them, ``edges`` (the sources of each function's
+    arguments), the number of their ``outputs``, the ``names`` of its arguments and the ``sources`` of its result.
     """
 
     def __init__(self, module):
@@ -65,7 +65,9 @@ class ByHand(StagedModel):
 
 
 class Middle(nn.Module):
-    """Arguments that later stages take, a value for two stages that are no neighbours, an output of the first stage."""
+    """Has arguments that later stages take, a value for two stages that are not neighbours, and an output of the
+    first stage.
+    """
 
     names = ("x", "mask", "power", "bias")
     edges = (
@@ -101,7 +103,7 @@ class Middle(nn.Module):
 
 
 class Objects(nn.Module):
-    """All kinds of things between two stages, which change with the micro-batch."""
+    """Passes all kinds of objects between two stages; they differ between micro-batches."""
 
     names = ("x",)
     edges = (((INPUT, 0),), ((0, 0), (0, 1), (0, 2)))
@@ -118,7 +120,7 @@ class Objects(nn.Module):
 
         def begin(x):
             h = first(x)
-            kept = x[:, 0] > 0  # as many rows as the data have it
+            kept = x[:, 0] > 0  # the number of rows depends on the data
             some = {"rows": len(x), "kept": kept, "parts": [h[kept], (h.t(), None, h.expand(2, *h.shape))]}
             return [some, torch.Size(x.shape), x.to(torch.bfloat16)]
 
@@ -142,7 +144,7 @@ class Objects(nn.Module):
 
 
 def by_hand_steps(rank, world, name, model, arguments):
-    """Largest difference of gradients of parameters and arguments, and the output's, in some steps."""
+    """Return the largest differences of the output and of parameters' and arguments' gradients in some steps."""
     model = {"Middle": Middle, "Objects": Objects}[model]()
     pipe = pymoe.Pipe.of(ByHand(copy.deepcopy(model)), checkpoint="never")
 
@@ -197,7 +199,7 @@ def test_anything_can_go_from_rank_to_rank(ranks, schedule):
 
 
 class Own(nn.Module):
-    """Returns a buffer, and changes it in the next forward; and a value that a stage beside it edits."""
+    """Returns a buffer, which its next forward changes, and a value that a parallel stage edits."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +216,7 @@ class TakeBoth(nn.Module):
 
 
 def buffers_on_their_way(rank, world, micro_batches):
-    """Outputs, where a stage sends a buffer that its next forward changes."""
+    """Return outputs where a stage sends a buffer that its next forward changes."""
     model = nn.Sequential(Own(), *[nn.Identity() for _ in range(2 * world - 2)], TakeBoth())
     _, schedule, stages = parallel(model, "ScheduleGPipe", rank, world, micro_batches, loss_fn=None)
     worst = 0.0
@@ -245,7 +247,7 @@ class Sharing(nn.Linear):
 
 
 class Editing(nn.Linear):
-    """Changes the first of its values in place, and reads both."""
+    """Changes the first of its values in place, and reads both values."""
 
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
@@ -286,7 +288,7 @@ def test_an_edit_of_a_value_is_seen_where_the_model_sees_it(ranks, kind):
 
 
 class Twice(nn.Module):
-    """Returns what it takes, which is stashed as well."""
+    """Returns its input, which is also stashed."""
 
     def forward(self, x):
         yield stash("past", x)
@@ -305,7 +307,7 @@ class Later(nn.Module):
 
 
 def edits_past_others(rank, world, grads):
-    """A value goes to the next stage, which changes it in place, and past that to a later one."""
+    """Send a value to the next stage, which changes it in place, and also to a later stage."""
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH).requires_grad_(grads)
     made = skippable(stash=["past"])(Twice)(), InPlace(WIDTH, WIDTH), skippable(pop=["past"])(Later)()

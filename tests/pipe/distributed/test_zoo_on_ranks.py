@@ -1,4 +1,4 @@
-"""Every model of the zoo trains on several processes as it does alone: losses, gradients, parameters and buffers."""
+"""Every model of the zoo trains on several processes as it does on one: losses, gradients, parameters and buffers."""
 
 import pathlib
 import sys
@@ -18,13 +18,13 @@ from test_model_zoo import CHUNKS, STEPS, gradients, plain_step, sgd, tensors
 
 ROWS = (7, 5, 8)
 
-# Their norms compute in float32. Ranks weight the gradients of a micro-batch after its backward pass, when all know how
-# many rows there are, so float32 rounds other numbers than in a loss that is weighted before.
+# Their norms compute in float32. Ranks weight a micro-batch's gradients after its backward pass, when the number of
+# rows is known. So float32 rounds differently than with a loss that is weighted before.
 SINGLE = {"Llama": 1e-6, "Mixtral": 1e-6}
 
 
 def train(rank, world, name):
-    """The largest differences from the model alone: losses, gradients, and what is there in the end."""
+    """Return the largest differences from the model on one process: losses, gradients, and final state."""
     case = CASES[name]
     model, plain = case.build(), case.build()
     schedule_name, splits = "Schedule1F1B", case.splits

@@ -1,4 +1,4 @@
-"""What ranks do: training steps of a pipe under torch's schedules, beside the unsplit model."""
+"""Training steps of a pipe on several ranks, under torch's schedules, compared with the unsplit model."""
 
 import copy
 
@@ -20,7 +20,7 @@ BALANCES = {2: [4, 4], 3: [3, 2, 3], 4: [2, 2, 2, 2], 6: [1, 1, 2, 1, 1, 2]}
 
 
 def stages_of(name, world):
-    """How many a schedule of torch's runs on so many ranks."""
+    """Return the number of stages that torch's schedule ``name`` runs on ``world`` ranks."""
     return world if name in ("ScheduleGPipe", "Schedule1F1B") else 2 * world
 
 
@@ -31,7 +31,7 @@ def rank_of(name, world, stage):
 
 
 def make(name, pipe, rank, world, micro_batches, loss_fn, group=None, **options):
-    """A schedule of torch's, and this rank's stages."""
+    """Return torch's schedule and this rank's stages."""
     own = [stage for stage in range(len(pipe)) if rank_of(name, world, stage) == rank]
     stages = [pipe.build_stage(stage, CPU, group) for stage in own]
     kind = getattr(schedules, name)
@@ -40,7 +40,7 @@ def make(name, pipe, rank, world, micro_batches, loss_fn, group=None, **options)
 
 
 def run(schedule, stages, args, kwargs=None, target=None, **options):
-    """A step, its arguments given where torch's users give them."""
+    """Run a step, with arguments passed as torch's users do."""
     first = any(stage.is_first for stage in stages)
     last = any(stage.is_last for stage in stages)
     losses = [] if last else None
@@ -50,7 +50,9 @@ def run(schedule, stages, args, kwargs=None, target=None, **options):
 
 
 def in_two_stages(kind, rank, world):
-    """A model of two layers, a pipe of its copy made in that way, and what runs this rank's share of a step."""
+    """Return a model of two layers, a pipe of its copy made in the given way, and a function that runs this rank's
+    part.
+    """
     torch.manual_seed(0)
     model = linear_model(1)
     if kind == "stages":
@@ -61,7 +63,7 @@ def in_two_stages(kind, rank, world):
 
 
 def step_of_both(model, pipe, schedule, stages):
-    """A step of the model and of its pipe on the same rows, from no gradients."""
+    """Run a step of the model and of its pipe on the same rows, without earlier gradients."""
     model.zero_grad()
     pipe.zero_grad()
     (x, y), *_ = batches(1, [8])
@@ -74,7 +76,7 @@ def gradients(module):
 
 
 def largest_difference(found, expected):
-    """Of tensors by name; that of missing ones is infinite."""
+    """Return the largest difference between tensors by name; infinite if one is missing."""
     worst = 0.0
     for name, tensor in found.items():
         other = expected[name]
@@ -86,7 +88,7 @@ def largest_difference(found, expected):
 
 
 def own_gradients(pipe, stages):
-    """By the model's names."""
+    """Return the gradients of this rank's stages by the model's names."""
     own = {id(p) for stage in stages for p in stage.submod.parameters()}
     return {name: p.grad for name, p in pipe.named_parameters() if id(p) in own}
 
@@ -97,7 +99,7 @@ def linear_model(world, seed=0):
 
 
 def parallel(model, name, rank, world, micro_batches, loss_fn=F.mse_loss, checkpoint="never", **options):
-    """A copy of a model on the ranks."""
+    """Return a schedule and stages that run a copy of the model on the ranks."""
     count = stages_of(name, world)
     balance = [len(model) // count] * count
     pipe = pymoe.Pipe(copy.deepcopy(model), balance=balance, checkpoint=checkpoint)
@@ -109,7 +111,7 @@ def compare(model, pipe, stages):
 
 
 def steps(rank, world, name, checkpoint="never", micro_batches=None, rows=(12, 7, 8), count=20, group=None):
-    """Largest differences of outputs, losses, gradients and parameters in some training steps."""
+    """Return the largest differences of outputs, losses, gradients and parameters in some training steps."""
     stages_count = stages_of(name, world)
     micro_batches = micro_batches or 2 * world
     model = row_model()

@@ -1,4 +1,4 @@
-"""Tests of traced pipes find the modules that they share."""
+"""Makes the helper modules of this folder importable."""
 
 import sys
 from pathlib import Path

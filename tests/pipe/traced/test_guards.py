@@ -1,4 +1,4 @@
-"""A traced pipe notices when what it has read of Python changes: the next call is that of the model as it is then."""
+"""A traced pipe notices when Python values that it has read change: the next call follows the changed model."""
 
 import copy
 import dataclasses
@@ -49,7 +49,7 @@ def helper(x):
 
 
 class Scaled(nn.Module):
-    """Two stages; ``how`` is what its forward does in between."""
+    """Two stages; ``how`` is the function between them."""
 
     factor = 1.5
 
@@ -107,14 +107,14 @@ def mode_of_autocast(model, x):
 
 
 class Doubled(nn.Module):
-    """Asks for no dtype, and does nothing to what is float64."""
+    """Reads no dtype, and does nothing to float64 tensors."""
 
     def forward(self, x):
         return x.double().sin().type_as(x)
 
 
 class Narrowed(nn.Module):
-    """As norms of language models do: in another precision, and back."""
+    """Computes in another precision and converts back, as language models' norms do."""
 
     def forward(self, x):
         return x.to(torch.float64).sin().to(x.dtype)
@@ -177,7 +177,7 @@ CHANGES = {
 
 @pytest.fixture
 def as_before(monkeypatch):
-    """Values outside of models are put back."""
+    """Restore values outside of models after the test."""
     monkeypatch.setattr(f"{__name__}.FACTOR", 2.0)
     monkeypatch.setenv("PYMOE_TEST_FACTOR", "1")
     monkeypatch.setattr(SETTINGS, "shift", 0.5)
@@ -190,7 +190,7 @@ def assert_is_model(pipe, model, x):
 
 
 def assert_is_model_of_chunks(pipe, model, x):
-    # Bit for bit, so chunk by chunk: on some processors the bits of a product depend on its number of rows.
+    # Compare bit for bit, so chunk by chunk: on some processors a product's bits depend on its number of rows.
     assert torch.equal(pipe(x), torch.cat([model(chunk) for chunk in x.chunk(2)]))
 
 
@@ -237,7 +237,7 @@ def test_what_nothing_reads_and_equal_values_lead_to_no_capture():
         model.first.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
         assert_is_model(pipe, model, rows(4))
     assert len(pipe.staged._variants) == 1
-    model.shape[1][0] = 4.0  # of the tuple that is there now
+    model.shape[1][0] = 4.0  # changes the new tuple
     assert_is_model(pipe, model, rows(4))
     assert len(pipe.staged._variants) == 2
 
@@ -421,7 +421,7 @@ def test_code_that_somebody_types_is_watched_as_that_of_files_is(file):
 
 
 class Base(nn.Module):
-    """What others override reads a global variable; so does a property."""
+    """The method that subclasses override reads a global variable, and so does a property."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that compute their loss: where it is in the output, and what a step does with it."""
+"""Models that compute their own loss: its place in the output, and what a step does with it."""
 
 import copy
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TOLERANCE = 1e-12
 
 
 class Pair(nn.Module):
-    """``(output, loss)``, and in evaluation the output alone."""
+    """Returns ``(output, loss)``, and in evaluation only the output."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Named(Pair):
 
 
 class Early(Pair):
-    """The loss is there before the last stage."""
+    """Computes the loss before the last stage."""
 
     def forward(self, x, target):
         x = torch.tanh(self.first(x))

@@ -1,4 +1,4 @@
-"""A traced pipe leaves what the model alone leaves: outputs, gradients and, after training, parameters and buffers."""
+"""A traced pipe has the results of the model: outputs, gradients and, after training, parameters and buffers."""
 
 import copy
 import functools
@@ -17,20 +17,20 @@ from pymoe.nn import set_aux_loss_scale, update_expert_biases
 TOLERANCE = 1e-12
 STEPS = 20
 CHUNKS = 3
-ROWS = (7, 5, 8, 2)  # uneven micro-batches, and once fewer than chunks
+ROWS = (7, 5, 8, 2)  # uneven micro-batches, and once fewer rows than chunks
 SCHEDULES = {"gpipe": "always", "1f1b": "except_last", "interleaved-1f1b": "never", "zero-bubble": "except_last"}
-"""Each with a way of checkpointing."""
+"""Schedules, each with a kind of checkpointing."""
 
 
 class Step(NamedTuple):
-    """What a training step left."""
+    """The results of a training step."""
 
     losses: torch.Tensor
     gradients: dict[str, torch.Tensor]
 
 
 def tensors(model):
-    """Parameters and buffers, saved or not."""
+    """Return parameters and buffers, saved or not."""
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
@@ -68,7 +68,7 @@ def assert_same_output(found, expected):
 
 
 def cut(batch, chunks):
-    """The micro-batches of a mini-batch, each with its share of the rows."""
+    """Cut a mini-batch into micro-batches, each with its share of the rows."""
     leaves, structure = _pytree.tree_flatten(tuple(batch))
     rows = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     chunks = min(chunks, rows)
@@ -80,7 +80,9 @@ def cut(batch, chunks):
 
 
 def plain_step(case, model, batch, seed):
-    """Losses, gradients left in the model: of the mini-batch as a whole if rows do not meet, else by micro-batches."""
+    """Run a step of the plain model, leaving gradients: of the whole mini-batch if rows are independent, else by
+    micro-batches.
+    """
     losses = []
     random_streams.install()
     torch.manual_seed(seed)
@@ -104,7 +106,7 @@ def plain_step(case, model, batch, seed):
 
 @functools.cache
 def expected(name):
-    """What every training step of the unsplit model leaves, and what is there in the end."""
+    """Return the results of every training step of the unsplit model, and the final state."""
     case = CASES[name]
     model = case.build()
     optimizer = sgd(model)
@@ -120,7 +122,7 @@ def expected(name):
 
 @functools.cache
 def captured(name):
-    """The pipe, the model that it was made of, and how that was before."""
+    """Return the pipe, its model, and the model's earlier state."""
     case = CASES[name]
     model = case.build()
     before = copy.deepcopy(tensors(model))
@@ -131,7 +133,7 @@ def captured(name):
 
 
 def fresh(name):
-    """The pipe, its model as it was built."""
+    """Return the pipe, with its model in the initial state."""
     pipe, model, before = captured(name)
     pipe.train()
     pipe.zero_grad()

@@ -1,4 +1,4 @@
-"""What a model does to Python beside computing: hooks and layers go on doing it in a traced pipe, or it is refused."""
+"""Side effects of a model in Python: hooks and layers keep having them in a traced pipe, or they are refused."""
 
 import copy
 import random
@@ -150,7 +150,7 @@ def test_random_generators_of_ones_own_are_refused(make):
 
 
 class Recurring(nn.Module):
-    """Goes on from where the last call ended."""
+    """Continues from the state in which the last call ended."""
 
     def __init__(self):
         super().__init__()

@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Marked(nn.Module):
-    """Boundaries at the beginning, at the end, and two of them beside each other."""
+    """Has boundaries at the beginning and the end, and two adjacent ones."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def same(pipe, model, x):
 
 
 def stages_of(pipe):
-    """For every stage the names of its parameters."""
+    """Return each stage's parameter names."""
     return [[name for name, _ in part.named_parameters()] for part in pipe]
 
 
@@ -191,10 +191,10 @@ def test_a_sequential_with_boundaries_between_its_layers():
 def test_policies_balance(policy):
     even = pipeline(Blocks(8), (rows(2),), split_policy=policy(4))
     assert [names[0].split(".")[1] for names in stages_of(even)] == ["0", "2", "4", "6"]
-    # Each of the first two blocks costs what three or four of the others do.
+    # Each of the first two blocks costs as much as three or four others.
     uneven = pipeline(Blocks(8, wide=2), (rows(2),), split_policy=policy(3), chunks=2)
     assert [names[0].split(".")[1] for names in stages_of(uneven)] == ["0", "1", "3"]
-    # A residual stream is one value; inside of a block there are two.
+    # The residual stream is one value; inside a block there are two.
     assert [stage.gives for stage in uneven.info().stages] == [1, 1, 1]
     same(uneven, uneven.staged.module, rows(5))
 
@@ -266,7 +266,7 @@ def test_the_picture_names_stages_and_edges():
 
 
 class Inside(nn.Module):
-    """Boundaries inside of blocks without gradients and in autocast."""
+    """Has boundaries inside blocks without gradients, and in autocast."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +308,7 @@ def test_boundaries_inside_of_blocks_without_gradients_and_in_autocast():
 
 
 class TestOtherMarks:
-    """Boundaries that other packages and other ways of writing mean are boundaries."""
+    """Boundaries in other packages' notations are recognised."""
 
     @pytest.mark.parametrize("what", ["pymoe's function", "torch's function", "torch's operator", "mark_boundary"])
     def test_a_policy_inserts_them(self, what):

@@ -18,14 +18,14 @@ STAGES = {Mlp: 3, Skips: 4, Tied: 3}
 
 @functools.cache
 def traced(kind):
-    """A model, and its pipe."""
+    """Return a model and its pipe."""
     model, _ = made(kind)
     args, kwargs = call_of(kind, 2)
     return model, pipeline(model, args, kwargs, chunks=3)
 
 
 def fresh(kind, checkpoint):
-    """The same with the weights of the beginning, and a model by itself."""
+    """Return the same with the initial weights, and a separate model."""
     model, pipe = traced(kind)
     _, plain = made(kind)
     model.load_state_dict(plain.state_dict())
@@ -56,7 +56,7 @@ def test_twenty_steps_are_those_of_the_model(kind, checkpoint, schedule):
     chunks = next(count for count in (3, 4) if can_build(schedule, len(pipe), count))
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain))
     for step in range(20):
-        count = (7, 6, 8)[step % 3]  # micro-batches of the same size and of others
+        count = (7, 6, 8)[step % 3]  # micro-batches of equal and of different sizes
         args, kwargs = call_of(kind, count, seed=step)
         target = torch.ones_like(plain(*args, **kwargs))
         pipe.step(*args, **kwargs, target=target, loss_fn=F.mse_loss, schedule=schedule, chunks=chunks)

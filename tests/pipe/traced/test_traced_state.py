@@ -1,4 +1,4 @@
-"""Whose parameters and buffers a traced pipe has, in which modes it runs, and copies of it."""
+"""Ownership of a traced pipe's parameters and buffers, its modes, and copies of it."""
 
 import copy
 import io
@@ -114,7 +114,7 @@ def test_training_and_evaluation_are_those_of_the_modules():
     assert model.seen == 4
     pipe.eval()
     torch.testing.assert_close(pipe(rows(6)), model(rows(6)), rtol=0, atol=TOLERANCE)
-    model.train()  # it is the model's modules that count
+    model.train()  # the modes of the model's modules count
     pipe(rows(6))
     assert model.seen == 6
     assert len(pipe.staged._variants) == 2
@@ -184,7 +184,7 @@ def test_copies_are_pipes_of_their_own(kind):
 
 
 class Scale(torch.autograd.Function):
-    """Its backward says three where its forward says two."""
+    """Its backward uses the factor three, its forward the factor two."""
 
     @staticmethod
     def forward(ctx, x):
@@ -196,7 +196,7 @@ class Scale(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Layers that are called as they are, one of them in two stages, and an autograd Function."""
+    """Has opaque layers, one of them in two stages, and an autograd Function."""
 
     def __init__(self):
         super().__init__()
@@ -336,7 +336,7 @@ def test_stages_are_put_on_devices():
 
 
 def test_what_stages_on_several_devices_share_travels():
-    """The device ``meta`` has no values, and everything else of a device."""
+    """The device ``meta`` has everything that a device has, except values."""
 
     class Shifted(nn.Module):
         def __init__(self):
@@ -380,7 +380,7 @@ def test_compiled_stages_are_used():
 
 
 def test_stages_are_compiled_however_many_there_are():
-    """torch.compile gives a function up that it has compiled 8 times, and took all stages for one function."""
+    """torch.compile gives up a function that it has compiled 8 times, and counted all stages as one function."""
     torch.manual_seed(0)
     model = PipeSequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(12)])
     pipe = pipeline(model, (rows(2),), checkpoint="never")

@@ -1,5 +1,6 @@
-"""Whatever Python value has gone into a graph is watched: in any kind of holder, at any depth, from any place. A change
-is followed by the next call, or what cannot be watched is refused by name; never is it the value of the capture.
+"""Every Python value that has gone into a graph is watched: in any kind of holder, at any depth, from any place. The
+next call uses a changed value; values that cannot be watched are refused by name. The captured value is never used
+silently.
 """
 
 import argparse
@@ -45,7 +46,7 @@ class Slotted:
 
 
 class Private(Plain):
-    """Shows its value by other names alone."""
+    """Shows its value only under other names."""
 
     @property
     def it(self):
@@ -138,7 +139,7 @@ value_of = operator.attrgetter("value")
 item_of = operator.itemgetter(0)
 key_of = operator.itemgetter("key")
 
-# How a holder of a value is made, how code gets the value, and how it is replaced.
+# How to make a holder of a value, how code gets the value, and how to replace it.
 HOLDERS = {
     "list": (lambda v: [v], item_of, put_item),
     "list of a thousand": (lambda v: [v, *range(1000)], item_of, put_item),
@@ -200,7 +201,7 @@ HOLDERS["weak reference"] = (
 )
 
 
-# Holders of numbers alone.
+# Holders that can only hold numbers.
 OF_NUMBERS = {
     "array": lambda: array.array("d", [1.5]),
     "bytearray": lambda: bytearray(b"\1"),
@@ -212,7 +213,7 @@ VALUES = {"a number": (1.5, 2.5), "the sign of zero": (0.0, -0.0), "a type": (1,
 
 
 def nested(depth, make, get, put, value):
-    """A holder in a holder ..., what gets the innermost value, and what replaces it."""
+    """Return a holder in a holder, and so on, a function that gets the innermost value, and one that replaces it."""
     innermost = holder = make(value)
     for _ in range(depth - 1):
         holder = make(holder)
@@ -264,7 +265,7 @@ class Settings:
 
 
 class Reads(nn.Module):
-    """Two stages; multiplies by what ``how`` returns."""
+    """Has two stages, and multiplies by the result of ``how``."""
 
     kept = 1.5
 
@@ -294,7 +295,7 @@ def of_a_global():
 
 
 class Answers:
-    """Its methods read something else."""
+    """An object whose methods read another value."""
 
     def answer(self):
         return UNDER["one"]["two"][0]
@@ -386,7 +387,7 @@ def element(m):
     return [0.5, 1.5, 2.5, 3.5][m.held]
 
 
-# Ways in which the value of a tensor that is no buffer becomes one of Python's.
+# Ways in which the value of a tensor that is not a buffer becomes a Python value.
 TAKEN = {
     "item": (lambda m: m.held.item(), 1.5),
     "float": (lambda m: float(m.held), 1.5),

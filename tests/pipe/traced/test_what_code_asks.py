@@ -1,5 +1,5 @@
-"""What a model's code learns of the world by asking, and not by reading a variable: settings of torch, the environment,
-names that it looks up, attributes of tensors and of its own class. A change is followed, or the question is refused.
+"""Facts that a model's code learns from calls instead of variables: settings of torch, the environment, names that it
+looks up, attributes of tensors and of its own class. Captures follow a change, or refuse the call.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ VALUE = 1.5
 
 
 class Named(type):
-    """A class whose classes have an attribute of it."""
+    """A metaclass that gives its classes an attribute."""
 
     kept = 1.5
 
@@ -74,7 +74,7 @@ def more_threads(m):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
 
-# What the code asks, and what changes the answer.
+# Questions that the code asks, and changes of the answers.
 SETTINGS = {
     "threads": (lambda m: torch.get_num_threads(), more_threads),
     "threads by another name": (lambda m: get_num_threads(), more_threads),
@@ -221,7 +221,7 @@ def test_hooks_of_all_modules_are_watched(is_before):
 
 
 class TwoHeads(nn.Module):
-    """Has one weight in two places, at first."""
+    """Initially has one weight in two places."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +252,9 @@ def test_a_parameter_that_is_no_longer_tied_is_used_and_trained():
 
 
 def test_a_capture_that_was_left_for_a_shape_learns_that_a_parameter_is_no_longer_tied():
-    """It noted the parameter, left the look at what is shared to the next call, and that found nothing replaced."""
+    """The capture noted the parameter, but postponed the check of sharing to the next call, which then saw no
+    replacement.
+    """
     model = TwoHeads()
     pipe = pipeline(model, (rows(2),), chunks=2)
     assert_is_model(pipe, model)

@@ -1,4 +1,4 @@
-"""Models that are no nn.Sequential, for tests of traced pipes. All in float64 under the fixture ``doubles``."""
+"""Models other than nn.Sequential, for tests of traced pipes; in float64 under the fixture ``doubles``."""
 
 import copy
 
@@ -12,7 +12,7 @@ WIDTH, WORDS = 6, 11
 
 
 class Mlp(nn.Module):
-    """Two boundaries; an edit in place at the beginning of a stage."""
+    """Has two boundaries, and an in-place edit at the beginning of a stage."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 class Skips(nn.Module):
-    """A value that skips stages and goes to two of them, an argument by name for stages in the middle, views, sizes."""
+    """Has a value that skips stages and goes to two of them, a keyword argument for middle stages, views, and sizes."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Skips(nn.Module):
 
 
 class Tied(nn.Module):
-    """The table of an embedding is the weight of the last layer; a table of positions is for both ends."""
+    """The embedding's table is the last layer's weight; a table of positions is used at both ends."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Tied(nn.Module):
 
 
 class Counting(nn.Module):
-    """Batch norm, dropout, and a count that a later stage reads."""
+    """Has batch norm, dropout, and a count that a later stage reads."""
 
     def __init__(self, dropout=0.25):
         super().__init__()
@@ -95,7 +95,7 @@ class Counting(nn.Module):
 
 
 class Many(nn.Module):
-    """Several inputs and outputs: a dictionary with a tuple, a constant and the loss in it."""
+    """Has several inputs and outputs: a dictionary that contains a tuple, a constant and the loss."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def ids(count, length=5, seed=1):
 
 
 def call_of(kind, count, seed=1):
-    """(args, kwargs) of a mini-batch for a model of this class."""
+    """Return (args, kwargs) of a mini-batch for a model of this class."""
     if kind is Skips:
         return (rows(count, seed),), {"gate": rows(count, seed + 50), "offset": rows(count, seed + 60)}
     if kind is Tied:
@@ -133,7 +133,7 @@ def call_of(kind, count, seed=1):
 
 
 def made(kind, seed=0):
-    """A model of this class, and a copy of it."""
+    """Return a model of this class, and a copy of it."""
     torch.manual_seed(seed)
     model = kind()
     return model, copy.deepcopy(model)
@@ -144,6 +144,6 @@ def gradients(model):
 
 
 def furthest(left, right):
-    """The greatest difference between values of two dictionaries with the same keys."""
+    """Return the greatest difference between values of two dictionaries with the same keys."""
     assert left.keys() == right.keys()
     return max((left[key] - right[key]).abs().max().item() for key in left)

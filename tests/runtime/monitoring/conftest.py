@@ -1,4 +1,4 @@
-"""What several test files here share lies beside them: their folder goes on the path."""
+"""Makes the helper modules of this folder importable."""
 
 import sys
 from pathlib import Path

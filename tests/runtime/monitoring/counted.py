@@ -1,4 +1,4 @@
-"""Pools that count as the native ones do, filled by hand: the numbers of a runtime without a runtime."""
+"""Pools with the counters of native pools, filled by hand: statistics without a runtime."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from pymoe.runtime.monitoring.statistics import HISTOGRAMS, TOTALS
 
-BUCKETS = 252  # of the native histogram
+BUCKETS = 252  # number of buckets of the native histogram
 
 
 def bucket(value: int) -> int:
-    """Which bucket of the native histogram a value falls into."""
+    """Return the bucket of the native histogram that holds a value."""
     if value < 4:
         return value
     top = value.bit_length() - 1
@@ -18,7 +18,7 @@ def bucket(value: int) -> int:
 
 
 class CountedPool:
-    """A pool with the given name and nothing counted yet."""
+    """A pool with the given name, whose counters are zero."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class CountedPool:
             self.numbers[name] += number
 
     def batch(self, requests: int, rows: int, *, wait: float, process: float) -> None:
-        """A batch whose requests waited ``wait`` seconds and that took ``process`` seconds."""
+        """Count a batch that took ``process`` seconds, whose requests waited ``wait`` seconds."""
         self.add(submitted=requests, completed=requests, batches=1, rows=rows)
         self.values["batch_rows"].append(rows)
         self.values["process_ns"].append(round(process * 1e9))

@@ -1,4 +1,4 @@
-"""The monitor: a Unix socket for this user alone, and the view in a terminal that reads it."""
+"""The monitor: a Unix socket for this user only, and the terminal view that reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pool():
 
 @pytest.fixture
 def listening(pool, tmp_path):
-    """A monitor of one pool."""
+    """Provide a monitor of one pool."""
     one = Monitor([pool], tmp_path / "m")
     one.start()
     yield one
@@ -43,7 +43,7 @@ def listening(pool, tmp_path):
 
 @pytest.fixture
 def viewer(listening):
-    """A connection to it, whose first report is over."""
+    """Provide a connection to the monitor, whose first report was read."""
     one = top.Viewer(listening.path)
     one.read()
     yield one
@@ -135,7 +135,7 @@ def test_a_viewer_that_never_reads_is_hung_up_on(listening, pool, viewer, monkey
     monkeypatch.setattr(monitor, "report", lambda reader, began: {"more than fits on the way": "x" * 10_000_000})
     deaf = top.Viewer(listening.path)
     deaf.socket.sendall(b"\n")
-    while deaf.socket.recv(1, socket.MSG_PEEK) == b"":  # until the answer is on its way
+    while deaf.socket.recv(1, socket.MSG_PEEK) == b"":  # until an answer arrives
         pass
     monkeypatch.undo()
     pool.batch(4, 8, wait=0.001, process=0.002)
@@ -311,7 +311,7 @@ def test_names_cannot_command_the_terminal(pool):
 
 
 class Served:
-    """What live() needs of a runtime."""
+    """The part of a runtime that live() uses."""
 
     def __init__(self, *pools):
         self.pools = pools
@@ -339,7 +339,7 @@ def test_live_draws_in_colours_on_a_terminal(pool, monkeypatch, columns):
         pool.add(failed=1)
     assert "\x1b[" in out.getvalue()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "expert.forward" in text  # whole, on a narrow terminal too: other columns make way for it
+    assert "expert.forward" in text  # complete even on a narrow terminal, where other columns are dropped
     assert "req/s" in text
     assert ("1 failed" in text) == (columns > 60)
     assert ("rows/s" in text) == (columns > 100)

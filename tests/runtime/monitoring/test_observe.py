@@ -1,4 +1,4 @@
-"""Log lines at an interval: one for each pool that was busy, from a thread that ends with the runtime."""
+"""Log lines at an interval: one for each busy pool, from a thread that ends with the runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 30.0
 
 
 class Lines(logging.Handler):
-    """Keeps the log's lines, and tells when one comes."""
+    """Keeps the log's lines, and signals each one."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines():
-    """What the logger pymoe.runtime writes."""
+    """Provide the lines that the logger pymoe.runtime writes."""
     logger, handler = logging.getLogger("pymoe.runtime"), Lines()
     level = logger.level
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""A real runtime, observed: its numbers add up, and log, monitor, live view and Prometheus all show them."""
+"""Observes a real runtime: its numbers are consistent in log, monitor, live view and Prometheus."""
 
 from __future__ import annotations
 

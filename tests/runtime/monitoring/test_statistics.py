@@ -1,4 +1,4 @@
-"""PoolStats: quantiles, rates and recent numbers, worked out from a pool's counters."""
+"""PoolStats: computes quantiles, rates and recent numbers from a pool's counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pymoe.runtime.monitoring.statistics import Bucket, StatsReader, distributio
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The reader's clock; tests move it on."""
+    """Replace the reader's clock by one that tests advance."""
 
     class Clock:
         now = 100.0

@@ -1,4 +1,4 @@
-"""Models that a pipeline is made of by tracing, each with examples, a loss and where it is split."""
+"""Models to trace, each with examples, a loss and split points."""
 
 from . import architectures, behaviour, language, layers, values
 from .case import Batch, Case

@@ -1,4 +1,4 @@
-"""Architectures of the transformers library, in its own words, made small by their configurations."""
+"""Architectures of the transformers library, made small by their configurations."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def mixtral() -> nn.Module:
 
 
 def masked(rows: int, generator: torch.Generator) -> Batch:
-    """Sentences of several lengths, and the class of each."""
+    """Return sentences of several lengths, and each one's class."""
     lengths = 1 + tokens(generator, LENGTH, rows)
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     return Batch(

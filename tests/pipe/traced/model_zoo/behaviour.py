@@ -1,4 +1,4 @@
-"""Models whose text does more than call layers: own gradients, modes, marks of their own."""
+"""Models whose code does more than call layers: own gradients, modes, and markers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 6
 
 
 class Bent(torch.autograd.Function):
-    """x^3, with a gradient that is not its derivative: whoever differentiates the forward is found out."""
+    """Computes x^3 with a gradient that is not its derivative, which exposes code that differentiates the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
@@ -41,7 +41,7 @@ class OwnGradient(nn.Module):
 
 
 class Modes(nn.Module):
-    """In training one thing, in evaluation another; a part without gradients."""
+    """Computes different results in training and evaluation, with a part without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Modes(nn.Module):
 
 
 class Looped(nn.Module):
-    """One layer called in several stages, marks in the text (first, doubled, last), and a frozen layer."""
+    """Calls one layer in several stages; has markers (first, doubled, last) and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()

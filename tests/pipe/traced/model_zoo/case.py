@@ -1,4 +1,4 @@
-"""What a model is tried with: examples, a loss, and where it is split."""
+"""Test data of a model: examples, a loss, and split points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Batch(NamedTuple):
-    """A call of the model, and what its output should be."""
+    """A call of the model, and the target of its output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -24,32 +24,34 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A model in float64 with what it is tried with. A loss is a mean over rows."""
+    """A model in float64 with its test data. Losses are means over rows."""
 
     build: Callable[[], nn.Module]
-    """The same model every time."""
+    """Builds the model, always with the same weights."""
     batch: Callable[[int, torch.Generator], Batch]
     """So many rows."""
     splits: Mapping[str, str]
     """Names of submodules, each with ``"BEGINNING"`` or ``"END"``."""
     loss: Callable[[Any, Any], Tensor] = F.mse_loss
     marks: int = 0
-    """Calls of ``pipe_split()`` in the model's own text."""
+    """The number of calls of ``pipe_split()`` in the model's code."""
     rows_meet: bool = False
-    """Layers look at all rows of a micro-batch: what is equal is the model run on micro-batches."""
+    """True if layers combine all rows of a micro-batch; then the pipe equals the model run on micro-batches."""
     least_rows: int = 1
-    """Of a micro-batch: what the model's code takes a single row for may be something else."""
+    """Smallest size of a micro-batch, since some models treat a single row differently."""
     parts: Callable[[nn.Module], Sequence[nn.Module]] | None = None
-    """The stages of a model that draws random numbers, as modules: each stage draws from a stream of its own."""
+    """The stages of a model that draws random numbers, as modules, because each stage has its own random stream."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments for ``pymoe.pipeline``."""
+    """Further arguments for ``pymoe.pipeline``."""
 
     @property
     def stages(self) -> int:
         return 1 + len(self.splits) + self.marks
 
     def batches(self, count: int, rows: Sequence[int], seed: int = 1) -> list[Batch]:
-        """So many mini-batches, of ``rows`` rows in turn, or as many as 3 micro-batches need."""
+        """Return ``count`` mini-batches, whose sizes cycle through ``rows``; by default they suffice for 3
+        micro-batches.
+        """
         generator = torch.Generator().manual_seed(seed)
         least = 1 if self.least_rows == 1 else 3 * self.least_rows
         return [self.batch(max(rows[number % len(rows)], least), generator) for number in range(count)]
@@ -64,7 +66,7 @@ def tokens(generator: torch.Generator, vocabulary: int, *shape: int) -> Tensor:
 
 
 def seeded(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Builds it in float64 from the same random numbers every time."""
+    """Build the model in float64 from the same random numbers every time."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -75,7 +77,7 @@ def seeded(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def of_numbers(width: int, *more: int) -> Callable[[int, torch.Generator], Batch]:
-    """One input and one target, (rows, width)."""
+    """Return one input and one target, (rows, width)."""
 
     def batch(rows: int, generator: torch.Generator) -> Batch:
         return Batch((numbers(generator, rows, width, *more),), {}, numbers(generator, rows, width, *more))
@@ -84,7 +86,7 @@ def of_numbers(width: int, *more: int) -> Callable[[int, torch.Generator], Batch
 
 
 def of_tokens(vocabulary: int, length: int, **kwargs: Any) -> Callable[[int, torch.Generator], Batch]:
-    """Tokens, and those that follow, (rows, length)."""
+    """Return tokens and the tokens that follow them, (rows, length)."""
 
     def batch(rows: int, generator: torch.Generator) -> Batch:
         text = tokens(generator, vocabulary, rows, length + 1)
@@ -94,5 +96,5 @@ def of_tokens(vocabulary: int, length: int, **kwargs: Any) -> Callable[[int, tor
 
 
 def next_token(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy, a mean over all tokens."""
+    """Compute the cross entropy, a mean over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())

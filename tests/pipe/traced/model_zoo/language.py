@@ -35,7 +35,7 @@ def dense() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """The head's weight is the embedding's."""
+    """A model whose head has the embedding's weight."""
 
     def __init__(self, *feed_forward: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def mixture() -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """torch's own layers, which have another way through in evaluation, and a mask that all stages use."""
+    """torch's own layers, which take another path in evaluation, and a mask that all stages use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """Each level's skip leads over all stages between; that of the first goes to two of them."""
+    """Each level's skip crosses all stages in between; the first level's skip goes to two of them."""
 
     def __init__(self, channels: int = 3) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class UNet(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Edits what it has just made, views of it, and what came from another stage."""
+    """Edits in place a new value, views of it, and a value from another stage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that take, return and keep more than a tensor."""
+"""Models that take, return and keep values other than tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 6
 
 
 class TwoByTwo(nn.Module):
-    """The second input goes to the last stage alone, the first output comes from the first stage."""
+    """The second input goes only to the last stage, and the first output comes from the first stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def of_three(output: tuple[Tensor, list[Tensor]], target: list[Tensor]) -> Tenso
 
 
 class Keywords(nn.Module):
-    """What a stage in the middle takes by name: a tensor of rows, and things that are no tensors."""
+    """A middle stage takes keyword arguments: a tensor of rows, and values other than tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def keywords(rows: int, generator: torch.Generator) -> Batch:
 
 
 class Buffers(nn.Module):
-    """Constants that are saved and such that are not, one that two stages read, and statistics that forward edits."""
+    """Has persistent and non-persistent constants, one that two stages read, and statistics that the forward edits."""
 
     scale: Tensor
     shift: Tensor
@@ -90,7 +90,7 @@ class Buffers(nn.Module):
 
 
 class Named(nn.Module):
-    """Takes and returns dictionaries, with things in them that are no tensors."""
+    """Takes and returns dictionaries that also hold values other than tensors."""
 
     def __init__(self) -> None:
         super().__init__()
