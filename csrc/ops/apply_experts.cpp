@@ -7,8 +7,8 @@
 //
 // pymoe::apply_chosen_experts: gate_topk and apply_experts of its choice, also without gradients; returns (y, load).
 //
-// pymoe::apply_quantized_experts: apply_experts with quantised weights and quantized_linear. `layout` holds bits and
-// output features of w_in, bits and output features of w_out.
+// pymoe::apply_quantized_experts: apply_experts with quantised weights and quantized_linear. `layout` holds format
+// and output features of w_in, format and output features of w_out.
 //
 // Tensors are contiguous, except for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>

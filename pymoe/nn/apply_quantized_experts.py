@@ -10,6 +10,7 @@ from pymoe.nn.apply_experts_checks import choice_for_kernels
 from pymoe.nn.networks import Activation, activate, apply_networks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_recorded
+from pymoe.reference.quantized_weight import number_of
 from pymoe.reference.types import QuantizedWeight
 
 
@@ -47,7 +48,7 @@ def apply_quantized_experts(
         None if b_in is None else b_in.contiguous(),
         w_out[0].contiguous(),
         None if b_out is None else b_out.contiguous(),
-        [w_in[1], w_in[2], w_out[1], w_out[2]],
+        [number_of(w_in), w_in[2], number_of(w_out), w_out[2]],
         number,
         capacity,
         foreign_experts,

@@ -12,6 +12,7 @@ from pymoe.ops import index_checks
 from pymoe.reference.autocast import cast_operands
 from pymoe.reference.quantized_linear import check
 from pymoe.reference.quantized_linear import quantized_linear as reference
+from pymoe.reference.quantized_weight import number_of
 from pymoe.reference.types import QuantizedWeight
 
 
@@ -19,10 +20,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check(x, weight, offsets, bias)
     index_checks.offsets_in_range("quantized_linear", offsets, x.shape[0])
-    packed, bits, output_features, _ = weight
     bias = None if bias is None else bias.detach().contiguous()
     y: Tensor = torch.ops.pymoe.quantized_linear(
-        x.detach().contiguous(), packed.contiguous(), offsets.contiguous(), bias, bits, output_features
+        *(x.detach().contiguous(), weight[0].contiguous(), offsets.contiguous(), bias), number_of(weight), weight[2]
     )
     return y
 
@@ -31,5 +31,5 @@ quantized_linear.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::quantized_linear")
-def _(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, bits: int, output_features: int) -> Tensor:
+def _(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, format: int, output_features: int) -> Tensor:
     return x.new_empty((x.shape[0], output_features))

@@ -56,8 +56,12 @@ class Routing(NamedTuple):
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
 
+WeightFormat = Literal["int", "mxfp"]
+"""Kinds of quantised weights: integers, or floating-point codes of the OCP Microscaling formats."""
+
+
 class QuantizedWeight(NamedTuple):
-    """The weights of E linear layers in few bits; made by :func:`quantize_weight`."""
+    """The weights of E linear layers in few bits; made by :func:`quantize_weight` or :func:`pack_weight`."""
 
     packed: Tensor
     """(E, ceil(N / 64), bytes) uint8: scales, minima and codes, in the order in which the kernels read them."""
@@ -67,6 +71,8 @@ class QuantizedWeight(NamedTuple):
     """N, the number of outputs."""
     input_features: int
     """H, the number of inputs."""
+    format: WeightFormat = "int"
+    """Kind of the codes and scales, a name of ``quantize_weight``."""
 
 
 class RouterLosses(NamedTuple):
