@@ -158,7 +158,8 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     weight = weight.detach()
     check_values(weight)
     pack = {8: _pack_rows, 4: _pack_groups, 14: _pack_mxfp4}[FORMATS[format, bits]]
-    return QuantizedWeight(pack(weight.float()), bits, *weight.shape[1:], format)
+    _, outputs, inputs = weight.shape
+    return QuantizedWeight(pack(weight.float()), bits, outputs, inputs, format)
 
 
 def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
