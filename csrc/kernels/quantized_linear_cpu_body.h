@@ -238,13 +238,15 @@ struct Sum {
 template <WeightFormat kFormat>
 inline constexpr int kFactors = bits_of(kFormat) == 8 ? 2 : 4;
 
+typedef uint16_t vuint16 __attribute__((vector_size(kVectorBytes)));
+
 // In the order of the activations: inputs 0 and 2, inputs 1 and 3, and for the upper halves 4 and 6, 5 and 7.
 template <WeightFormat kFormat>
 PYMOE_INLINE vint32 factor(vint32 words, int i) {
   if constexpr (kFormat == WeightFormat::kInt8) return (vint32)((vuint32)words >> (8 * i)) & 0x00ff00ff;
   if constexpr (kFormat == WeightFormat::kMxfp4) {
     const vint32 bytes = twice_plus_12((vint32)((vuint32)words >> (i / 2 * 4)) & 0x0f0f0f0f);
-    return (vint32)((vuint32)bytes >> (i % 2 * 8)) & 0x00ff00ff;
+    return i % 2 == 0 ? bytes & 0x00ff00ff : (vint32)((vuint16)bytes >> 8);
   }
   return (vint32)((vuint32)words >> (i % 2 * 8 + i / 2 * 4)) & 0x000f000f;
 }
