@@ -297,8 +297,8 @@ def test_mxfp4_products_are_right_for_scales_of_every_size(backend, scale):
     assert relative(backend.quantized_linear(x, weight, offsets_of([9])) - exact, exact) < 1e-4
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("place", ["cpu", "meta"])  # "device" is the suite's own
 @pytest.mark.parametrize("number", [0, 5, 10, 18])
-def test_numbers_that_name_no_format_are_refused_also_without_memory(number, device):
+def test_numbers_that_name_no_format_are_refused_also_without_memory(number, place):
     with pytest.raises(ValueError, match=f"quantize_weight: format must be 8, 4 or 14, got {number}"):
-        torch.ops.pymoe.quantize_weight(torch.zeros(1, 2, 32, device=device), number)
+        torch.ops.pymoe.quantize_weight(torch.zeros(1, 2, 32, device=place), number)
