@@ -3,7 +3,7 @@
     python -m benchmarks.products [--rows N ...] [--weights REGEX] [--rounds N] [--isas ISA ...] [--output DIR]
 
 A call multiplies the rows of several experts, as many as no cache of a core holds, with weights of shape (768, 2048):
-in bf16, contiguous along the inputs or along the outputs, or in 8 or 4 bits. Children with the levels of
+in bf16, contiguous along the inputs or along the outputs, or in a quantised format. Children with the levels of
 ``PYMOE_CPU_ISA`` stay alive and take turns, one thread each, as in ``benchmarks.instruction_sets``; time is that which
 the thread computed. Up to 8 rows the reading of weights is what takes time, so the tables give bytes of weights a
 second there, and operations a second from 16 on: medians of the rounds. Writes JSON and Markdown tables.
@@ -23,10 +23,12 @@ OUTPUTS, INPUTS = 768, 2048
 MOST_EXPERTS = 32
 MOST_ROWS = 2048
 """Of all experts together, as long as they are four at least."""
+QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp")}
+"""Kinds of quantised weights, and what ``ops.quantize_weight`` is called with."""
 READING = 8
 """Rows an expert up to which a table gives bytes a second."""
 TORCH = "torch.mm"
-WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0}
+WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0, "mxfp4": 4.25}
 """Kinds of weights, and bits of one, without the scales that an output row has once."""
 
 
@@ -53,8 +55,8 @@ class Calls:
         if kind != self.kind:
             self.kind, self.weight = kind, None
             weight = torch.randn(MOST_EXPERTS, OUTPUTS, INPUTS, generator=random).bfloat16()
-            if kind.startswith("int"):
-                self.weight = ops.quantize_weight(weight, int(kind[3:]))
+            if kind in QUANTISED:
+                self.weight = ops.quantize_weight(weight, *QUANTISED[kind])
             elif kind.endswith("(in, out)"):
                 self.weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
             else:
@@ -90,7 +92,7 @@ def measured(children: dict[str, Any], kind: str, rows: int, rounds: int) -> dic
     """Return a record of one line: seconds of a call by level, the peer included, as medians and quartiles."""
     from pymoe.bench.timing import Quartiles
 
-    asked = [isa for isa in children if isa != TORCH or not kind.startswith("int")]
+    asked = [isa for isa in children if isa != TORCH or kind not in QUANTISED]
     seconds = in_turns(children, {isa: f"{rows} {int(isa == TORCH)} {kind}" for isa in asked}, rounds)
     spreads = {isa: Quartiles.of(values) for isa, values in seconds.items()}
     return {

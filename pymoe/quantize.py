@@ -1,6 +1,6 @@
 """Quantises the experts of a published checkpoint to 8 or 4 bits, in less memory than the checkpoint takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--max-shard-size SIZE]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp] [--max-shard-size SIZE]
 
 FOLDER holds a model of transformers, as the Hugging Face hub has it. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """Endings of the files that hold a model's own weights, or an index of them."""
@@ -30,10 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8, help="of a weight (default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=("int", "mxfp"), default="int", help="of codes; mxfp has 4 bits (default: %(default)s)"
+    )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        convert(options.folder, options.out, options.bits, options.max_shard_size)
+        convert(options.folder, options.out, options.bits, options.max_shard_size, options.format)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"pymoe.quantize: {error}", file=sys.stderr)
         return 1
@@ -42,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> None:
+def convert(
+    folder: Path, out: Path, bits: int, max_shard_size: str | int, format: Literal["int", "mxfp"] = "int"
+) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
@@ -50,6 +55,7 @@ def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> No
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
+        format: "int" or "mxfp"; the latter needs 4 bits.
 
     Raises:
         ImportError: transformers is missing.
@@ -74,7 +80,7 @@ def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> No
         raise ValueError(f"expected a model of transformers, got the architecture {names[0]!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
-        quantization = PymoeConfig(bits)
+        quantization = PymoeConfig(bits, format)
         quantization.folder = Path(place)
         model = model_class.from_pretrained(folder, dtype="auto", quantization_config=quantization)
         made = Path(place) / "model"

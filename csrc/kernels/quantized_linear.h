@@ -3,10 +3,11 @@
 //     y[r] = W[e] @ x[r] + bias[e]      for rows offsets[e] <= r < offsets[e + 1]; (S, H) -> (S, N)
 //
 // W is packed as described in quantized_weight.h. Rows of x are rounded to integers of 16 bits in blocks of 128 inputs,
-// whose step is a power of two. Products with the codes of the weights are added up as integers over a block (8 bits)
-// or a group of 32 (4 bits), and these sums are scaled and added in fp32, without fused multiply-adds, in the order of
-// the inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have no order, so the bits of a result
-// depend only on its row and its expert: not on the instruction set, the threads or the rows around it.
+// whose step is a power of two. Products with the codes of the weights (at mxfp4 with twice their values) are added up
+// as integers over a block (8 bits) or a group of 32 (4 bits), and these sums are scaled and added in fp32, without
+// fused multiply-adds, in the order of the inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have
+// no order, so the bits of a result depend only on its row and its expert: not on the instruction set, the threads or
+// the rows around it.
 //
 // Rows past offsets[E] belong to no expert: their y is zero, their x is never read. Every element of the output is
 // written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
@@ -16,6 +17,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/quantized_weight.h"
 
 namespace pymoe {
 
@@ -29,7 +31,7 @@ struct QuantizedLinearArguments {
   int64_t inputs;          // H
   int64_t outputs;         // N
   int64_t experts;         // E
-  int64_t bits;            // 8 or 4
+  WeightFormat format;     // of the packed weights
   DType dtype;             // dtype of x, bias and y: fp32, bf16 or fp16
   void* workspace;         // quantized_linear_workspace bytes of any content, 64-byte aligned for speed
 };
@@ -37,7 +39,7 @@ struct QuantizedLinearArguments {
 // The rounded form of a row's block of inputs: 128 integers and these numbers.
 struct RoundedBlock {
   float step;     // NaN if the block has a NaN or an infinity; the integers are then zero
-  int32_t zero;   // 8 bits: the part of each sum that comes from the code of zero
+  int32_t zero;   // int8: the part of each sum that comes from the code of zero
   float sums[4];  // 4 bits: the sums of the integers of each group of 32
 };
 
@@ -47,6 +49,10 @@ inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
 // The layout of a block's integers: for products by vectors, or by tiles (quantized_linear_amx.h) with weights in 8 or
 // 4 bits. At 4 bits tiles take pairs of bf16.
 enum class Integers { kForVectors, kForTiles8, kForTiles4 };
+
+constexpr Integers integers_for_tiles(WeightFormat format) {
+  return bits_of(format) == 8 ? Integers::kForTiles8 : Integers::kForTiles4;
+}
 
 constexpr int64_t rounded_bytes(Integers integers) {
   return integers == Integers::kForTiles4 ? 2 * kRoundedBytes : kRoundedBytes;
@@ -62,8 +68,8 @@ struct RoundedRows {
 };
 
 constexpr int64_t rounded_blocks(int64_t inputs) { return (inputs + kRoundedInputs - 1) / kRoundedInputs; }
-constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs, int64_t bits) {
-  const int64_t codes = rounded_bytes(bits == 4 ? Integers::kForTiles4 : Integers::kForTiles8);
+constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs, WeightFormat format) {
+  const int64_t codes = rounded_bytes(integers_for_tiles(format));
   return rows * rounded_blocks(inputs) * (codes + static_cast<int64_t>(sizeof(RoundedBlock)));
 }
 

@@ -3,12 +3,13 @@
 //
 // Integers are added up exactly, so tiles give the same bits as vectors:
 //
-//     8 bits   an activation is two signed bytes, 256 * high + low, and codes are read in place, as right
+//     int8     an activation is two signed bytes, 256 * high + low, and codes are read in place, as right
 //              tiles of 64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the
 //              low ones
 //     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums
-//              on the way: 256 * high, low and the codes are bf16, and two products add them up to one sum, which is
-//              a float by then. The codes of a block are laid out as right tiles once for some rows.
+//              on the way: 256 * high, low and the codes (at mxfp4 twice their values) are bf16, and two products add
+//              them up to one sum, which is a float by then. The codes of a block are laid out as right tiles once for
+//              some rows.
 //
 // Up to 16 rows and 16 (4 bits) or 32 outputs are multiplied at a time, along one block of inputs. That makes four
 // tiles of sums, which are scaled and added to y while the next four are made.
@@ -35,14 +36,14 @@ class LinesAhead {
 };
 
 // The codes of a block as right tiles: `take` a block, then multiply rows with it. Sums go to tiles 0 to 3.
-template <int kBits>
+template <WeightFormat kFormat>
 struct RightCodes;
 
-// Tiles 0 and 1 are high and low sums of 16 outputs, 2 and 3 those of the next 16.
+// int8. Tiles 0 and 1 are high and low sums of 16 outputs, 2 and 3 those of the next 16.
 template <>
-struct RightCodes<8> {
+struct RightCodes<WeightFormat::kInt8> {
   static constexpr int64_t kOutputs = 2 * kSumOutputs;
-  static constexpr int64_t kRowBytes = kQuantizedTile * 4, kStepBytes = 2 * quantized_group_bytes(8);
+  static constexpr int64_t kRowBytes = kQuantizedTile * 4, kStepBytes = 2 * quantized_group_bytes(WeightFormat::kInt8);
 
   const uint8_t* begin;
   int64_t whole;  // steps of 64 inputs
@@ -81,25 +82,36 @@ struct RightCodes<8> {
 
 PYMOE_INLINE void store_words(uint8_t* target, vuint32 words) { memcpy(target, &words, sizeof(words)); }
 
-// The codes of 4 bits in the low bits of 16-bit lanes as bf16; the other bits are ignored.
+// The codes of 4 bits in the low bits of 16-bit lanes as bf16, at mxfp4 twice their values; the other bits are ignored.
 #if PYMOE_ISA_LEVEL == 4
+template <WeightFormat kFormat>
 PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
-  alignas(64) static constexpr uint16_t kValues[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-                                                       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-  return (vuint32)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kValues));
+  alignas(64) static constexpr uint16_t kIntegers[32] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+      0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+      0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+  alignas(64) static constexpr uint16_t kTwiceValues[32] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0x0000, 0xbf80, 0xc000,
+      0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0,
+      0x4100, 0x4140, 0x0000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
+  const auto& values = kFormat == WeightFormat::kMxfp4 ? kTwiceValues : kIntegers;
+  return (vuint32)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(values));
 }
 #else
+template <WeightFormat kFormat>
 PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
-  const auto even = (vuint32)to_float((vint32)(codes & 15)), odd = (vuint32)to_float((vint32)(codes >> 16 & 15));
-  return even >> 16 | odd;
+  vint32 even = (vint32)(codes & 15), odd = (vint32)(codes >> 16 & 15);
+  if constexpr (kFormat == WeightFormat::kMxfp4) {
+    even = (twice_plus_12(even) & 0xff) - 12;
+    odd = (twice_plus_12(odd) & 0xff) - 12;
+  }
+  return (vuint32)to_float(even) >> 16 | (vuint32)to_float(odd);
 }
 #endif
 
-// Tile g is the sum of group g, of 16 outputs.
-template <>
-struct RightCodes<4> {
+// 4 bits. Tile g is the sum of group g, of 16 outputs.
+template <WeightFormat kFormat>
+struct RightCodes {
   static constexpr int64_t kOutputs = kSumOutputs;
   static constexpr int64_t kGroupBytes = 16 * kTileRowBytes;  // of the right tile of a group
 
@@ -110,16 +122,16 @@ struct RightCodes<4> {
   void take(const uint8_t* weight, int64_t some) {
     groups = some;
     for (int64_t g = 0; g < some; ++g) {
-      const uint8_t* words = weight + g * quantized_group_bytes(4) + kQuantizedTile * 4;
+      const uint8_t* words = weight + g * quantized_group_bytes(kFormat) + quantized_ends_bytes(kFormat);
       for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
         uint8_t* to = tiles[g][first / kSumOutputs] + first % kSumOutputs * 4;
 #pragma GCC unroll 4
         for (int64_t eight = 0; eight < 4; ++eight, to += 4 * kTileRowBytes) {
           const auto word = (vuint32)load_words(words + eight * kQuantizedTile * 4 + first * 4);
-          store_words(to, codes_as_bf16(word));
-          store_words(to + kTileRowBytes, codes_as_bf16(word >> 8));
-          store_words(to + 2 * kTileRowBytes, codes_as_bf16(word >> 4));
-          store_words(to + 3 * kTileRowBytes, codes_as_bf16(word >> 12));
+          store_words(to, codes_as_bf16<kFormat>(word));
+          store_words(to + kTileRowBytes, codes_as_bf16<kFormat>(word >> 8));
+          store_words(to + 2 * kTileRowBytes, codes_as_bf16<kFormat>(word >> 4));
+          store_words(to + 3 * kTileRowBytes, codes_as_bf16<kFormat>(word >> 12));
         }
       }
     }
@@ -168,9 +180,10 @@ struct WaitingSums {
   float* y;  // of the first row
 };
 
+template <WeightFormat kFormat>
 PYMOE_INLINE void add_to_y(const WaitingSums& w, int64_t row, int64_t output, vfloat total) {
   float* y = w.y + row * kQuantizedTile + output;
-  store(y, load(y) + total * w.rounded[row].step);
+  store(y, load(y) + total * step_of<kFormat>(w.rounded[row]));
 }
 
 PYMOE_INLINE void add_sums_8(const WaitingSums& w) {
@@ -180,20 +193,22 @@ PYMOE_INLINE void add_sums_8(const WaitingSums& w) {
       vuint32 upper, lower;
       memcpy(&upper, high + r * kSumOutputs, sizeof(upper));
       memcpy(&lower, high + kTileOfSums + r * kSumOutputs, sizeof(lower));
-      add_to_y(w, r, w.output + j, to_float((vint32)((upper << 8) + lower) - w.rounded[r].zero));
+      add_to_y<WeightFormat::kInt8>(w, r, w.output + j, to_float((vint32)((upper << 8) + lower) - w.rounded[r].zero));
     }
   }
 }
 
-template <int kGroups>
+template <WeightFormat kFormat, int kGroups>
 PYMOE_INLINE void add_sums_4(const WaitingSums& w) {
   for (int64_t j = 0; j < kSumOutputs; j += kLanes<float>) {
     vfloat scale[kGroups], minimum[kGroups];
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
-      const auto* ends = reinterpret_cast<const BFloat16*>(w.weight + g * quantized_group_bytes(4)) + w.output + j;
-      scale[g] = load(ends);
-      minimum[g] = load(ends + kQuantizedTile);
+      const uint8_t* ends = w.weight + g * quantized_group_bytes(kFormat);
+      scale[g] = load_scales<kFormat>(ends, w.output + j);
+      if constexpr (kFormat == WeightFormat::kInt4) {
+        minimum[g] = load(reinterpret_cast<const BFloat16*>(ends) + kQuantizedTile + w.output + j);
+      }
     }
     const auto* sums = reinterpret_cast<const float*>(w.sums) + j;
     for (int64_t r = w.first; r < w.rows; ++r) {
@@ -202,37 +217,37 @@ PYMOE_INLINE void add_sums_4(const WaitingSums& w) {
       for (int g = 0; g < kGroups; ++g) {
         const vfloat product = load(sums + g * kTileOfSums + r * kSumOutputs) * scale[g];
         total = g == 0 ? product : total + product;  // adding zero affects only a sign of zero, which is lost in y
-        total = total + w.rounded[r].sums[g] * minimum[g];
+        if constexpr (kFormat == WeightFormat::kInt4) total = total + w.rounded[r].sums[g] * minimum[g];
       }
-      add_to_y(w, r, w.output + j, total);
+      add_to_y<kFormat>(w, r, w.output + j, total);
     }
   }
 }
 
-template <int kBits>
+template <WeightFormat kFormat>
 PYMOE_INLINE void add_sums(const WaitingSums& w) {
   if (w.sums == nullptr) return;
-  if constexpr (kBits == 8) {
+  if constexpr (kFormat == WeightFormat::kInt8) {
     add_sums_8(w);
   } else {
-    w.groups == 4   ? add_sums_4<4>(w)
-    : w.groups == 3 ? add_sums_4<3>(w)
-    : w.groups == 2 ? add_sums_4<2>(w)
-                    : add_sums_4<1>(w);
+    w.groups == 4   ? add_sums_4<kFormat, 4>(w)
+    : w.groups == 3 ? add_sums_4<kFormat, 3>(w)
+    : w.groups == 2 ? add_sums_4<kFormat, 2>(w)
+                    : add_sums_4<kFormat, 1>(w);
   }
 }
 
 // multiply_tile of quantized_linear_cpu_body.h, by tiles.
-template <int kBits, typename T, typename Tiles>
+template <WeightFormat kFormat, typename T, typename Tiles>
 void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                             int64_t row_stride, int64_t count) {
   constexpr int64_t kChunk = 96;  // number of rows whose sums stay in the nearest caches
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
-  constexpr int64_t kRowBytes = (kBits == 8 ? 1 : 2) * kRoundedBytes;
+  constexpr int64_t kRowBytes = rounded_bytes(integers_for_tiles(kFormat));
   const int64_t groups = quantized_groups(inputs);
   alignas(64) float y[kChunk * kQuantizedTile];
   alignas(64) int32_t sums[4 * kTileOfSums];
-  RightCodes<kBits> codes;
+  RightCodes<kFormat> codes;
   const int64_t chunks = (x.count + kChunk - 1) / kChunk;
   for (int64_t chunk = 0, row = 0; chunk < chunks; ++chunk) {
     const int64_t size = (x.count - row) / (chunks - chunk);  // as equal as possible
@@ -240,11 +255,11 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
     Tiles tiles(rows);
     memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));
     WaitingSums waiting;
-    const uint8_t* weight = tile + quantized_head_bytes(kBits);
+    const uint8_t* weight = tile + quantized_head_bytes(kFormat);
     for (int64_t group = 0; group < groups; group += kBlockGroups) {
       const int64_t block = group / kBlockGroups;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
-      const int64_t bytes = some * quantized_group_bytes(kBits);
+      const int64_t bytes = some * quantized_group_bytes(kFormat);
       LinesAhead ahead(weight + bytes, bytes, parts * (kQuantizedTile / codes.kOutputs));
       codes.take(weight, some);
       for (int64_t part = 0; part < parts; ++part) {
@@ -256,7 +271,7 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
           tiles.template zero<2>();
           tiles.template zero<3>();
           codes.multiply(tiles, x.codes + block * x.codes_stride + (row + first) * kRowBytes, output);
-          add_sums<kBits>(waiting);
+          add_sums<kFormat>(waiting);
           tiles.template store<0>(sums, kTileRowBytes);
           tiles.template store<1>(sums + kTileOfSums, kTileRowBytes);
           tiles.template store<2>(sums + 2 * kTileOfSums, kTileRowBytes);
@@ -269,8 +284,8 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
       }
       weight += bytes;
     }
-    add_sums<kBits>(waiting);
-    finish<kBits>(tile, y, size, bias, out + row * row_stride, row_stride, count);
+    add_sums<kFormat>(waiting);
+    finish<kFormat>(tile, y, size, bias, out + row * row_stride, row_stride, count);
     row += size;
   }
 }

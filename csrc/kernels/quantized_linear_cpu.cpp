@@ -29,7 +29,7 @@ struct Way {
   int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
 };
 
-template <typename T, int kBits>
+template <typename T, WeightFormat kFormat>
 class Ways {
  public:
   const Way<T>& of(int64_t rows) const { return rows < kFewestTileRows ? few_ : many_; }
@@ -38,14 +38,14 @@ class Ways {
 
  private:
   Way<T> few_ = {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
-                 PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kBits, T>), kRoundedBytes, int64_t{3} << 19};
+                 PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
   Way<T> many_ = by_tiles();
 
   Way<T> by_tiles() const {
 #if PYMOE_MULTIVERSION
-    constexpr Integers kIntegers = kBits == 8 ? Integers::kForTiles8 : Integers::kForTiles4;
+    constexpr Integers kIntegers = integers_for_tiles(kFormat);
     if (best_isa() >= Isa::kAmx) {
-      return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kBits, T, AmxTiles>,
+      return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kFormat, T, AmxTiles>,
               rounded_bytes(kIntegers), int64_t{1} << 20};
     }
 #endif
@@ -64,11 +64,11 @@ struct Task {
 
 // Cuts the work into tasks that read a quarter of a megabyte, or one tile for many rows. The cut does not affect
 // the results.
-template <typename T, int kBits>
-std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kBits>& ways) {
+template <typename T, WeightFormat kFormat>
+std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kFormat>& ways) {
   constexpr int64_t kBytes = int64_t{256} << 10, kFewestTogether = 96;
   const int64_t tiles = quantized_tiles(a.outputs);
-  const int64_t bytes = std::max<int64_t>(1, quantized_tile_bytes(a.bits, a.inputs));
+  const int64_t bytes = std::max<int64_t>(1, quantized_tile_bytes(a.format, a.inputs));
   std::vector<Task> tasks;
   for (int64_t expert = 0; expert < a.experts; ++expert) {
     const int64_t end = a.offsets[expert + 1], rows = end - a.offsets[expert];
@@ -87,9 +87,9 @@ std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kBits>& w
   return tasks;
 }
 
-template <typename T, int kBits>
+template <typename T, WeightFormat kFormat>
 void multiply(const QuantizedLinearArguments& a) {
-  const Ways<T, kBits> ways;
+  const Ways<T, kFormat> ways;
   const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs), row_bytes = ways.row_bytes();
   auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, row_bytes)
   auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * row_bytes);
@@ -111,7 +111,7 @@ void multiply(const QuantizedLinearArguments& a) {
     }
   });
   const auto tasks = cut(a, ways);
-  const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.bits, a.inputs);
+  const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.format, a.inputs);
   parallel_tasks(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
     const Task& task = tasks[static_cast<size_t>(index)];
     const Way<T>& way = ways.of(a.offsets[task.expert + 1] - a.offsets[task.expert]);
@@ -133,7 +133,11 @@ void multiply(const QuantizedLinearArguments& a) {
 void quantized_linear(const QuantizedLinearArguments& arguments) {
   check_offsets("quantized_linear", arguments.offsets, arguments.experts, arguments.rows);
   const auto run = [&]<typename T>(TypeTag<T>) {
-    arguments.bits == 8 ? multiply<T, 8>(arguments) : multiply<T, 4>(arguments);
+    switch (arguments.format) {
+      case WeightFormat::kInt8: return multiply<T, WeightFormat::kInt8>(arguments);
+      case WeightFormat::kInt4: return multiply<T, WeightFormat::kInt4>(arguments);
+      case WeightFormat::kMxfp4: return multiply<T, WeightFormat::kMxfp4>(arguments);
+    }
   };
   switch (arguments.dtype) {
     case DType::kBFloat16: return run(TypeTag<BFloat16>{});

@@ -23,7 +23,7 @@ PYMOE_INLINE vint32 load_integers(const int32_t* source) {
 #if PYMOE_ISA_HAS_BF16
 template <Integers kIntegers>
 PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
-  if constexpr (kIntegers == Integers::kForTiles4) {  // 256 * high, then low, as bf16 in the order of RightCodes<4>
+  if constexpr (kIntegers == Integers::kForTiles4) {  // 256 * high, then low, as bf16 in the order of RightCodes
     alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  5,  3,  7,  9,  13, 11, 15, 17, 21, 19,
                                                               23, 25, 29, 27, 31, 33, 37, 35, 39, 41, 45,
                                                               43, 47, 49, 53, 51, 55, 57, 61, 59, 63};
@@ -155,22 +155,61 @@ PYMOE_INLINE vint32 broadcast_word(const int8_t* source) {
   return word - vint32{};
 }
 
+// Twice the values of mxfp4 codes, and 12 to make them positive, a byte each.
+PYMOE_INLINE vint32 twice_plus_12(vint32 codes) {
+#if PYMOE_ISA_LEVEL >= 3
+  alignas(16) static constexpr uint8_t kValues[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(kValues));
+#if PYMOE_ISA_LEVEL == 4
+  return (vint32)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
+#else
+  return (vint32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
+#endif
+#else
+  constexpr uint32_t kOnes = 0x01010101;
+  const vuint32 bits = (vuint32)codes;
+  const vuint32 one = bits & kOnes, two = (bits >> 1) & kOnes, four = (bits >> 2) & kOnes, sign = (bits >> 3) & kOnes;
+  const vuint32 small = four ^ kOnes;  // values below 2, whose doubles are their codes
+  const vuint32 twice =
+      (small & one) | ((small & two) | (four & ~two & one)) << 1 | (four & (~two | one)) << 2 | (four & two) << 3;
+  const vuint32 negative = twice & ((sign << 8) - sign);  // no byte of the sums below leaves 0 to 24
+  return (vint32)(12 * kOnes + twice - (negative << 1));
+#endif
+}
+
+// Scales of mxfp4, bytes, as floats: powers of two, or NaN for 255.
+PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
+#if PYMOE_ISA_LEVEL == 4
+  const auto exponent = (vint32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#elif PYMOE_ISA_LEVEL == 3
+  const auto exponent = (vint32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#else
+  vint32 exponent;
+  for (int lane = 0; lane < kLanes<float>; ++lane) exponent[lane] = source[lane];
+#endif
+  // 2^-127 is subnormal; at the other end the bit makes a NaN of infinity.
+  const vint32 end = (((exponent + 1) & 0xff) < 2) & (1 << 22);
+  return (vfloat)(exponent << 23 | end);
+}
+
 #if PYMOE_ISA_HAS_BF16
 
 // Sums of codes times activations: 256 * high + low.
 struct Sum {
   vint32 high{}, low{};
+  PYMOE_INLINE void start_from(vint32 value) { low = value; }
   PYMOE_INLINE vint32 value() const { return (vint32)(((vuint32)high << 8) + (vuint32)low); }
 };
 
 // The operand of a product for a word of 4 codes (8 bits) or 8 codes (4 bits): a vector per 8 bytes of activations.
-template <int kBits>
-inline constexpr int kFactors = kBits == 8 ? 1 : 2;
+template <WeightFormat kFormat>
+inline constexpr int kFactors = bits_of(kFormat) == 8 ? 1 : 2;
 
-template <int kBits>
+template <WeightFormat kFormat>
 PYMOE_INLINE vint32 factor(vint32 words, int i) {
-  if constexpr (kBits == 8) return words;
-  return (i == 0 ? words : (vint32)((vuint32)words >> 4)) & 0x0f0f0f0f;
+  if constexpr (kFormat == WeightFormat::kInt8) return words;
+  const vint32 codes = (i == 0 ? words : (vint32)((vuint32)words >> 4)) & 0x0f0f0f0f;
+  return kFormat == WeightFormat::kMxfp4 ? twice_plus_12(codes) : codes;
 }
 
 template <int kRows, int kVectors>
@@ -192,16 +231,23 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 
 struct Sum {
   vint32 sum{};
+  PYMOE_INLINE void start_from(vint32 value) { sum = value; }
   PYMOE_INLINE vint32 value() const { return sum; }
 };
 
-template <int kBits>
-inline constexpr int kFactors = kBits == 8 ? 2 : 4;
+template <WeightFormat kFormat>
+inline constexpr int kFactors = bits_of(kFormat) == 8 ? 2 : 4;
+
+typedef uint16_t vuint16 __attribute__((vector_size(kVectorBytes)));
 
 // In the order of the activations: inputs 0 and 2, inputs 1 and 3, and for the upper halves 4 and 6, 5 and 7.
-template <int kBits>
+template <WeightFormat kFormat>
 PYMOE_INLINE vint32 factor(vint32 words, int i) {
-  if constexpr (kBits == 8) return (vint32)((vuint32)words >> (8 * i)) & 0x00ff00ff;
+  if constexpr (kFormat == WeightFormat::kInt8) return (vint32)((vuint32)words >> (8 * i)) & 0x00ff00ff;
+  if constexpr (kFormat == WeightFormat::kMxfp4) {
+    const vint32 bytes = twice_plus_12((vint32)((vuint32)words >> (i / 2 * 4)) & 0x0f0f0f0f);
+    return i % 2 == 0 ? bytes & 0x00ff00ff : (vint32)((vuint16)bytes >> 8);
+  }
   return (vint32)((vuint32)words >> (i % 2 * 8 + i / 2 * 4)) & 0x000f000f;
 }
 
@@ -231,22 +277,35 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 
 #endif
 
+// The scales of 4 bits of the outputs from `output` on.
+template <WeightFormat kFormat>
+PYMOE_INLINE vfloat load_scales(const uint8_t* ends, int64_t output) {
+  if constexpr (kFormat == WeightFormat::kMxfp4) return load_powers(ends + output);
+  return load(reinterpret_cast<const BFloat16*>(ends) + output);
+}
+
+// The factor of a block's scaled sums; those of mxfp4 are of twice the weights.
+template <WeightFormat kFormat>
+PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
+  return kFormat == WeightFormat::kMxfp4 ? rounded.step * 0.5f : rounded.step;
+}
+
 inline constexpr int64_t kFactorBytes =
     4;  // of a row's integers; with AVX512_VNNI of its high bytes, and of its low ones
 
 // The number of rows that use registers together, and of vectors of outputs: as many as the registers
 // hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
 #if PYMOE_ISA_LEVEL == 4
-template <int kBits>
-inline constexpr int kMostRows = kBits == 8 ? (PYMOE_ISA_HAS_BF16 ? 3 : 5) : 4;
-template <int kBits>
+template <WeightFormat kFormat>
+inline constexpr int kMostRows = bits_of(kFormat) == 8 ? (PYMOE_ISA_HAS_BF16 ? 3 : 5) : 4;
+template <WeightFormat kFormat>
 constexpr int vectors_beside(int rows) {
-  return kBits == 8 || rows == 1 ? 4 : 2;
+  return bits_of(kFormat) == 8 || rows == 1 ? 4 : 2;
 }
 #else
-template <int kBits>
-inline constexpr int kMostRows = kBits == 8 ? 4 : 2;
-template <int kBits>
+template <WeightFormat kFormat>
+inline constexpr int kMostRows = bits_of(kFormat) == 8 ? 4 : 2;
+template <WeightFormat kFormat>
 constexpr int vectors_beside(int rows) {
   return rows == 1 ? 4 : 2;
 }
@@ -254,21 +313,29 @@ constexpr int vectors_beside(int rows) {
 
 // y[r][outputs] += the products of a block: `groups` <= 4 groups of 32 inputs. `weight` is the block's first group in a
 // tile, `x` and `rounded` are the block of the first of kRows rows, `y` is (kRows, 64).
-template <int kBits, int kRows>
+template <WeightFormat kFormat, int kRows>
 void multiply_block(const uint8_t* PYMOE_RESTRICT weight, int64_t groups, const int8_t* PYMOE_RESTRICT x,
                     const RoundedBlock* PYMOE_RESTRICT rounded, float* PYMOE_RESTRICT y) {
-  constexpr int kVectors = vectors_beside<kBits>(kRows), kWidth = kLanes<float>;
+  constexpr int kVectors = vectors_beside<kFormat>(kRows), kWidth = kLanes<float>;
   constexpr int64_t kWordBytes = kQuantizedTile * 4;
   constexpr int64_t kAhead = 8192;  // bytes: with 4096 and with 16384 two to eight rows take longer
-  constexpr int64_t kEnds = kBits == 8 ? 0 : kQuantizedTile * 4;  // scales and minima of a group
-  constexpr int64_t kWords = kBits == 8 ? 8 : 4;                  // of a group
-  const int64_t sums_of = kBits == 8 ? groups : 1;                // groups that are added up as integers
+  constexpr int64_t kEnds = quantized_ends_bytes(kFormat);
+  constexpr int64_t kWords = bits_of(kFormat);                          // of a group
+  const int64_t sums_of = kFormat == WeightFormat::kInt8 ? groups : 1;  // groups that are added up as integers
   for (int vector = 0; vector < kTileVectorsOfOutputs; vector += kVectors) {
     const uint8_t* from = weight + vector * kVectorBytes;
     const int8_t* activations = x;
     vfloat total[kRows][kVectors] = {};
     for (int64_t group = 0; group < groups; group += sums_of) {
       Sum sums[kRows][kVectors];
+      if constexpr (kFormat == WeightFormat::kMxfp4) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const vint32 less_12 = __builtin_convertvector(broadcast(-12.0f * rounded[r].sums[group]), vint32);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v) sums[r][v].start_from(less_12);
+        }
+      }
       const uint8_t* word = from + kEnds;
       for (int64_t i = 0; i < sums_of * kWords; ++i) {
         vint32 words[kVectors];
@@ -279,68 +346,70 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, int64_t groups, const 
           for (int64_t line = 0; line < kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
         }
 #pragma GCC unroll 4
-        for (int f = 0; f < kFactors<kBits>; ++f) {
+        for (int f = 0; f < kFactors<kFormat>; ++f) {
           vint32 codes[kVectors];
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) codes[v] = factor<kBits>(words[v], f);
+          for (int v = 0; v < kVectors; ++v) codes[v] = factor<kFormat>(words[v], f);
           multiply<kRows, kVectors>(codes, activations + f * kFactorBytes, kRoundedBytes, sums);
         }
         word += kWordBytes;
-        activations += kFactors<kBits> * kFactorBytes;
+        activations += kFactors<kFormat> * kFactorBytes;
       }
-      if constexpr (kBits == 8) {
+      if constexpr (kFormat == WeightFormat::kInt8) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
           for (int v = 0; v < kVectors; ++v) total[r][v] = to_float(sums[r][v].value() - rounded[r].zero);
         }
       } else {
-        const auto* scales = reinterpret_cast<const BFloat16*>(weight + group * quantized_group_bytes(4));
+        const uint8_t* ends = weight + group * quantized_group_bytes(kFormat);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
-          const vfloat scale = load(scales + (vector + v) * kWidth);
-          const vfloat minimum = load(scales + kQuantizedTile + (vector + v) * kWidth);
+          const vfloat scale = load_scales<kFormat>(ends, (vector + v) * kWidth);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
-            total[r][v] = total[r][v] + to_float(sums[r][v].value()) * scale;
-            total[r][v] = total[r][v] + rounded[r].sums[group] * minimum;
+          for (int r = 0; r < kRows; ++r) total[r][v] = total[r][v] + to_float(sums[r][v].value()) * scale;
+          if constexpr (kFormat == WeightFormat::kInt4) {
+            const vfloat minimum =
+                load(reinterpret_cast<const BFloat16*>(ends) + kQuantizedTile + (vector + v) * kWidth);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) total[r][v] = total[r][v] + rounded[r].sums[group] * minimum;
           }
         }
       }
-      from += sums_of * quantized_group_bytes(kBits);
+      from += sums_of * quantized_group_bytes(kFormat);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         float* sum = y + r * kQuantizedTile + (vector + v) * kWidth;
-        store(sum, load(sum) + total[r][v] * rounded[r].step);
+        store(sum, load(sum) + total[r][v] * step_of<kFormat>(rounded[r]));
       }
     }
   }
 }
 
-template <int kBits>
+template <WeightFormat kFormat>
 using MultiplyBlock = void (*)(const uint8_t*, int64_t, const int8_t*, const RoundedBlock*, float*);
 
 // Returns the function for `rows` rows, 1 <= rows <= kMostRows.
-template <int kBits>
-MultiplyBlock<kBits> multiply_block_for(int64_t rows) {
+template <WeightFormat kFormat>
+MultiplyBlock<kFormat> multiply_block_for(int64_t rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {
-    static constexpr MultiplyBlock<kBits> functions[] = {&multiply_block<kBits, i + 1>...};
+    static constexpr MultiplyBlock<kFormat> functions[] = {&multiply_block<kFormat, i + 1>...};
     return functions[rows - 1];
-  }(std::make_integer_sequence<int, kMostRows<kBits>>{});
+  }(std::make_integer_sequence<int, kMostRows<kFormat>>{});
 }
 
-// out[r][first + j] = y[r][j], scaled (8 bits), with the bias added, and rounded; j < count.
-template <int kBits, typename T>
+// out[r][first + j] = y[r][j], scaled (int8), with the bias added, and rounded; j < count.
+template <WeightFormat kFormat, typename T>
 PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, const T* bias, T* out, int64_t row_stride,
                          int64_t count) {
   const auto* scales = reinterpret_cast<const float*>(tile);
   for (int64_t r = 0; r < rows; ++r) {
     for_vectors<T>(count, [&](int64_t j, int size) {
       vfloat value = load(y + r * kQuantizedTile + j);
-      if constexpr (kBits == 8) value = value * load(scales + j);
+      if constexpr (kFormat == WeightFormat::kInt8) value = value * load(scales + j);
       if (bias != nullptr) value = value + load_count(bias + j, size);
       store_count(out + r * row_stride + j, value, size);
     });
@@ -348,7 +417,7 @@ PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, cons
 }
 
 // Multiplies rows of one expert by one tile of its outputs.
-template <int kBits, typename T>
+template <WeightFormat kFormat, typename T>
 void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out, int64_t row_stride,
                    int64_t count) {
   constexpr int64_t kChunk = 96;  // number of rows whose sums and activations of a block stay in the nearest caches
@@ -357,9 +426,9 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
   alignas(64) float y[kChunk * kQuantizedTile];
   for (int64_t chunk = 0; chunk < x.count; chunk += kChunk) {
     const int64_t size = x.count - chunk < kChunk ? x.count - chunk : kChunk;
-    const int64_t parts = (size + kMostRows<kBits> - 1) / kMostRows<kBits>;
+    const int64_t parts = (size + kMostRows<kFormat> - 1) / kMostRows<kFormat>;
     memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));
-    const uint8_t* weight = tile + quantized_head_bytes(kBits);
+    const uint8_t* weight = tile + quantized_head_bytes(kFormat);
     for (int64_t group = 0; group < groups; group += kBlockGroups) {
       const int64_t block = group / kBlockGroups;
       const int8_t* codes = x.codes + block * x.codes_stride + chunk * kRoundedBytes;
@@ -367,13 +436,13 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
       for (int64_t part = 0, r = 0; part < parts; ++part) {
         const int64_t together = (size - r) / (parts - part);  // so that parts are as equal as possible
-        multiply_block_for<kBits>(together)(weight, some, codes + r * kRoundedBytes, rounded + r,
-                                            y + r * kQuantizedTile);
+        multiply_block_for<kFormat>(together)(weight, some, codes + r * kRoundedBytes, rounded + r,
+                                              y + r * kQuantizedTile);
         r += together;
       }
-      weight += some * quantized_group_bytes(kBits);
+      weight += some * quantized_group_bytes(kFormat);
     }
-    finish<kBits>(tile, y, size, bias, out + chunk * row_stride, row_stride, count);
+    finish<kFormat>(tile, y, size, bias, out + chunk * row_stride, row_stride, count);
   }
 }
 

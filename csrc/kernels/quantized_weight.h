@@ -2,12 +2,13 @@
 //
 // Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts follow one another:
 //
-//     8 bits   64 scales (fp32), then for every 4 inputs: 64 outputs x 4 codes;         w = scale * (code - 128)
-//     4 bits   for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes;
-//              byte b holds the code of input b in its lower half, of input b + 4 above;  w = scale * code + minimum
+//     int8    64 scales (fp32), then for every 4 inputs: 64 outputs x 4 codes;         w = scale * (code - 128)
+//     int4    for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes;
+//             byte b holds the code of input b in its lower half, of input b + 4 above;  w = scale * code + minimum
+//     mxfp4   for every 32 inputs: 64 scales (e8m0), then codes (e2m1) as those of int4;  w = 2^(scale - 127) * value
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
-// inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
+// inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 //
 // quantize_weight rounds (E, N, H) weights of any dtype and strides, by the steps of
 // pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It throws
@@ -21,18 +22,30 @@
 namespace pymoe {
 
 inline constexpr int64_t kQuantizedTile = 64;   // outputs
-inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale and a minimum at 4 bits
+inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale (and a minimum) at 4 bits
+
+// The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes.
+enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14 };
+
+constexpr bool is_weight_format(int64_t number) { return number == 8 || number == 4 || number == 14; }
+constexpr int64_t bits_of(WeightFormat format) { return static_cast<int64_t>(format) % 10; }
 
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
-// The bytes of a group of inputs in a tile, without the bytes that a tile has only once.
-constexpr int64_t quantized_group_bytes(int64_t bits) {
-  return kQuantizedTile * (bits == 8 ? kQuantizedGroup : 2 * 2 + kQuantizedGroup / 2);
+// The bytes of the scales (and minima) of a group of inputs in a tile.
+constexpr int64_t quantized_ends_bytes(WeightFormat format) {
+  return kQuantizedTile * (format == WeightFormat::kInt8 ? 0 : format == WeightFormat::kInt4 ? 2 * 2 : 1);
 }
-constexpr int64_t quantized_head_bytes(int64_t bits) { return bits == 8 ? kQuantizedTile * 4 : 0; }
-constexpr int64_t quantized_tile_bytes(int64_t bits, int64_t inputs) {
-  return quantized_head_bytes(bits) + quantized_groups(inputs) * quantized_group_bytes(bits);
+// The bytes of a group of inputs in a tile, without the bytes that a tile has only once.
+constexpr int64_t quantized_group_bytes(WeightFormat format) {
+  return quantized_ends_bytes(format) + kQuantizedTile * kQuantizedGroup * bits_of(format) / 8;
+}
+constexpr int64_t quantized_head_bytes(WeightFormat format) {
+  return format == WeightFormat::kInt8 ? kQuantizedTile * 4 : 0;
+}
+constexpr int64_t quantized_tile_bytes(WeightFormat format, int64_t inputs) {
+  return quantized_head_bytes(format) + quantized_groups(inputs) * quantized_group_bytes(format);
 }
 
 struct QuantizeWeightArguments {
@@ -42,8 +55,8 @@ struct QuantizeWeightArguments {
   int64_t experts;     // E
   int64_t outputs;     // N
   int64_t inputs;      // H
-  int64_t bits;        // 8 or 4
-  DType dtype;         // of the weight
+  WeightFormat format;
+  DType dtype;  // of the weight
 };
 
 namespace cpu {

@@ -44,8 +44,9 @@ void gather(const QuantizeWeightArguments& a, int64_t expert, int64_t output, in
 
 template <typename T>
 void quantize(const QuantizeWeightArguments& a) {
-  const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.bits, a.inputs);
+  const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.format, a.inputs);
   const auto quantize_group_4 = PYMOE_SELECT_ISA(quantize_group_4);
+  const auto quantize_group_mxfp4 = PYMOE_SELECT_ISA(quantize_group_mxfp4);
   const auto quantize_group_8 = PYMOE_SELECT_ISA(quantize_group_8);
   const auto raise_to_largest = PYMOE_SELECT_ISA(raise_to_largest);
   const auto scale_from_largest = PYMOE_SELECT_ISA(scale_from_largest);
@@ -54,16 +55,17 @@ void quantize(const QuantizeWeightArguments& a) {
     alignas(64) float values[kQuantizedGroup * kQuantizedTile];
     uint8_t* tile = a.packed + task * bytes;
     const auto for_groups = [&](const auto& body) {
-      uint8_t* group = tile + quantized_head_bytes(a.bits);
+      uint8_t* group = tile + quantized_head_bytes(a.format);
       for (int64_t input = 0; input < a.inputs; input += kQuantizedGroup) {
         const int64_t inputs = std::min(kQuantizedGroup, a.inputs - input);
         gather<T>(a, expert, output, input, inputs, values);
         body(inputs, group);
-        group += quantized_group_bytes(a.bits);
+        group += quantized_group_bytes(a.format);
       }
     };
-    if (a.bits == 4) {
-      for_groups([&](int64_t inputs, uint8_t* group) { quantize_group_4(values, inputs, group); });
+    if (a.format != WeightFormat::kInt8) {
+      const auto quantize_group = a.format == WeightFormat::kInt4 ? quantize_group_4 : quantize_group_mxfp4;
+      for_groups([&](int64_t inputs, uint8_t* group) { quantize_group(values, inputs, group); });
       return;
     }
     alignas(64) float scales[kQuantizedTile] = {};

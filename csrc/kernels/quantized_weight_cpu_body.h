@@ -97,10 +97,17 @@ inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat&
   }
 }
 
-// A group of 32 inputs of a tile at 4 bits, of which `count` exist.
+// Writes the codes of 4 bits of input i and of the outputs from `first` on.
+PYMOE_INLINE void put_codes_4(uint8_t* words, int64_t i, int64_t first, vint32 codes) {
+  const vint32 integers = codes << (i % 8 / 4 * 4);
+  uint8_t* to = words + i / 8 * 4 * kQuantizedTile + first * 4 + i % 4;
+  for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
+}
+
+// A group of 32 inputs of a tile at int4, of which `count` exist.
 inline void quantize_group_4(const float* values, int64_t count, uint8_t* out) {
   auto* ends = reinterpret_cast<BFloat16*>(out);
-  uint8_t* words = out + 4 * kQuantizedTile;
+  uint8_t* words = out + quantized_ends_bytes(WeightFormat::kInt4);
   memset(words, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup / 2));
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
     vfloat scale, minimum;
@@ -110,14 +117,34 @@ inline void quantize_group_4(const float* values, int64_t count, uint8_t* out) {
     const vfloat inverse = inverse_of(scale);
     for (int64_t i = 0; i < count; ++i) {
       const vfloat code = nearest_code(load(values + first + i * kQuantizedTile), minimum, inverse);
-      const vint32 integers = __builtin_convertvector(code, vint32) << (i % 8 / 4 * 4);
-      uint8_t* to = words + i / 8 * 4 * kQuantizedTile + first * 4 + i % 4;
-      for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
+      put_codes_4(words, i, first, __builtin_convertvector(code, vint32));
     }
   }
 }
 
-// A group of 32 inputs of a tile at 8 bits; the scales of the outputs are already written.
+// The same at mxfp4.
+inline void quantize_group_mxfp4(const float* values, int64_t count, uint8_t* out) {
+  uint8_t* words = out + quantized_ends_bytes(WeightFormat::kMxfp4);
+  memset(words, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup / 2));
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    vfloat largest{};
+    for (int64_t i = 0; i < count; ++i) largest = max(largest, magnitude(load(values + first + i * kQuantizedTile)));
+    const vint32 exponent = ((vint32)largest >> 23) - 2;  // 6, the largest value, is 1.5 * 2^2
+    const vint32 scale = exponent > 0 ? exponent : vint32{};
+    for (int lane = 0; lane < kLanes<float>; ++lane) out[first + lane] = static_cast<uint8_t>(scale[lane]);
+    const vfloat inverse = (vfloat)((254 - scale) << 23);
+    for (int64_t i = 0; i < count; ++i) {
+      const vfloat value = load(values + first + i * kQuantizedTile), scaled = magnitude(value) * inverse;
+      // Lanes of a comparison are -1. A tie goes to the even code.
+      const vint32 passed = (scaled > 0.25f) + (scaled >= 0.75f) + (scaled > 1.25f) + (scaled >= 1.75f) +
+                            (scaled > 2.5f) + (scaled >= 3.5f) + (scaled > 5.0f);
+      const auto sign = (vint32)((vuint32)value >> 31);
+      put_codes_4(words, i, first, (sign << 3) - passed);
+    }
+  }
+}
+
+// The same at int8; the scales of the outputs are already written.
 inline void quantize_group_8(const float* values, int64_t count, const float* scales, uint8_t* out) {
   memset(out, 128, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {

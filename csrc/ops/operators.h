@@ -51,7 +51,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
 
 namespace quantized_linear_op {
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
-                        int64_t bits, int64_t output_features, const Tensor* used = nullptr);
+                        int64_t format, int64_t output_features, const Tensor* used = nullptr);
 }
 
 namespace expert_activation_op {

@@ -20,11 +20,12 @@ constexpr int64_t kMostFeatures = int64_t{1} << 40;  // so that no count of byte
 }  // namespace
 
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
-                        int64_t bits, int64_t output_features, const Tensor* used) {
+                        int64_t number, int64_t output_features, const Tensor* used) {
   const DType dtype = floating_dtype(kName, "x", x);
   require(dtype != DType::kFloat64, kName, "x must have dtype float32, bfloat16 or float16, got double");
   require_shape(kName, "x", x, {-1, -1});
-  require(bits == 8 || bits == 4, kName, "bits must be 8 or 4, got ", bits);
+  require(is_weight_format(number), kName, "format must be 8, 4 or 14, got ", number);
+  const auto format = static_cast<WeightFormat>(number);
   require(output_features >= 0 && output_features <= kMostFeatures, kName,
           "output_features must be at least 0 and at most ", kMostFeatures, ", got ", output_features);
   const int64_t rows = x.size(0), inputs = x.size(1);
@@ -32,25 +33,26 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
   checked_offsets(kName, offsets, x);
   const int64_t experts = offsets.size(0) - 1;
   require_tensor(kName, "packed", packed, ScalarType::Byte,
-                 {experts, quantized_tiles(output_features), quantized_tile_bytes(bits, inputs)}, x);
+                 {experts, quantized_tiles(output_features), quantized_tile_bytes(format, inputs)}, x);
   if (bias) require_tensor(kName, "bias", *bias, x.scalar_type(), {experts, output_features}, x);
   Tensor y = empty_in(used, rows, output_features, x);
-  const Workspace workspace(quantized_linear_workspace(rows, inputs, bits), ScalarType::Byte, x);
+  const Workspace workspace(quantized_linear_workspace(rows, inputs, format), ScalarType::Byte, x);
   cpu::quantized_linear({x.const_data_ptr(), static_cast<const uint8_t*>(packed.const_data_ptr()),
                          static_cast<const int32_t*>(offsets.const_data_ptr()), bias ? bias->const_data_ptr() : nullptr,
-                         y.mutable_data_ptr(), rows, inputs, output_features, experts, bits, dtype, workspace.data()});
+                         y.mutable_data_ptr(), rows, inputs, output_features, experts, format, dtype,
+                         workspace.data()});
   return y;
 }
 
 namespace {
 
 Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
-              int64_t bits, int64_t output_features) {
-  return quantized_linear(x, packed, offsets, bias, bits, output_features);
+              int64_t format, int64_t output_features) {
+  return quantized_linear(x, packed, offsets, bias, format, output_features);
 }
 
 PYMOE_OPERATOR_OF_THE_CPU("quantized_linear", linear,
-                          "(Tensor x, Tensor packed, Tensor offsets, Tensor? bias, int bits, int output_features) "
+                          "(Tensor x, Tensor packed, Tensor offsets, Tensor? bias, int format, int output_features) "
                           "-> Tensor")
 
 }  // namespace

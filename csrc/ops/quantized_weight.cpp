@@ -12,25 +12,26 @@ namespace {
 
 constexpr const char* kName = "quantize_weight";
 
-Tensor quantize_weight(const Tensor& weight, int64_t bits) {
+Tensor quantize_weight(const Tensor& weight, int64_t number) {
   const DType dtype = floating_dtype(kName, "weight", weight);
   require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", weight);
-  require(bits == 8 || bits == 4, kName, "bits must be 8 or 4, got ", bits);
+  require(is_weight_format(number), kName, "format must be 8, 4 or 14, got ", number);
+  const auto format = static_cast<WeightFormat>(number);
   const int64_t experts = weight.size(0), outputs = weight.size(1), inputs = weight.size(2);
   Tensor packed =
-      empty({experts, quantized_tiles(outputs), quantized_tile_bytes(bits, inputs)}, ScalarType::Byte, weight);
+      empty({experts, quantized_tiles(outputs), quantized_tile_bytes(format, inputs)}, ScalarType::Byte, weight);
   cpu::quantize_weight({weight.const_data_ptr(),
                         {weight.strides()[0], weight.strides()[1], weight.strides()[2]},
                         static_cast<uint8_t*>(packed.mutable_data_ptr()),
                         experts,
                         outputs,
                         inputs,
-                        bits,
+                        format,
                         dtype});
   return packed;
 }
 
-PYMOE_OPERATOR_OF_THE_CPU("quantize_weight", quantize_weight, "(Tensor weight, int bits) -> Tensor")
+PYMOE_OPERATOR_OF_THE_CPU("quantize_weight", quantize_weight, "(Tensor weight, int format) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::quantized_weight_op

@@ -19,7 +19,9 @@ from torch._subclasses import FakeTensor
 from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING
 from pymoe._common.types import (
+    FORMATS,
     GATED,
+    GROUP,
     KINDS,
     SCORES,
     ActivationKind,
@@ -27,7 +29,9 @@ from pymoe._common.types import (
     QuantizedWeight,
     Routing,
     Score,
+    WeightFormat,
     is_gated,
+    number_of,
     packed_shape,
 )
 
@@ -390,33 +394,52 @@ def _expert_activation_fits(h: Tensor, kind: ActivationKind) -> bool:
     return type(kind) is str and kind in KINDS and checks.is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
 
 
-def check_quantize_weight(weight: Tensor, bits: int) -> None:
+def check_quantize_weight(weight: Tensor, bits: int, format: WeightFormat) -> None:
     """Raise if the arguments of :func:`quantize_weight` break its contract, except for the values of ``weight``."""
     checks.floating("quantize_weight", "weight", weight)
     checks.rank("quantize_weight", "weight", weight, "(E, N, H)")
-    check_bits("quantize_weight", "bits", bits)
+    check_format("quantize_weight", bits, format)
 
 
-def check_bits(operator: str, argument: str, bits: object) -> None:
-    """Raise unless ``bits`` is 8 or 4."""
-    checks.integer(operator, argument, bits, 4, 8, "8 or 4")
-    if bits not in (4, 8):
-        raise ValueError(f"{operator}: {argument} must be 8 or 4, got {bits}")
+def check_format(operator: str, bits: object, format: object, of: str = "") -> None:
+    """Raise unless ``bits`` and ``format`` name a format; ``of`` stands before their names in messages."""
+    known = {name: [bits for one, bits in FORMATS if one == name] for name, _ in FORMATS}
+    if not isinstance(format, str):
+        raise TypeError(f"{operator}: {of}format must be a str, got {type(format).__name__}")
+    if format not in known:
+        names = " or ".join(map(repr, known))
+        raise ValueError(f"{operator}: {of}format must be {names}, got {format!r}")
+    fitting = " or ".join(map(str, known[format])) + ("" if format == "int" else f" for format {format!r}")
+    checks.integer(operator, f"{of}bits", bits, 4, 8, fitting)
+    if bits not in known[format]:
+        raise ValueError(f"{operator}: {of}bits must be {fitting}, got {bits}")
 
 
 def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
     """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
-    if not (isinstance(weight, tuple) and len(weight) == 4):
+    if not (isinstance(weight, tuple) and len(weight) in (4, 5)):
         raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
-    packed, bits, output_features, input_features = weight
-    check_bits(operator, f"{argument}.bits", bits)
+    packed, bits, output_features, input_features, format = QuantizedWeight(*weight)
+    check_format(operator, bits, format, f"{argument}.")
     checks.integer(operator, f"{argument}.output_features", output_features, 0, None, "at least 0")
     checks.integer(operator, f"{argument}.input_features", input_features, 0, None, "at least 0")
     checks.dtype(operator, f"{argument}.packed", packed, torch.uint8)
     checks.rank(operator, f"{argument}.packed", packed, "(E, tiles, bytes)")
-    _, tiles, size = packed_shape(bits, output_features, input_features, 0)
+    _, tiles, size = packed_shape(number_of(weight), output_features, input_features, 0)
     checks.size(operator, f"{argument}.packed", packed, 1, tiles, f"tiles of {argument}.output_features")
     checks.size(operator, f"{argument}.packed", packed, 2, size, f"bytes of {argument}.input_features")
+
+
+def check_pack_weight(codes: Tensor, scales: Tensor) -> None:
+    """Raise if the arguments of :func:`pack_weight` break its contract."""
+    checks.dtype("pack_weight", "codes", codes, torch.uint8)
+    checks.rank("pack_weight", "codes", codes, "(E, N, H / 32, 16)")
+    checks.size("pack_weight", "codes", codes, 3, GROUP // 2, "bytes of 32 codes")
+    checks.dtype("pack_weight", "scales", scales, torch.uint8)
+    checks.rank("pack_weight", "scales", scales, "(E, N, H / 32)")
+    for dim, of in enumerate(("E", "N", "H / 32")):
+        checks.size("pack_weight", "scales", scales, dim, codes.shape[dim], f"{of} of codes")
+    checks.same_device("pack_weight", "scales", scales, "codes", codes)
 
 
 def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None) -> None:
@@ -425,7 +448,7 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, 
     checks.dtype(name, "x", x, *QUANTIZED_FLOATING)
     checks.rank(name, "x", x, "(S, H)")
     check_quantized(name, "weight", weight)
-    packed, _, outputs, inputs = weight
+    packed, _, outputs, inputs = weight[:4]
     checks.size(name, "x", x, 1, inputs, "weight.input_features")
     checks.same_device(name, "weight.packed", packed, "x", x)
     _check_bounds(name, x, offsets, packed.shape[0], "weight.packed")

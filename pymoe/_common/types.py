@@ -67,8 +67,12 @@ class Routing(NamedTuple):
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
 
+WeightFormat = Literal["int", "mxfp"]
+"""Kinds of quantised weights: integers, or floating-point codes of the OCP Microscaling formats."""
+
+
 class QuantizedWeight(NamedTuple):
-    """The weights of E linear layers in few bits; made by :func:`quantize_weight`."""
+    """The weights of E linear layers in few bits; made by :func:`quantize_weight` or :func:`pack_weight`."""
 
     packed: Tensor
     """(E, ceil(N / 64), bytes) uint8: scales, minima and codes, in the order in which the kernels read them."""
@@ -78,6 +82,18 @@ class QuantizedWeight(NamedTuple):
     """N, the number of outputs."""
     input_features: int
     """H, the number of inputs."""
+    format: WeightFormat = "int"
+    """Kind of the codes and scales, a name of ``quantize_weight``."""
+
+
+FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14}
+"""Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes."""
+
+
+def number_of(weight: QuantizedWeight) -> int:
+    """Return the number of :data:`FORMATS` of a weight that ``check_quantized`` accepts."""
+    weight = QuantizedWeight(*weight)
+    return FORMATS[weight.format, weight.bits]
 
 
 TILE = 64
@@ -91,15 +107,17 @@ def up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
 
 
-def bytes_of_tile(bits: int, input_features: int) -> int:
-    """Return the bytes of :data:`TILE` outputs."""
+def bytes_of_tile(number: int, input_features: int) -> int:
+    """Return the bytes of :data:`TILE` outputs in the format of a number of :data:`FORMATS`."""
     inputs = up(input_features, GROUP)
-    return TILE * (4 + inputs) if bits == 8 else TILE * (inputs // GROUP * 4 + inputs // 2)
+    if number == 8:
+        return TILE * (4 + inputs)
+    return TILE * (inputs // GROUP * (4 if number == 4 else 1) + inputs // 2)
 
 
-def packed_shape(bits: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
-    """Return the shape of a packed weight."""
-    return experts, up(output_features, TILE) // TILE, bytes_of_tile(bits, input_features)
+def packed_shape(number: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
+    """Return the shape of a packed weight in the format of a number of :data:`FORMATS`."""
+    return experts, up(output_features, TILE) // TILE, bytes_of_tile(number, input_features)
 
 
 class RouterLosses(NamedTuple):

@@ -79,11 +79,15 @@ class Operator:
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of an operator's result, whatever its form; an int counts as a tensor of one element."""
+    """Return the tensors of an operator's result, whatever its form: an int is a tensor of one element, a str of its
+    characters.
+    """
     if isinstance(result, Tensor):
         return (result,)
     if isinstance(result, int):
         return (torch.tensor(result),)
+    if isinstance(result, str):
+        return (torch.tensor([ord(one) for one in result]),)
     if result is None:
         return ()
     return tuple(tensor for part in result for tensor in outputs_of(part))

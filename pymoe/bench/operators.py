@@ -5,6 +5,7 @@ The tests' specifications (``tests/specs``) build on these records, so that an o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from pymoe import ops, reference
 from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import is_gated
+from pymoe._common.types import FORMATS, WeightFormat, is_gated, packed_shape
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
 
@@ -279,19 +280,21 @@ def grouped_linear_case(
     )
 
 
-def quantized_linear_case(source: str, rows: int, bits: int, dtype: torch.dtype = BFLOAT16) -> BenchCase:
+def quantized_linear_case(
+    source: str, rows: int, bits: int, format: WeightFormat = "int", dtype: torch.dtype = BFLOAT16
+) -> BenchCase:
     experts, outputs, inputs = 8, 1536, 2048
 
     def make(random: torch.Generator) -> Sample:
         weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
         x = uniform(rows * experts, inputs, dtype=dtype, generator=random)
-        return Sample("", (x, ops.quantize_weight(weight, bits), offsets_of([rows] * experts)))
+        return Sample("", (x, ops.quantize_weight(weight, bits, format), offsets_of([rows] * experts)))
 
     return BenchCase(
-        f"S{rows * experts} E{experts} H{inputs} N{outputs} int{bits}",
+        f"S{rows * experts} E{experts} H{inputs} N{outputs} {format}{bits}",
         dtype,
         make,
-        bytes=experts * outputs * inputs * (8 if bits == 8 else 5) // 8,
+        bytes=math.prod(packed_shape(FORMATS[format, bits], outputs, inputs, experts)),
         flops=2 * rows * experts * inputs * outputs,
         source=source,
     )
@@ -423,11 +426,14 @@ _ALL = (
     ),
     _operator("quantize_weight", (True,), NO_TOLERANCE),
     _operator("dequantize_weight", (True,), NO_TOLERANCE),
+    _operator("pack_weight", (True,), NO_TOLERANCE),
+    _operator("unpack_weight", (True, True), NO_TOLERANCE),
     _operator(
         "quantized_linear",
         (True,),
         NO_TOLERANCE,
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, bits) for bits in (8, 4) for rows in (1, 64)),
+        *(quantized_linear_case("Qwen3-30B, eight experts", rows, 4, "mxfp") for rows in (1, 64)),
     ),
     _operator(
         "router_losses",

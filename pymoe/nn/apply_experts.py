@@ -16,7 +16,7 @@ from pymoe import ops
 from pymoe._common import checks
 from pymoe._common.contracts import QUANTIZED_FLOATING, ROW_LIMIT, check_grouped_linear, check_kind, check_quantized
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, cast_operands
-from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight, Routing, is_gated
+from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight, Routing, is_gated, number_of
 from pymoe.nn.recorded import apply_experts_recorded, is_one_call
 from pymoe.ops import index_checks, raw
 from pymoe.ops.expert_activation import kernel_options
@@ -446,7 +446,7 @@ def apply_quantized_experts(
         None if b_in is None else b_in.contiguous(),
         w_out[0].contiguous(),
         None if b_out is None else b_out.contiguous(),
-        [w_in[1], w_in[2], w_out[1], w_out[2]],
+        [number_of(w_in), w_in[2], number_of(w_out), w_out[2]],
         number,
         capacity,
         foreign_experts,

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from pymoe._common import checks
 from pymoe._common.contracts import check_gate_topk, check_kind
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled
-from pymoe._common.types import KINDS
+from pymoe._common.types import FORMATS, KINDS
 from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS, APPLY_CHOSEN_QUANTIZED_EXPERTS
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -148,5 +148,6 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
         b_in = b_in.to(x.dtype).contiguous()
     if b_out is not None:
         b_out = b_out.to(x.dtype).contiguous()
-    layout = [w_in.bits, w_in.output_features, w_out.bits, w_out.output_features]
+    numbers = FORMATS[w_in.format, w_in.bits], FORMATS[w_out.format, w_out.bits]
+    layout = [numbers[0], w_in.output_features, numbers[1], w_out.output_features]
     return packed_in, b_in, packed_out, b_out, layout

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pymoe._common.contracts import check_bits
-from pymoe._common.types import ActivationKind, QuantizedWeight, is_gated, packed_shape
+from pymoe._common.contracts import check_format, check_quantized
+from pymoe._common.types import (
+    FORMATS,
+    ActivationKind,
+    QuantizedWeight,
+    WeightFormat,
+    is_gated,
+    number_of,
+    packed_shape,
+)
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import Backend, check_backend, check_model, check_network_options, check_size, operators
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
@@ -26,21 +34,24 @@ class QuantizedLinear(nn.Module):
     :func:`pymoe.ops.quantized_linear`.
 
     The packed weights, with their scales and minima, are a buffer of bytes, which ``module.to(dtype)`` does not change.
-    A new layer computes zeros until it gets its bytes: from :meth:`from_weight`, or from a state dict.
+    A new layer computes zeros until it gets its bytes: from :meth:`from_weight`, :meth:`from_quantized`, or a state
+    dict.
 
     Args:
         input_features: H.
         output_features: N.
         num_experts: E.
         bits: 8 or 4.
+        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the packed weights.
 
     Attributes:
         packed: (E, ceil(N / 64), bytes) uint8.
 
-    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits, N and H. Loading a state with other sizes raises
-    :class:`RuntimeError`; a state without ``sizes`` is compared by the shape of ``packed`` alone.
+    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits (14 for ``"mxfp"``), N and H. Loading a state of
+    another format or with other sizes raises :class:`RuntimeError`; a state without ``sizes`` is compared by the shape
+    of ``packed`` alone.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -48,6 +59,7 @@ class QuantizedLinear(nn.Module):
     """
 
     packed: Tensor
+    format: WeightFormat = "int"  # modules that earlier versions have pickled do not have it
 
     def __init__(
         self,
@@ -56,6 +68,7 @@ class QuantizedLinear(nn.Module):
         num_experts: int,
         *,
         bits: int = 8,
+        format: WeightFormat = "int",
         backend: Backend = "native",
         device: torch.device | str | int | None = None,
     ) -> None:
@@ -63,29 +76,38 @@ class QuantizedLinear(nn.Module):
         check_size("QuantizedLinear", "input_features", input_features)
         check_size("QuantizedLinear", "output_features", output_features)
         check_size("QuantizedLinear", "num_experts", num_experts)
-        check_bits("QuantizedLinear", "bits", bits)
+        check_format("QuantizedLinear", bits, format)
         check_backend("QuantizedLinear", backend)
         self.input_features = input_features
         self.output_features = output_features
         self.num_experts = num_experts
         self.bits = bits
+        self.format = format
         self.backend = backend
-        shape = packed_shape(bits, output_features, input_features, num_experts)
+        shape = packed_shape(FORMATS[format, bits], output_features, input_features, num_experts)
         self.register_buffer("packed", torch.zeros(shape, dtype=torch.uint8, device=device))
 
     @classmethod
-    def from_weight(cls, weight: Tensor, bits: int, backend: Backend = "native") -> QuantizedLinear:
+    def from_weight(
+        cls, weight: Tensor, bits: int, backend: Backend = "native", format: WeightFormat = "int"
+    ) -> QuantizedLinear:
         """Return a layer with ``weight``, (E, N, H) of any floating dtype and strides, rounded to ``bits``."""
-        quantized = operators(backend).quantize_weight(weight, bits)
-        experts, outputs, inputs = weight.shape
-        layer = cls(inputs, outputs, experts, bits=bits, backend=backend, device="meta")
-        layer.packed = quantized.packed
+        return cls.from_quantized(operators(backend).quantize_weight(weight, bits, format), backend)
+
+    @classmethod
+    def from_quantized(cls, weight: QuantizedWeight, backend: Backend = "native") -> QuantizedLinear:
+        """Return a layer with ``weight``, from :func:`pymoe.ops.quantize_weight` or :func:`pymoe.ops.pack_weight`."""
+        check_quantized("QuantizedLinear.from_quantized", "weight", weight)
+        packed, bits, outputs, inputs, format = QuantizedWeight(*weight)
+        experts = packed.shape[0]
+        layer = cls(inputs, outputs, experts, bits=bits, format=format, backend=backend, device="meta")
+        layer.packed = packed
         return layer
 
     @property
     def weight(self) -> QuantizedWeight:
         """The weights, as :mod:`pymoe.ops` takes them."""
-        return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features)
+        return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features, self.format)
 
     def forward(self, rows_SH: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply to every row the linear layer of its expert.
@@ -105,8 +127,8 @@ class QuantizedLinear(nn.Module):
 
     @property
     def sizes(self) -> Tensor:
-        """(3,) int64 on the CPU: bits, N and H, which a state dict holds next to the bytes."""
-        return torch.tensor([self.bits, self.output_features, self.input_features], device="cpu")
+        """(3,) int64 on the CPU: bits (14 for "mxfp"), N and H, which a state dict holds next to the bytes."""
+        return torch.tensor([number_of(self.weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -148,8 +170,12 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"input_features={self.input_features}, output_features={self.output_features}, "
-            f"num_experts={self.num_experts}, bits={self.bits}"
+            f"num_experts={self.num_experts}, {_format_repr(self)}"
         )
+
+
+def _format_repr(layer: QuantizedLinear | QuantizedExperts) -> str:
+    return f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
 
 
 class QuantizedExperts(nn.Module):
@@ -164,6 +190,7 @@ class QuantizedExperts(nn.Module):
         ffn_size: F.
         num_experts: E.
         bits: 8 or 4.
+        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -187,6 +214,7 @@ class QuantizedExperts(nn.Module):
 
     b_in: Tensor | None
     b_out: Tensor | None
+    format: WeightFormat = "int"  # as for QuantizedLinear
 
     def __init__(
         self,
@@ -195,6 +223,7 @@ class QuantizedExperts(nn.Module):
         num_experts: int,
         *,
         bits: int = 8,
+        format: WeightFormat = "int",
         activation: ActivationKind = "swiglu",
         bias: bool = False,
         backend: Backend = "native",
@@ -204,35 +233,37 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         check_network_options("QuantizedExperts", hidden_size, ffn_size, activation, bias, backend)
         check_size("QuantizedExperts", "num_experts", num_experts)
-        check_bits("QuantizedExperts", "bits", bits)
+        check_format("QuantizedExperts", bits, format)
         self.hidden_size = hidden_size
         self.ffn_size = ffn_size
         self.num_experts = num_experts
         self.bits = bits
+        self.format = format
         self.activation = activation
         self.backend = backend
         inner = 2 * ffn_size if is_gated(activation) else ffn_size
-        place: dict[str, Any] = {"bits": bits, "backend": backend, "device": device}
+        place: dict[str, Any] = {"bits": bits, "format": format, "backend": backend, "device": device}
         self.w_in = QuantizedLinear(hidden_size, inner, num_experts, **place)
         self.w_out = QuantizedLinear(ffn_size, hidden_size, num_experts, **place)
         for name, size in (("b_in", inner), ("b_out", hidden_size)):
             self.register_buffer(name, torch.zeros(num_experts, size, device=device, dtype=dtype) if bias else None)
 
     @classmethod
-    def from_experts(cls, experts: Experts, bits: int) -> QuantizedExperts:
+    def from_experts(cls, experts: Experts, bits: int, format: WeightFormat = "int") -> QuantizedExperts:
         """Return the networks of ``experts`` with their weights rounded to ``bits``."""
         quantized = cls(
             experts.hidden_size,
             experts.ffn_size,
             experts.num_experts,
             bits=bits,
+            format=format,
             activation=experts.activation,
             bias=experts.b_in is not None,
             backend=experts.backend,
             device="meta",
         )
-        quantized.w_in = QuantizedLinear.from_weight(experts.w_in, bits, experts.backend)
-        quantized.w_out = QuantizedLinear.from_weight(experts.w_out, bits, experts.backend)
+        quantized.w_in = QuantizedLinear.from_weight(experts.w_in, bits, experts.backend, format)
+        quantized.w_out = QuantizedLinear.from_weight(experts.w_out, bits, experts.backend, format)
         if experts.b_in is not None and experts.b_out is not None:
             quantized.b_in, quantized.b_out = experts.b_in.detach(), experts.b_out.detach()
         return quantized.train(experts.training)
@@ -275,7 +306,7 @@ class QuantizedExperts(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
-            f"bits={self.bits}, activation={self.activation!r}, bias={self.b_in is not None}"
+            f"{_format_repr(self)}, activation={self.activation!r}, bias={self.b_in is not None}"
         )
 
 
@@ -306,14 +337,14 @@ handlers: list[Handler] = []
 """Handlers of modules of other packages; the integrations add theirs."""
 
 
-def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
+def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "int") -> Quantized:
     """Round the weights of all experts in a model to 8 or 4 bits, in place, for inference.
 
     Every :class:`Experts` becomes a :class:`QuantizedExperts`. With :mod:`pymoe.integrations.transformers` imported,
     the experts of a model of transformers that runs with ``experts_implementation="pymoe"`` keep their module, in which
     a :class:`QuantizedLinear` takes the place of each stacked weight. Routers, shared experts, biases and all other
     layers stay as they are. The errors are those of :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with
-    8 bits and 7 % with 4, for normally distributed weights.
+    8 bits and 7 % with 4 (11.5 % with the format "mxfp"), for normally distributed weights.
 
     If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
     it is removed. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of
@@ -328,20 +359,21 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     Args:
         model: any module, but not itself an :class:`Experts`. It is in evaluation mode, or its experts require no
             gradients.
-        bits: 8 or 4.
+        bits: 8 or 4; 4 for "mxfp".
+        format: "int" or "mxfp", as for :func:`pymoe.ops.quantize_weight`.
 
     Returns:
         The number of layers that were quantised, and the bytes of their weights before and after.
 
     Raises:
-        TypeError: ``model`` is not a module, ``bits`` is not an int, or weights are float64.
-        ValueError: ``bits`` is neither 8 nor 4; there are no experts to quantise; some experts are in training mode and
-            require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
+        TypeError: ``model`` is not a module, ``bits`` is not an int, ``format`` is not a str, or weights are float64.
+        ValueError: ``bits`` and ``format`` are not as above; there are no experts to quantise; some experts are in
+            training mode and require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
             :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
             offloaded or spread over ranks; or a weight is not finite.
     """
     check_model("quantize_experts", model)
-    check_bits("quantize_experts", "bits", bits)
+    check_format("quantize_experts", bits, format)
     if isinstance(model, Experts):
         raise ValueError(
             "quantize_experts: model must hold its Experts in a module, got the Experts themselves; use "
@@ -360,11 +392,11 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
         weights = _weights_of(experts)
         before += sum(weight.nbytes for weight in weights.values())
         if isinstance(experts, Experts):
-            replacement: nn.Module = QuantizedExperts.from_experts(experts, bits)
+            replacement: nn.Module = QuantizedExperts.from_experts(experts, bits, format)
             _replace(model, experts, replacement)
         else:
             replacement = experts
-            _quantize_in_place(experts, bits)
+            _quantize_in_place(experts, bits, format)
         after += sum(getattr(replacement, name).packed.nbytes for name in weights)
         del weights
     return Quantized(len(found), before, after)
@@ -435,10 +467,10 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 setattr(parent, name, new)
 
 
-def _quantize_in_place(experts: nn.Module, bits: int) -> None:
+def _quantize_in_place(experts: nn.Module, bits: int, format: WeightFormat) -> None:
     """Replace all weights of a module, or none if one of them cannot be quantised."""
     layers = {
-        name: QuantizedLinear.from_weight(weight.detach(), bits).train(experts.training)
+        name: QuantizedLinear.from_weight(weight.detach(), bits, format=format).train(experts.training)
         for name, weight in _weights_of(experts).items()
     }
     for name, layer in layers.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pymoe._common.contracts import check_format
 from pymoe._common.types import ClampedSwiglu
 from pymoe.nn.experts import SharedExperts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -35,8 +36,8 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: the package safetensors is not installed.
         TypeError: ``layer`` is not a :class:`MoE`, or its class is derived from it.
-        ValueError: its experts are not quantised, or it has something that a file cannot hold: other parts, hooks, a
-            ``forward`` of its own.
+        ValueError: its experts are not quantised, their weights have different formats, or the layer has something that
+            a file cannot hold: other parts, hooks, a ``forward`` of its own.
     """
     if type(layer) is not MoE:
         raise TypeError(f"save_quantized: layer must be a MoE, got {type(layer).__name__}")
@@ -51,7 +52,13 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
         if part is not None and (lost := "another class" if type(part) is not kind else attached_to(part)):
             raise ValueError(f"save_quantized: layer must be as it was made, got {name or 'the layer'} with {lost}")
     tensors = {name: tensor.contiguous() for name, tensor in layer.state_dict().items()}
-    described = {"version": FORMAT, "bits": layer.experts.bits, "options": _options(layer)}
+    experts = layer.experts
+    formats = {(part.format, part.bits) for part in (experts, experts.w_in, experts.w_out)}
+    if len(formats) > 1:
+        raise ValueError(
+            f"save_quantized: layer must have weights of one format and as many bits, got {sorted(formats)}"
+        )
+    described = {"version": FORMAT, "bits": experts.bits, "format": experts.format, "options": _options(layer)}
     path = Path(path)
     part_of_file = path.with_name(path.name + ".part")  # the layer may be mapped from the file that it replaces
     _safetensors().torch.save_file(tensors, part_of_file, metadata={"format": "pt", _KEY: json.dumps(described)})
@@ -70,7 +77,8 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: there is no such file.
-        ValueError: the file is of another kind or version, is cut short, or its tensors do not match its options.
+        ValueError: the file is of another kind or version, holds weights of an unknown format, is cut short, or its
+            tensors do not match its options.
     """
     safetensors = _safetensors()
     try:
@@ -83,13 +91,18 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
             f"load_quantized: expected a file of save_quantized of version {FORMAT}, got {path} with "
             f"{described.get('version', 'none')}"
         )
+    bits, form = described["bits"], described.get("format", "int")  # files of earlier versions hold integers
+    try:
+        check_format("load_quantized", bits, form)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"load_quantized: expected a file of a known format, got {path}: {error}") from error
     options: dict[str, Any] = described["options"]
     if not isinstance(options["activation"], str):
         options["activation"] = ClampedSwiglu(*options["activation"])
     row_invariant = options.pop("row_invariant")
     with torch.device("meta"):
         layer = MoE(**options).eval()
-    quantize_experts(layer, described["bits"])
+    quantize_experts(layer, bits, form)
     try:
         layer.load_state_dict(safetensors.torch.load_file(path), assign=True)
     except RuntimeError as error:

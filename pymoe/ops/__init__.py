@@ -12,7 +12,7 @@ from pymoe.ops.gather_batch import gather_batch, split_batch
 from pymoe.ops.grouped_linear import grouped_linear
 from pymoe.ops.index_checks import check_indices
 from pymoe.ops.quantized_linear import quantized_linear
-from pymoe.ops.quantized_weight import dequantize_weight, quantize_weight
+from pymoe.ops.quantized_weight import dequantize_weight, pack_weight, quantize_weight, unpack_weight
 from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
 
 __all__ = [
@@ -31,11 +31,13 @@ __all__ = [
     "gather_batch",
     "grouped_linear",
     "load_balancing_loss",
+    "pack_weight",
     "quantize_weight",
     "quantized_linear",
     "router_losses",
     "router_z_loss",
     "split_batch",
+    "unpack_weight",
 ]
 
 missing_cuda.register()

@@ -25,7 +25,7 @@ def _weight_grad(grad: Shape, x: Shape, offsets: Shape, order: Shape | None = No
     return 2 * (x if order is None else order)[0] * grad[1] * x[1]
 
 
-def _quantized_linear(x: Shape, packed: Shape, offsets: Shape, bias: Any, bits: int, output_features: int) -> int:
+def _quantized_linear(x: Shape, packed: Shape, offsets: Shape, bias: Any, format: int, output_features: int) -> int:
     return 2 * x[0] * x[1] * output_features
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pymoe._common.contracts import check_quantized_linear
 from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import QuantizedWeight
+from pymoe._common.types import QuantizedWeight, number_of
 from pymoe.ops import index_checks
 from pymoe.reference.quantized_linear import quantized_linear as reference
 
@@ -19,10 +19,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check_quantized_linear(x, weight, offsets, bias)
     index_checks.offsets_in_range("quantized_linear", offsets, x.shape[0])
-    packed, bits, output_features, _ = weight
     bias = None if bias is None else bias.detach().contiguous()
     y: Tensor = torch.ops.pymoe.quantized_linear(
-        x.detach().contiguous(), packed.contiguous(), offsets.contiguous(), bias, bits, output_features
+        *(x.detach().contiguous(), weight[0].contiguous(), offsets.contiguous(), bias), number_of(weight), weight[2]
     )
     return y
 
@@ -31,5 +30,5 @@ quantized_linear.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::quantized_linear")
-def _(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, bits: int, output_features: int) -> Tensor:
+def _(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, format: int, output_features: int) -> Tensor:
     return x.new_empty((x.shape[0], output_features))

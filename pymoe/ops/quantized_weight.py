@@ -1,4 +1,4 @@
-"""quantize_weight and dequantize_weight: native rounding and packing of weights.
+"""quantize_weight: native rounding and packing of weights. Unpacking, and packing of codes, has no kernels.
 
 Contract: :func:`pymoe.reference.quantize_weight`; kernel: csrc/kernels/quantized_weight.h.
 """
@@ -9,23 +9,26 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_quantize_weight
-from pymoe._common.types import QuantizedWeight, packed_shape
-from pymoe.reference.quantized_weight import dequantize_weight  # unpacking has no kernel
+from pymoe._common.types import FORMATS, QuantizedWeight, WeightFormat, packed_shape
+from pymoe.reference.quantized_weight import dequantize_weight, pack_weight, unpack_weight  # these have no kernels
 from pymoe.reference.quantized_weight import quantize_weight as reference
 
-__all__ = ["dequantize_weight", "quantize_weight"]
+__all__ = ["dequantize_weight", "pack_weight", "quantize_weight", "unpack_weight"]
 
 
-def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
-    check_quantize_weight(weight, bits)
+def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
+    check_quantize_weight(weight, bits, format)
     _, outputs, inputs = weight.shape
-    return QuantizedWeight(torch.ops.pymoe.quantize_weight(weight.detach(), bits), bits, outputs, inputs)
+    packed = torch.ops.pymoe.quantize_weight(weight.detach(), FORMATS[format, bits])
+    return QuantizedWeight(packed, bits, outputs, inputs, format)
 
 
 quantize_weight.__doc__ = reference.__doc__
 
 
 @torch.library.register_fake("pymoe::quantize_weight")
-def _(weight: Tensor, bits: int) -> Tensor:
+def _(weight: Tensor, format: int) -> Tensor:
+    if format not in FORMATS.values():
+        raise ValueError(f"quantize_weight: format must be 8, 4 or 14, got {format}")
     experts, outputs, inputs = weight.shape
-    return weight.new_empty(packed_shape(bits, outputs, inputs, experts), dtype=torch.uint8)
+    return weight.new_empty(packed_shape(format, outputs, inputs, experts), dtype=torch.uint8)

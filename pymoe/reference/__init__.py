@@ -17,7 +17,7 @@ from pymoe.reference.gate_topk import gate_topk
 from pymoe.reference.gather_batch import gather_batch, split_batch
 from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.quantized_linear import quantized_linear
-from pymoe.reference.quantized_weight import dequantize_weight, quantize_weight
+from pymoe.reference.quantized_weight import dequantize_weight, pack_weight, quantize_weight, unpack_weight
 from pymoe.reference.router_losses import load_balancing_loss, router_losses, router_z_loss
 
 __all__ = [
@@ -35,9 +35,11 @@ __all__ = [
     "gather_batch",
     "grouped_linear",
     "load_balancing_loss",
+    "pack_weight",
     "quantize_weight",
     "quantized_linear",
     "router_losses",
     "router_z_loss",
     "split_batch",
+    "unpack_weight",
 ]

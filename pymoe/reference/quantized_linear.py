@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from pymoe._common.contracts import check_offsets, check_quantized_linear
 from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import GROUP, QuantizedWeight, up
+from pymoe._common.types import GROUP, QuantizedWeight, number_of, up
 from pymoe.reference.quantized_weight import unpack
 
 BLOCK = 128
@@ -31,13 +31,17 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     bits, over a group of 32 with 4 bits. These sums become float32 and are multiplied by their scales and added in the
     order of the inputs, each step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
 
+    The integers of mxfp4 are twice the values, -12 to 12; the 2 is taken out again with the step. A scale that is NaN
+    makes its output NaN in every row. Scales above 2**100, which no trained weights have, may make outputs infinite or
+    NaN that would be finite otherwise.
+
     The result is exact: the same bits on every processor. A row of ``y`` depends on its own row of ``x`` alone, not on
     the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
     ``F.linear`` casts its operands.
 
     Args:
         x: (S, H), rows sorted by expert as :func:`dispatch` leaves them; float32, bfloat16 or float16.
-        weight: a weight (E, N, H), from :func:`quantize_weight`.
+        weight: a weight (E, N, H), from :func:`quantize_weight` or :func:`pack_weight`.
         offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
         bias: (E, N), the dtype of ``x``, or None.
 
@@ -54,8 +58,11 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     check_quantized_linear(x, weight, offsets, bias)
     bounds = offsets.tolist()
     check_offsets(bounds, x.shape[0], "quantized_linear")
-    _, bits, outputs, inputs = weight
-    codes, scale, minimum = unpack(QuantizedWeight(*weight))
+    weight = QuantizedWeight(*weight)
+    outputs, inputs, number = weight.output_features, weight.input_features, number_of(weight)
+    codes, scale, minimum = unpack(weight)
+    if number == 14:
+        codes = codes * 2  # integers
     rows = x.new_zeros(x.shape[0], outputs)
     for expert in range(len(bounds) - 1):
         begin, end = bounds[expert], bounds[expert + 1]
@@ -64,17 +71,15 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
         for block, first in enumerate(range(0, up(inputs, GROUP), BLOCK)):
             last = min(first + BLOCK, up(inputs, GROUP))
             total = torch.zeros_like(y)
-            for start in range(first, last, last - first if minimum is None else GROUP):
-                stop = last if minimum is None else start + GROUP
+            for start in range(first, last, last - first if number == 8 else GROUP):
+                stop = last if number == 8 else start + GROUP
                 left, right = integers[:, start:stop], codes[expert, :outputs, start:stop].double()
                 dot = (left @ right.T).float()  # exact in float64 in any order, then rounded once
-                if minimum is None:
-                    total = dot
-                else:
-                    total = total + dot * scale[expert, :outputs, start // GROUP]
+                total = dot if number == 8 else total + dot * scale[expert, :outputs, start // GROUP]
+                if minimum is not None:
                     total = total + left.sum(dim=1).float()[:, None] * minimum[expert, :outputs, start // GROUP]
-            y = y + total * steps[:, block, None]
-        if bits == 8:
+            y = y + total * (steps[:, block, None] / 2 if number == 14 else steps[:, block, None])
+        if number == 8:
             y = y * scale[expert, :outputs, 0]
         if bias is not None:
             y = y + bias[expert].float()

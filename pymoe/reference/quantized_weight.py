@@ -1,28 +1,35 @@
-"""quantize_weight and dequantize_weight: weights of linear layers in 8 or 4 bits, laid out for the kernels.
+"""Weights of linear layers in 8 or 4 bits, laid out for the kernels: rounded, or packed as checkpoints hold them.
 
-**8 bits**: one scale for each output row; ``w = scale * (code - 128)`` with codes 1 to 255.
-**4 bits**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with
+**int8**: one scale for each output row; ``w = scale * (code - 128)`` with codes 1 to 255.
+**int4**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with
 codes 0 to 15. Both are bfloat16, so that a weight takes 5 bits in all.
+**mxfp4**: a scale for each group of 32 inputs of an output row; ``w = 2**(scale - 127) * value``, where a code holds
+the sign of a value in its upper bit and its magnitude in the other three: 0, 1/2, 1, 3/2, 2, 3, 4 or 6 (e2m1). A weight
+takes 4.25 bits in all. The scale is a byte (e8m0), and 255 is NaN. This is MXFP4 of the OCP Microscaling Formats (MX)
+Specification 1.0.
 
 Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
 
-    8 bits   64 scales (float32), then for every 4 inputs: 64 outputs x 4 codes
-    4 bits   for every 32 inputs: 64 scales, 64 minima (bfloat16), then for every 8 inputs: 64 outputs x 4 bytes,
+    int8     64 scales (float32), then for every 4 inputs: 64 outputs x 4 codes
+    int4     for every 32 inputs: 64 scales, 64 minima (bfloat16), then for every 8 inputs: 64 outputs x 4 bytes,
              where byte b holds the code of input b in its lower half and that of input 4 + b in its upper half
+    mxfp4    for every 32 inputs: 64 scales (bytes), then codes as those of int4
 
 The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
-inputs at 4 bits: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
+inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
-from pymoe._common.contracts import check_quantize_weight, check_quantized
-from pymoe._common.types import GROUP, TILE, QuantizedWeight, up
+from pymoe._common.contracts import check_pack_weight, check_quantize_weight, check_quantized
+from pymoe._common.types import FORMATS, GROUP, TILE, QuantizedWeight, WeightFormat, number_of, packed_shape, up
 
 ZERO = 128
 """Code of zero at 8 bits."""
@@ -32,6 +39,8 @@ SMALLEST_STEP = 2.0**-100
 """Least step of a grid: a row or group with a smaller step is constant, namely zero or its minimum."""
 CANDIDATES = 8
 """Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the codes of mxfp4."""
 
 
 def check_values(weight: Tensor) -> None:
@@ -45,7 +54,7 @@ def check_values(weight: Tensor) -> None:
         )
 
 
-def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
     """Round the weights of E linear layers to 8 or 4 bits.
 
     The weights are rounded to float32 first. With 8 bits the scale of an output row is its largest magnitude over 127,
@@ -58,31 +67,93 @@ def quantize_weight(weight: Tensor, bits: int) -> QuantizedWeight:
     Rows whose largest magnitude is below 127 * 2**-100 become zero, and groups whose range is below 15 * 2**-100 become
     constant: their minimum.
 
+    With the format "mxfp" the scale of a group of 32 inputs is the greatest power of two that is at most a quarter of
+    its largest magnitude (2**-127 at least), and weights become the nearest values of their grid, of which 6 scales is
+    the largest; halfway between two they take that of the even code. This is the conversion of section 6.3 of the OCP
+    Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: the format is
+    meant for weights that a checkpoint already has in it, see :func:`pack_weight`.
+
     The packed bytes are exact: they are the same on every processor and for any number of threads.
 
     Args:
         weight: (E, N, H), any floating dtype, any strides; finite, at most 2**100 in magnitude.
-        bits: 8 or 4.
+        bits: 8 or 4; 4 for "mxfp".
+        format: "int" or "mxfp".
 
     Returns:
         The packed weight: (E, ceil(N / 64), bytes) uint8 with N and H. Not differentiable.
 
     Raises:
-        TypeError: ``weight`` is not a floating tensor, or ``bits`` not an int.
-        ValueError: the rank does not fit, ``bits`` is neither 8 nor 4, or a weight is NaN, infinite or too large.
+        TypeError: ``weight`` is not a floating tensor, ``bits`` not an int, or ``format`` not a str.
+        ValueError: the rank does not fit, ``bits`` and ``format`` are not as above, or a weight is NaN, infinite or
+            too large.
     """
-    check_quantize_weight(weight, bits)
+    check_quantize_weight(weight, bits, format)
     weight = weight.detach()
     check_values(weight)
-    packed = (_pack_rows if bits == 8 else _pack_groups)(weight.float())
-    return QuantizedWeight(packed, bits, *weight.shape[1:])
+    pack = {8: _pack_rows, 4: _pack_groups, 14: _pack_mxfp4}[FORMATS[format, bits]]
+    _, outputs, inputs = weight.shape
+    return QuantizedWeight(pack(weight.float()), bits, outputs, inputs, format)
+
+
+def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
+    """Lay out for the kernels the weights of E linear layers as a checkpoint holds them, without rounding.
+
+    These are MXFP4 weights in the layout of GPT-OSS (``gate_up_proj_blocks`` and ``gate_up_proj_scales``): byte j of a
+    group of 32 inputs holds the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
+
+    Every code and every scale is kept, NaN (a scale of 255) included: :func:`unpack_weight` returns the same bytes.
+
+    Args:
+        codes: (E, N, H / 32, 16) uint8, any strides.
+        scales: (E, N, H / 32) uint8, any strides: exponents of two plus 127.
+
+    Returns:
+        The packed weight, with the format "mxfp". Exact.
+
+    Raises:
+        TypeError: an argument is not a tensor of uint8.
+        ValueError: a rank, size or device does not fit.
+    """
+    check_pack_weight(codes, scales)
+    experts, outputs, groups = scales.shape
+    number = FORMATS["mxfp", 4]
+    packed = codes.new_empty(packed_shape(number, outputs, groups * GROUP, experts))
+    for expert in range(experts):  # one by one, as codes of a byte each take twice the memory
+        pairs = codes[expert : expert + 1]
+        wide = torch.stack([pairs & 15, pairs >> 4], dim=4).flatten(3)
+        packed[expert : expert + 1] = _groups_in_tiles(scales[expert : expert + 1, ..., None], wide)
+    return QuantizedWeight(packed, 4, outputs, groups * GROUP, "mxfp")
+
+
+def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a weight as a checkpoint holds them: what :func:`pack_weight` was called with.
+
+    Args:
+        weight: in the format "mxfp".
+
+    Returns:
+        Codes (E, N, H / 32, 16) and scales (E, N, H / 32), both uint8 and exact; H is rounded up to a multiple of 32.
+
+    Raises:
+        TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
+        ValueError: its parts do not fit each other, or it is in a format that :func:`pack_weight` does not make.
+    """
+    check_quantized("unpack_weight", "weight", weight)
+    weight = QuantizedWeight(*weight)
+    if weight.format != "mxfp":
+        raise ValueError(f"unpack_weight: weight.format must be 'mxfp', got {weight.format!r}")
+    heads, codes = _groups_of_tiles(weight.packed, 1)
+    rows = slice(weight.output_features)
+    pairs = codes.unflatten(3, (GROUP // 2, 2))[:, rows]
+    return pairs[..., 0] | pairs[..., 1] << 4, heads[:, rows, :, 0].contiguous()
 
 
 def dequantize_weight(weight: QuantizedWeight) -> Tensor:
     """Return the weights for which a packed weight stands.
 
     Args:
-        weight: from :func:`quantize_weight`.
+        weight: from :func:`quantize_weight` or :func:`pack_weight`.
 
     Returns:
         (E, N, H) float32, exact: :func:`quantized_linear` multiplies with these weights. Not differentiable.
@@ -92,34 +163,67 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
         ValueError: its parts do not fit each other.
     """
     check_quantized("dequantize_weight", "weight", weight)
-    codes, scale, minimum = unpack(QuantizedWeight(*weight))
+    weight = QuantizedWeight(*weight)
+    codes, scale, minimum = unpack(weight)
     inputs = codes.shape[2]
-    wide = scale.repeat_interleave(GROUP if minimum is not None else max(inputs, 1), dim=2)[:, :, :inputs] * codes
+    wide = scale.repeat_interleave(max(inputs, 1) if number_of(weight) == 8 else GROUP, dim=2)[:, :, :inputs] * codes
     if minimum is not None:
         wide = wide + minimum.repeat_interleave(GROUP, dim=2)
-    return wide[:, : weight[2], : weight[3]].contiguous()
+    return wide[:, : weight.output_features, : weight.input_features].contiguous()
 
 
 def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes (E, tiles * 64, inputs), scales and minima, each float32 and padded in the inputs.
 
-    With 8 bits, 128 is subtracted from the codes, the scales are (E, tiles * 64, 1) and the minima None; with 4 bits
-    scales and minima are (E, tiles * 64, groups).
+    The codes of int8 are without their 128, and those of mxfp4 are the values for which they stand. The scales of int8
+    are (E, tiles * 64, 1), others (E, tiles * 64, groups) as the minima, which int4 alone has.
     """
-    packed, bits, _, input_features = weight
+    packed, number = weight.packed, number_of(weight)
     experts, tiles, _ = packed.shape
-    groups = up(input_features, GROUP) // GROUP
-    rows, inputs = tiles * TILE, groups * GROUP
-    if bits == 8:
+    rows, inputs = tiles * TILE, up(weight.input_features, GROUP)
+    if number == 8:
         scale = packed[:, :, : 4 * TILE].reshape(-1).view(torch.float32)
         quads = packed[:, :, 4 * TILE :].reshape(experts, tiles, inputs // 4, TILE, 4)
         return quads.transpose(2, 3).reshape(experts, rows, inputs).float() - ZERO, scale.view(experts, rows, 1), None
-    by_group = packed.reshape(experts, tiles, groups, 20 * TILE)
-    ends = by_group[..., : 4 * TILE].reshape(-1).view(torch.bfloat16).float()
-    scale, minimum = ends.view(experts, tiles, groups, 2, TILE).permute(3, 0, 1, 4, 2).reshape(2, experts, rows, groups)
-    halves = by_group[..., 4 * TILE :].reshape(experts, tiles, groups, 4, TILE, 4)
+    if number == 14:
+        heads, groups = _groups_of_tiles(packed, 1)
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
+        return values[groups.flatten(2).int()], power_of_two(heads[..., 0]), None
+    heads, groups = _groups_of_tiles(packed, 2, torch.bfloat16)
+    scale, minimum = heads.float().unbind(3)
+    return groups.flatten(2).float(), scale, minimum
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return e8m0 exponents, bytes that are 127 too large, as float32: 2**-127 to 2**127, and NaN for 255."""
+    bits = exponents.int()
+    ends = (bits == 0) | (bits == 255)  # 2**-127 is subnormal; without this bit the other end would be infinity
+    return (bits << 23 | torch.where(ends, 1 << 22, 0).int()).view(torch.float32)
+
+
+def _groups_of_tiles(packed: Tensor, heads: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor]:
+    """Return what precedes the codes of each group, (E, rows, groups, heads), and the codes (E, rows, groups, 32)."""
+    experts, tiles, _ = packed.shape
+    head_bytes = heads * TILE * dtype.itemsize
+    group_bytes = head_bytes + TILE * GROUP // 2
+    groups = packed.shape[2] // group_bytes
+    by_group = packed.reshape(experts, tiles, groups, group_bytes)
+    first = by_group[..., :head_bytes].reshape(-1).view(dtype).view(experts, tiles, groups, heads, TILE)
+    halves = by_group[..., head_bytes:].reshape(experts, tiles, groups, GROUP // 8, TILE, 4)
     codes = torch.stack([halves & 15, halves >> 4], dim=5)  # (E, tiles, groups, 4, 64, 2, 4)
-    return codes.permute(0, 1, 4, 2, 3, 5, 6).reshape(experts, rows, inputs).float(), scale, minimum
+    rows = (experts, tiles * TILE, groups)
+    return first.permute(0, 1, 4, 2, 3).reshape(*rows, heads), codes.permute(0, 1, 4, 2, 3, 5, 6).reshape(*rows, GROUP)
+
+
+def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
+    """Undo :func:`_groups_of_tiles` for rows that are not filled up to whole tiles: zeros come after them."""
+    experts, outputs, groups, _ = codes.shape
+    heads, codes = (F.pad(part, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs)) for part in (heads, codes))
+    shape = experts, up(outputs, TILE) // TILE, TILE, groups
+    first = heads.view(*shape, heads.shape[3]).permute(0, 1, 3, 4, 2).flatten(3)
+    lower, upper = codes.view(*shape, GROUP // 8, 2, 4).unbind(5)
+    halves = (lower | upper << 4).permute(0, 1, 3, 4, 2, 5)
+    return torch.cat([_bytes(first), halves.flatten(3)], dim=3).flatten(2)
 
 
 def _pack_rows(wide: Tensor) -> Tensor:
@@ -141,17 +245,23 @@ def _pack_groups(wide: Tensor) -> Tensor:
     parts = [_quantize_groups(wide[:, :, : whole * GROUP].reshape(experts, outputs, whole, GROUP))]
     if rest:
         parts.append(_quantize_groups(wide[:, :, None, whole * GROUP :]))
-    below = up(outputs, TILE) - outputs
-    scale, minimum = (
-        F.pad(torch.cat([part[i] for part in parts], dim=2), (0, 0, 0, below)).to(torch.bfloat16) for i in (0, 1)
-    )
+    ends = torch.stack([torch.cat([part[i] for part in parts], dim=2) for i in (0, 1)], dim=3)
     codes = torch.cat([F.pad(part[2], (0, GROUP - part[2].shape[3])) for part in parts], dim=2)
-    codes = F.pad(codes, (0, 0, 0, 0, 0, below)).to(torch.uint8)
-    shape = experts, (outputs + below) // TILE, TILE, codes.shape[2]
-    ends = torch.stack([scale, minimum], dim=3).view(*shape, 2).permute(0, 1, 3, 4, 2)
-    lower, upper = codes.view(*shape, GROUP // 8, 2, 4).unbind(5)
-    halves = (lower | upper << 4).permute(0, 1, 3, 4, 2, 5)
-    return torch.cat([_bytes(ends.flatten(3)), halves.flatten(3)], dim=3).flatten(2)
+    return _groups_in_tiles(ends.to(torch.bfloat16), codes.to(torch.uint8))
+
+
+def _pack_mxfp4(wide: Tensor) -> Tensor:
+    inputs = wide.shape[2]
+    groups = F.pad(wide, (0, up(inputs, GROUP) - inputs)).unflatten(2, (up(inputs, GROUP) // GROUP, GROUP))
+    magnitudes = groups.abs()
+    # The exponent of the largest magnitude, less the 2 of the largest value, which is 6.
+    scales = ((magnitudes.amax(dim=3).view(torch.int32) >> 23) - 2).clamp(min=0)
+    scaled = magnitudes * (254 - scales << 23).view(torch.float32)[..., None]
+    codes = groups.signbit().to(torch.uint8) << 3
+    for code, (lower, upper) in enumerate(pairwise(E2M1), start=1):
+        middle = (lower + upper) / 2
+        codes += scaled >= middle if code % 2 == 0 else scaled > middle
+    return _groups_in_tiles(scales[..., None].to(torch.uint8), codes)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -24,15 +24,14 @@ void multiply_rounded(const test::TileCall<T>& call,
   multiply(call.tile, call.inputs, rows, call.bias, call.out, call.row_stride, call.count);
 }
 
-template <int kBits, typename T>
+template <WeightFormat kFormat, typename T>
 void by_vectors(const test::TileCall<T>& call) {
-  multiply_rounded<Integers::kForVectors>(call, &multiply_tile<kBits, T>);
+  multiply_rounded<Integers::kForVectors>(call, &multiply_tile<kFormat, T>);
 }
 
-template <int kBits, typename T, typename Tiles>
+template <WeightFormat kFormat, typename T, typename Tiles>
 void by_tiles(const test::TileCall<T>& call) {
-  multiply_rounded<kBits == 8 ? Integers::kForTiles8 : Integers::kForTiles4>(call,
-                                                                             &multiply_tile_by_tiles<kBits, T, Tiles>);
+  multiply_rounded<integers_for_tiles(kFormat)>(call, &multiply_tile_by_tiles<kFormat, T, Tiles>);
 }
 
 }  // namespace pymoe::cpu::PYMOE_ISA

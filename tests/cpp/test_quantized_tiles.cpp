@@ -42,6 +42,7 @@ using cpu::Isa;
 using test::EmulatedTiles;
 using test::Guarded;
 using test::TileCall;
+using enum pymoe::WeightFormat;
 
 template <typename T>
 struct Variant {
@@ -50,17 +51,17 @@ struct Variant {
 };
 
 // What case number `number` runs by: tiles that are emulated with one set of instructions at a time, and the machine's.
-template <int kBits, typename T>
+template <WeightFormat kFormat, typename T>
 std::vector<Variant<T>> variants(int number) {
-  std::vector<Variant<T>> found = {{"emulated, baseline", &cpu::baseline::by_tiles<kBits, T, EmulatedTiles>}};
+  std::vector<Variant<T>> found = {{"emulated, baseline", &cpu::baseline::by_tiles<kFormat, T, EmulatedTiles>}};
 #if PYMOE_MULTIVERSION
   const Isa best = cpu::best_isa();
-  if (best >= Isa::kV3) found.push_back({"emulated, v3", &cpu::v3::by_tiles<kBits, T, EmulatedTiles>});
-  if (best >= Isa::kV4) found.push_back({"emulated, v4", &cpu::v4::by_tiles<kBits, T, EmulatedTiles>});
-  if (best >= Isa::kV4Bf16) found.push_back({"emulated, v4_bf16", &cpu::v4_bf16::by_tiles<kBits, T, EmulatedTiles>});
+  if (best >= Isa::kV3) found.push_back({"emulated, v3", &cpu::v3::by_tiles<kFormat, T, EmulatedTiles>});
+  if (best >= Isa::kV4) found.push_back({"emulated, v4", &cpu::v4::by_tiles<kFormat, T, EmulatedTiles>});
+  if (best >= Isa::kV4Bf16) found.push_back({"emulated, v4_bf16", &cpu::v4_bf16::by_tiles<kFormat, T, EmulatedTiles>});
   found = {found[static_cast<size_t>(number) % found.size()]};
-  if (best >= Isa::kV4Bf16) found.push_back({"vectors, v4_bf16", &cpu::v4_bf16::by_vectors<kBits, T>});
-  if (best >= Isa::kAmx) found.push_back({"amx", &cpu::v4_bf16::by_tiles<kBits, T, cpu::AmxTiles>});
+  if (best >= Isa::kV4Bf16) found.push_back({"vectors, v4_bf16", &cpu::v4_bf16::by_vectors<kFormat, T>});
+  if (best >= Isa::kAmx) found.push_back({"amx", &cpu::v4_bf16::by_tiles<kFormat, T, cpu::AmxTiles>});
 #endif
   return found;
 }
@@ -88,12 +89,12 @@ void fill_rows(std::mt19937& random, Values values, int64_t inputs, Guarded<T>& 
 }
 
 // Random bytes for codes: all of them, whatever quantize_weight would write.
-template <int kBits>
+template <WeightFormat kFormat>
 void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint8_t>& tile) {
   for (int64_t i = 0; i < tile.size(); ++i) {
     tile[i] = values == Values::kLargest ? 255 : static_cast<uint8_t>(random());
   }
-  if (kBits == 8) {
+  if (kFormat == WeightFormat::kInt8) {
     for (int64_t j = 0; j < kQuantizedTile; ++j) {
       const float scale = static_cast<float>(random() % 1000) * 1e-3f;
       memcpy(tile.data() + 4 * j, &scale, sizeof(scale));
@@ -101,20 +102,30 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
     return;
   }
   for (int64_t group = 0; group < quantized_groups(inputs); ++group) {
+    if (kFormat ==
+        WeightFormat::kMxfp4) {  // all scales that quantize_weight writes, and for special rows all there are
+      uint8_t* scales = tile.data() + group * quantized_group_bytes(kFormat);
+      for (int64_t j = 0; j < kQuantizedTile; ++j) {
+        scales[j] = static_cast<uint8_t>(values == Values::kSpecial   ? random()
+                                         : values == Values::kLargest ? 127
+                                                                      : 110 + random() % 30);
+      }
+      continue;
+    }
     for (int64_t j = 0; j < 2 * kQuantizedTile; ++j) {
       const BFloat16 end = {static_cast<uint16_t>((random() & (j < kQuantizedTile ? 0x1ff : 0x81ff)) + 0x3e00)};
-      memcpy(tile.data() + group * quantized_group_bytes(4) + 2 * j, &end, sizeof(end));
+      memcpy(tile.data() + group * quantized_group_bytes(kFormat) + 2 * j, &end, sizeof(end));
     }
   }
 }
 
-template <int kBits, typename T>
+template <WeightFormat kFormat, typename T>
 void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Values values) {
   Guarded<T> x(rows * inputs, true), bias(count, true);
-  Guarded<uint8_t> tile(quantized_tile_bytes(kBits, inputs), true);
+  Guarded<uint8_t> tile(quantized_tile_bytes(kFormat, inputs), true);
   fill_rows(random, values, inputs, x);
   fill_rows(random, Values::kUsual, 1, bias);
-  fill_tile<kBits>(random, values, inputs, tile);
+  fill_tile<kFormat>(random, values, inputs, tile);
   const bool biased = random() % 2 == 0;
   const int64_t row_stride = count + static_cast<int64_t>(random() % 3) * 7;
   const int64_t size = rows == 0 ? 0 : (rows - 1) * row_stride + count;
@@ -122,11 +133,11 @@ void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Va
   std::vector<T> expected(static_cast<size_t>(size), untouched);
   TileCall<T> call{tile.data(),     x.data(),   rows, inputs, biased ? bias.data() : nullptr,
                    expected.data(), row_stride, count};
-  cpu::baseline::by_vectors<kBits, T>(call);
+  cpu::baseline::by_vectors<kFormat, T>(call);
   static int number = 0;
-  for (const Variant<T>& variant : variants<kBits, T>(number++)) {
+  for (const Variant<T>& variant : variants<kFormat, T>(number++)) {
     CAPTURE(variant.name);
-    CAPTURE(kBits);
+    CAPTURE(bits_of(kFormat));
     CAPTURE(rows);
     CAPTURE(inputs);
     CAPTURE(count);
@@ -140,45 +151,51 @@ void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Va
   }
 }
 
-template <int kBits, typename T>
+template <WeightFormat kFormat, typename T>
 void judge_many(unsigned seed, Values values) {
   std::mt19937 random(seed);
   const auto below = [&](int64_t end) { return static_cast<int64_t>(random() % static_cast<uint64_t>(end)); };
   for (int turn = 0; turn < 12; ++turn) {
-    judge<kBits, T>(random, 1 + below(turn % 4 == 0 ? 120 : 35), below(turn % 3 == 0 ? 420 : 140), 1 + below(64),
-                    values);
+    judge<kFormat, T>(random, 1 + below(turn % 4 == 0 ? 120 : 35), below(turn % 3 == 0 ? 420 : 140), 1 + below(64),
+                      values);
   }
 }
 
 }  // namespace
 
 TEST_CASE("quantized_linear by tiles: the bits of vectors, for random rows, inputs and outputs") {
-  judge_many<8, float>(1, Values::kUsual);
-  judge_many<4, float>(2, Values::kUsual);
-  judge_many<8, BFloat16>(3, Values::kUsual);
-  judge_many<4, BFloat16>(4, Values::kUsual);
-  judge_many<8, Float16>(5, Values::kUsual);
-  judge_many<4, Float16>(6, Values::kUsual);
+  judge_many<kInt8, float>(1, Values::kUsual);
+  judge_many<kInt4, float>(2, Values::kUsual);
+  judge_many<kInt8, BFloat16>(3, Values::kUsual);
+  judge_many<kInt4, BFloat16>(4, Values::kUsual);
+  judge_many<kInt8, Float16>(5, Values::kUsual);
+  judge_many<kInt4, Float16>(6, Values::kUsual);
+  judge_many<kMxfp4, float>(12, Values::kUsual);
+  judge_many<kMxfp4, BFloat16>(13, Values::kUsual);
 }
 
 TEST_CASE("quantized_linear by tiles: rows that are not finite are nobody else's") {
-  judge_many<8, float>(7, Values::kSpecial);
-  judge_many<4, float>(8, Values::kSpecial);
+  judge_many<kInt8, float>(7, Values::kSpecial);
+  judge_many<kInt4, float>(8, Values::kSpecial);
+  judge_many<kMxfp4, float>(14, Values::kSpecial);
 }
 
 TEST_CASE("quantized_linear by tiles: the largest integers and codes are still added up exactly") {
-  judge_many<8, float>(9, Values::kLargest);
-  judge_many<4, float>(10, Values::kLargest);
+  judge_many<kInt8, float>(9, Values::kLargest);
+  judge_many<kInt4, float>(10, Values::kLargest);
+  judge_many<kMxfp4, float>(15, Values::kLargest);
 }
 
 TEST_CASE("quantized_linear by tiles: every number of rows that share tiles, and every number of groups") {
   std::mt19937 random(11);
   for (int64_t rows = 1; rows <= 34; ++rows) {
-    judge<8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
-    judge<4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kInt8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kInt4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kMxfp4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
   }
   for (const int64_t rows : {96, 97, 193}) {  // those after which sums begin anew
-    judge<8, float>(random, rows, 40, 33, Values::kUsual);
-    judge<4, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kInt8, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kInt4, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kMxfp4, float>(random, rows, 40, 33, Values::kUsual);
   }
 }

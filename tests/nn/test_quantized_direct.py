@@ -15,9 +15,9 @@ pytestmark = pytest.mark.only_on("cpu")
 CALL = "pymoe.apply_chosen_quantized_experts.default"
 
 
-def quantized(bits=8, dtype=torch.float32, **options):
+def quantized(bits=8, format="int", dtype=torch.float32, **options):
     layer = make_layer(**options, dtype=dtype).eval()
-    quantize_experts(layer, bits)
+    quantize_experts(layer, bits, format)
     return layer
 
 
@@ -27,11 +27,11 @@ def native_calls(layer, x):
     return [name for name in called.names if name.startswith("pymoe.")]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("form", [(8, "int"), (4, "int"), (4, "mxfp")], ids=["int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, bits):
-    layer = quantized(bits, dtype, **options)
+def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, form):
+    layer = quantized(*form, dtype, **options)
     for shape in ((0,), (1,), (21,), (3, 5), ()):
         x = make_input(*shape, dtype=dtype)
         with torch.no_grad():
@@ -42,8 +42,9 @@ def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, bits):
             assert all(torch.equal(a, b) for a, b in zip(layer.stats, stats, strict=True))
 
 
-def test_it_is_one_native_call():
-    layer, x = quantized(bias=True), make_input(5, dtype=torch.float32)
+@pytest.mark.parametrize("form", [(8, "int"), (4, "mxfp")], ids=["int8", "mxfp4"])
+def test_it_is_one_native_call(form):
+    layer, x = quantized(*form, bias=True), make_input(5, dtype=torch.float32)
     assert native_calls(layer, x) == [CALL]
     with one_by_one():
         assert native_calls(layer, x) == ["pymoe.gate_topk.default", "pymoe.apply_quantized_experts.default"]
@@ -87,6 +88,18 @@ def test_what_stands_between_the_parts_is_called(change):
         expected = layer(x)
     with torch.no_grad():
         assert_same_bits(layer(x), expected)
+
+
+def test_the_two_weights_may_have_different_formats():
+    for first, second in (("w_in", "w_out"), ("w_out", "w_in")):
+        layer, x = quantized(4, "mxfp", bias=True), make_input(7, dtype=torch.float32)
+        other = quantized(8, bias=True)
+        setattr(layer.experts, first, getattr(other.experts, first))
+        assert native_calls(layer, x) == [CALL]
+        with torch.no_grad():
+            with one_by_one():
+                expected = layer(x)
+            assert_same_bits(layer(x), expected, f"y with 8 bits in {first} and MXFP4 in {second}")
 
 
 def test_weights_of_other_sizes_are_refused_as_before():

@@ -1,12 +1,14 @@
 """QuantizedExperts and quantize_experts: a layer with quantised weights computes what those weights say."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from moe_layers import BACKENDS, make_layer
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
+from specs.quantized_weight import FORMATS
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -17,6 +19,7 @@ from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
 BITS = pytest.mark.parametrize("bits", [8, 4])
+FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 OPTIONS = {
     "plain": {},
     "gelu": {"activation": "gelu"},
@@ -31,12 +34,12 @@ def layer(backend="native", dtype=torch.float32, **options):
     return make_layer(hidden_size=40, ffn_size=36, dtype=dtype, backend=backend, **options).eval()
 
 
-def with_rounded_weights(moe, bits):
+def with_rounded_weights(moe, *form):
     """A copy whose experts have the weights that the quantised ones stand for."""
     rounded = copy.deepcopy(moe)
     with torch.no_grad():
         for weight in (rounded.experts.w_in, rounded.experts.w_out):
-            weight.copy_(pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, bits)))
+            weight.copy_(pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, *form)))
     return rounded
 
 
@@ -45,24 +48,24 @@ def relative(got, wanted):
 
 
 @torch.no_grad()
-@BITS
+@FORMS
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_a_layer_computes_with_its_rounded_weights(options, backend, bits):
+def test_a_layer_computes_with_its_rounded_weights(options, backend, form):
     moe = layer(backend, **options)
-    expected = with_rounded_weights(moe, bits)
-    quantize_experts(moe, bits)
+    expected = with_rounded_weights(moe, *form)
+    quantize_experts(moe, *form)
     x = torch.randn(30, 40)
     assert relative(moe(x), expected(x)) < 3e-4
     assert_same_bits(moe.stats.load, expected.stats.load, "load")
 
 
 @torch.no_grad()
-@BITS
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_native_call_returns_the_bits_of_six(dtype, bits):
+def test_one_native_call_returns_the_bits_of_six(dtype, form):
     moe = layer(dtype=dtype, bias=True)
-    quantize_experts(moe, bits)
+    quantize_experts(moe, *form)
     x = torch.randn(30, 40).to(dtype)
     expected = copy.deepcopy(moe)
     expected.experts.register_forward_hook(lambda *_: None)  # an expert that somebody watches is called
@@ -86,11 +89,11 @@ def test_the_layer_is_for_inference(bits):
 
 
 @torch.no_grad()
-@BITS
+@FORMS
 @pytest.mark.parametrize("bias", [False, True])
-def test_state_goes_through_safetensors_and_the_meta_device(bits, bias, tmp_path):
+def test_state_goes_through_safetensors_and_the_meta_device(form, bias, tmp_path):
     moe = layer(bias=bias)
-    quantize_experts(moe, bits)
+    quantize_experts(moe, *form)
     state = moe.state_dict()
     biases = {"experts.b_in", "experts.b_out"} if bias else set()
     weights = {f"experts.{weight}.{key}" for weight in ("w_in", "w_out") for key in ("packed", "sizes")}
@@ -98,7 +101,7 @@ def test_state_goes_through_safetensors_and_the_meta_device(bits, bias, tmp_path
     save_file(state, tmp_path / "state")
     with torch.device("meta"):
         other = MoE(40, 36, 8, 2, bias=bias).eval()
-    quantize_experts(other, bits)
+    quantize_experts(other, *form)
     assert other.experts.w_in.packed.is_meta
     other.load_state_dict(load_file(tmp_path / "state"), assign=True)
     # What safetensors loads does not begin where torch's allocations do: F.linear of the router may round otherwise.
@@ -138,10 +141,10 @@ def test_a_cast_leaves_the_packed_bytes_as_they_are(dtype, bits):
 
 
 @torch.no_grad()
-@BITS
-def test_apply_experts_takes_quantised_weights(bits):
+@FORMS
+def test_apply_experts_takes_quantised_weights(form):
     experts = Experts(40, 36, 6, bias=True)
-    w_in, w_out = (pymoe.ops.quantize_weight(weight, bits) for weight in (experts.w_in, experts.w_out))
+    w_in, w_out = (pymoe.ops.quantize_weight(weight, *form) for weight in (experts.w_in, experts.w_out))
     x, chosen, weights = torch.randn(9, 40), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
     options = {"b_in": experts.b_in, "b_out": experts.b_out, "foreign_experts": True}
     y = apply_experts(x, chosen, weights, w_in, w_out, **options)
@@ -375,10 +378,10 @@ def test_packed_weights_cannot_be_indexed():
 
 
 @torch.no_grad()
-@BITS
-def test_compiles_whole(bits):
+@FORMS
+def test_compiles_whole(form):
     moe = layer()
-    quantize_experts(moe, bits)
+    quantize_experts(moe, *form)
     x = torch.randn(6, 40)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x), moe(x), "y")
@@ -488,3 +491,103 @@ def test_a_class_that_was_patched_is_not_replaced(monkeypatch):
     monkeypatch.setattr(Experts, "forward", lambda *args: 2 * forward(*args))
     with pytest.raises(ValueError, match="a forward of its own"):
         quantize_experts(layer())
+
+
+def stored(experts, outputs, inputs):
+    """MXFP4 weights of ordinary sizes, as a checkpoint holds them."""
+    codes = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    return codes, torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_takes_the_weights_of_a_checkpoint_as_they_are_stored(backend):
+    moe = make_layer(hidden_size=64, ffn_size=96, dtype=torch.float32, backend=backend).eval()
+    plain = copy.deepcopy(moe)
+    experts = QuantizedExperts(64, 96, 8, bits=4, format="mxfp", backend=backend)
+    for name, sizes in (("w_in", (8, 192, 64)), ("w_out", (8, 64, 96))):
+        weight = pymoe.ops.pack_weight(*stored(*sizes))
+        setattr(experts, name, QuantizedLinear.from_quantized(weight, backend))
+        getattr(plain.experts, name).copy_(pymoe.ops.dequantize_weight(weight))
+    moe.experts = experts
+    x = torch.randn(30, 64)
+    assert relative(moe(x), plain(x)) < 3e-4
+    again = copy.deepcopy(moe)
+    assert_same_bits(again(x), moe(x), "y of a copy")
+    built = QuantizedExperts(64, 96, 8, bits=4, format="mxfp", backend=backend)
+    built.load_state_dict(experts.state_dict())
+    moe.experts = built
+    assert_same_bits(moe(x), again(x), "y of a loaded state")
+
+
+def test_the_format_of_experts_is_shown():
+    mxfp, integers = (QuantizedExperts(4, 6, 2, bits=4, format=one) for one in ("mxfp", "int"))
+    assert "bits=4, format='mxfp', activation='swiglu'" in repr(mxfp)
+    assert "format='mxfp'" in repr(mxfp.w_in)
+    assert "format" not in repr(integers)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_state_of_another_format_is_refused(assign):
+    mxfp = QuantizedExperts(40, 36, 3, bits=4, format="mxfp")
+    for other in (QuantizedExperts(40, 36, 3, bits=4), QuantizedExperts(40, 36, 3, bits=8)):
+        for one, state in ((other, mxfp.state_dict()), (mxfp, other.state_dict())):
+            with pytest.raises(RuntimeError, match=r"size mismatch for w_in.packed: expected bits, output and input"):
+                one.load_state_dict(state, assign=assign)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"bits": 8, "format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
+        ({"format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
+        ({"format": "gguf"}, ValueError, "format must be 'int' or 'mxfp', got 'gguf'"),
+        ({"format": 4}, TypeError, "format must be a str, got int"),
+    ],
+)
+def test_formats_that_do_not_exist_are_refused(options, error, match):
+    for make in (
+        lambda: QuantizedLinear(4, 4, 2, **options),
+        lambda: QuantizedExperts(4, 4, 2, **options),
+        lambda: quantize_experts(layer(), **options),
+    ):
+        with pytest.raises(error, match=match):
+            make()
+
+
+@torch.no_grad()
+@BITS
+def test_modules_that_were_pickled_before_there_were_formats_hold_integers(bits):
+    moe = layer(bias=True)
+    quantize_experts(moe, bits)
+    x = torch.randn(9, 40)
+    expected = moe(x)
+    for part in (moe.experts, moe.experts.w_in, moe.experts.w_out):
+        del part.__dict__["format"]
+    loaded = pickle.loads(pickle.dumps(moe))
+    assert loaded.experts.format == loaded.experts.w_in.format == "int"
+    assert_same_bits(loaded(x), expected, "y")
+    assert_same_bits(copy.deepcopy(loaded)(x), expected, "y of a copy")
+    new = layer(bias=True)
+    quantize_experts(new, bits)
+    new.load_state_dict(loaded.state_dict())
+    assert_same_bits(new(x), expected, "y of a state")
+    assert "format" not in repr(loaded)
+
+
+@torch.no_grad()
+@BITS
+def test_tuples_that_were_pickled_before_there_were_formats_hold_integers(bits):
+    weight = pymoe.ops.quantize_weight(torch.randn(2, 8, 40), bits)
+    old = pickle.dumps(tuple(weight)[:4])
+    assert_same_bits(pymoe.ops.dequantize_weight(pickle.loads(old)), pymoe.ops.dequantize_weight(weight), "weights")
+
+
+def test_a_number_in_a_state_that_names_no_format_is_refused():
+    experts = QuantizedExperts(40, 36, 3, bits=4, format="mxfp")
+    state = experts.state_dict()
+    state["w_in.sizes"] = torch.tensor([24, 72, 40])
+    with pytest.raises(
+        RuntimeError, match=r"expected bits, output and input features \[14, 72, 40\], got \[24, 72, 40\]"
+    ):
+        experts.load_state_dict(state)

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.only_on("cpu")
 MORE = {"clamped": {"activation": ClampedSwiglu(0.25, alpha=1.702, up_offset=1.0, interleaved=True)}}
 
 
-def quantised(bits=4, dtype=torch.float32, **options):
+def quantised(bits=4, format="int", dtype=torch.float32, **options):
     moe = make_layer(hidden_size=40, ffn_size=36, dtype=dtype, **options).eval()
-    quantize_experts(moe, bits)
+    quantize_experts(moe, bits, format)
     return moe
 
 
@@ -30,10 +30,10 @@ def described(moe):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("form", [(8, "int"), (4, "int"), (4, "mxfp")], ids=["int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("options", (OPTIONS | MORE).values(), ids=(OPTIONS | MORE).keys())
-def test_a_layer_comes_back(options, bits, tmp_path):
-    moe = quantised(bits, **options)
+def test_a_layer_comes_back(options, form, tmp_path):
+    moe = quantised(*form, **options)
     moe.router.row_invariant = True  # what is mapped may round otherwise in torch's products
     if moe.router.expert_bias is not None:
         moe.router.expert_bias.uniform_(-0.1, 0.1)
@@ -98,6 +98,15 @@ def test_what_a_file_cannot_hold_is_refused(change, words, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_layer_with_weights_of_two_formats_is_refused(tmp_path):
+    """Its file would name one format, and could not be loaded."""
+    moe = quantised()
+    moe.experts.w_out = quantised(4, "mxfp").experts.w_out
+    with pytest.raises(ValueError, match=r"of one format and as many bits, got \[\('int', 4\), \('mxfp', 4\)\]"):
+        save_quantized(moe, tmp_path / "layer")
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_layers_are_refused(tmp_path):
     class Mine(MoE):
         pass
@@ -122,6 +131,10 @@ def edit(path, change=None, **described):
 EDITS = {
     "version": ({"version": 2}, "of version 1, got .*layer with 2"),
     "bits": ({"bits": 8}, "the tensors that its options need, got .*layer: .*size mismatch"),
+    "another format": ({"format": "mxfp"}, "its options need, got .*layer: .*size mismatch"),
+    "unknown format": ({"format": "fp8"}, "a known format, got .*layer: .*format must be 'int' or 'mxfp', got 'fp8'"),
+    "no format": ({"format": None}, "a known format, got .*layer: .*format must be a str, got NoneType"),
+    "bits of another format": ({"format": "mxfp", "bits": 8}, "bits must be 4 for format 'mxfp', got 8"),
     "missing": ({"change": lambda t: t.pop("experts.w_in.packed")}, "need, got .*Missing key.*experts.w_in.packed"),
     "more": ({"change": lambda t: t.update(x=torch.zeros(1))}, "need, got .*Unexpected key"),
     "sizes": ({"change": lambda t: t["experts.w_in.sizes"].add_(1)}, "need, got .*size mismatch for experts.w_in"),
@@ -137,6 +150,21 @@ def test_a_file_that_does_not_fit_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match=f"^load_quantized: expected .*{words}") as raised:
         load_quantized(path)
     assert "\n" not in str(raised.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_file_from_before_there_were_formats_holds_integers(bits, tmp_path):
+    moe = quantised(bits)
+    moe.router.row_invariant = True
+    path = tmp_path / "layer"
+    save_quantized(moe, path)
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["pymoe"])
+    assert metadata.pop("format") == "int"
+    save_file(load_file(path), path, metadata={"pymoe": json.dumps(metadata)})
+    x = torch.randn(9, 40)
+    assert_same_bits(load_quantized(path)(x), moe(x), "y")
 
 
 def test_other_files_are_refused(tmp_path):

@@ -54,11 +54,11 @@ def test_choices_that_a_capacity_drops_count():
             assert counted(lambda: moe(torch.randn(TOKENS, HIDDEN))) == ROUTER + products()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("form", [(4, "int"), (8, "int"), (4, "mxfp")], ids=["int4", "int8", "mxfp4"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu"])
-def test_quantised_experts_count_as_their_weights_did(bits, activation):
+def test_quantised_experts_count_as_their_weights_did(form, activation):
     moe = layer(activation=activation).eval()
-    quantize_experts(moe, bits)
+    quantize_experts(moe, *form)
     with torch.no_grad():
         assert counted(lambda: moe(torch.randn(TOKENS, HIDDEN))) == ROUTER + products(gated=activation == "swiglu")
 

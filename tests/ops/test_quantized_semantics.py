@@ -3,6 +3,7 @@
 import pytest
 import torch
 from specs.comparison import assert_same_bits
+from specs.quantized_weight import FORMATS
 from specs.samples import tied
 
 import pymoe
@@ -14,6 +15,7 @@ from pymoe.reference.quantized_weight import unpack
 pytestmark = pytest.mark.only_on("cpu")
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
 BITS = pytest.mark.parametrize("bits", [8, 4])
+FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 def normal(*shape, seed=0):
@@ -101,9 +103,9 @@ def test_constant_weights_that_bfloat16_holds_come_back_exactly(value, bits):
 
 
 @BACKENDS
-@BITS
+@FORMS
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-def test_activations_move_by_at_most_a_32639th_of_their_blocks_largest(backend, bits, scale):
+def test_activations_move_by_at_most_a_32639th_of_their_blocks_largest(backend, form, scale):
     x = normal(40, 300) * scale
     x[:, 7] *= 100
     integers, steps = round_rows(x)
@@ -111,15 +113,15 @@ def test_activations_move_by_at_most_a_32639th_of_their_blocks_largest(backend, 
     padded = torch.nn.functional.pad(x.abs(), (0, 84)).view(40, -1, BLOCK)
     largest = padded.amax(-1).repeat_interleave(BLOCK, dim=1)[:, :300]
     assert bool(((rounded - x.double()).abs() <= largest.double() / LARGEST_CODE).all())
-    weight = backend.quantize_weight(normal(1, 50, 300, seed=1), bits)
+    weight = backend.quantize_weight(normal(1, 50, 300, seed=1), *form)
     exact = rounded @ backend.dequantize_weight(weight)[0].double().T
     y = backend.quantized_linear(x, weight, offsets_of([40]))
     assert relative(y - exact, exact) < 1e-6
 
 
-@BITS
-def test_products_are_those_of_the_dequantised_weights_to_one_part_in_ten_thousand(bits):
-    x, weight = normal(64, 1024), pymoe.ops.quantize_weight(normal(2, 96, 1024, seed=1), bits)
+@FORMS
+def test_products_are_those_of_the_dequantised_weights_to_one_part_in_ten_thousand(form):
+    x, weight = normal(64, 1024), pymoe.ops.quantize_weight(normal(2, 96, 1024, seed=1), *form)
     offsets = offsets_of([24, 40])
     exact = pymoe.ops.grouped_linear(x.double(), pymoe.ops.dequantize_weight(weight).double(), offsets)
     assert relative(pymoe.ops.quantized_linear(x, weight, offsets) - exact, exact) < 1e-4
@@ -132,19 +134,19 @@ def test_bfloat16_values_near_their_blocks_largest_are_kept():
 
 
 @BACKENDS
-@BITS
-def test_a_row_does_not_depend_on_the_rows_around_it(backend, bits):
+@FORMS
+def test_a_row_does_not_depend_on_the_rows_around_it(backend, form):
     """One row at a time goes another way through the kernel than many at once."""
-    x, weight = normal(230, 200).bfloat16(), backend.quantize_weight(normal(1, 130, 200, seed=1), bits)
+    x, weight = normal(230, 200).bfloat16(), backend.quantize_weight(normal(1, 130, 200, seed=1), *form)
     together = backend.quantized_linear(x, weight, offsets_of([230]))
     for rows in (1, 2, 3, 5, 7, 60):
         some = backend.quantized_linear(x[11 : 11 + rows], weight, offsets_of([rows]))
         assert_same_bits(some, together[11 : 11 + rows], f"{rows} rows")
 
 
-@BITS
-def test_random_shapes(bits):
-    random = torch.Generator().manual_seed(bits)
+@FORMS
+def test_random_shapes(form):
+    random = torch.Generator().manual_seed(len(form) + form[0])
 
     def number(most):
         return int(torch.randint(0, most, (), generator=random))
@@ -155,8 +157,8 @@ def test_random_shapes(bits):
         x = torch.randn(sum(counts) + number(3), inputs, generator=random).bfloat16()
         weight = torch.randn(experts, outputs, inputs, generator=random)
         bias = torch.randn(experts, outputs, generator=random).bfloat16() if number(2) else None
-        packed = pymoe.ops.quantize_weight(weight, bits)
-        assert_same_bits(packed.packed, pymoe.reference.quantize_weight(weight, bits).packed, "packed")
+        packed = pymoe.ops.quantize_weight(weight, *form)
+        assert_same_bits(packed.packed, pymoe.reference.quantize_weight(weight, *form).packed, "packed")
         y = pymoe.ops.quantized_linear(x, packed, offsets_of(counts), bias)
         expected = pymoe.reference.quantized_linear(x, packed, offsets_of(counts), bias)
         assert_same_bits(y, expected, f"E{experts} N{outputs} H{inputs} {counts}")
@@ -210,5 +212,93 @@ def test_raw_calls_refuse_bytes_of_another_shape():
         with pytest.raises(ValueError, match=r"quantized_linear: packed must"):
             call(normal(3, 20), packed, offsets_of([1, 2]), None, bits, outputs)
     for bits, outputs in ((3, 10), (8, -1)):
-        with pytest.raises(ValueError, match=r"quantized_linear: (bits|output_features) must be"):
+        with pytest.raises(ValueError, match=r"quantized_linear: (format|output_features) must be"):
             call(normal(3, 20), weight.packed, offsets_of([1, 2]), None, bits, outputs)
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+@BACKENDS
+def test_mxfp4_weights_stand_for_what_the_standard_says(backend):
+    """All codes with all scales: OCP Microscaling Formats 1.0, in float64 and then in float32."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(1, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    weights = backend.dequantize_weight(backend.pack_weight(codes | codes.flip(3) << 4, scales))
+    expected = torch.stack([E2M1, E2M1.flip(0)], dim=1).flatten() * 2.0 ** (scales.double() - 127)
+    expected[:, 255] = torch.nan
+    assert_same_bits(weights, expected.float(), "weights")
+
+
+@BACKENDS
+def test_stored_mxfp4_weights_come_back_byte_by_byte(backend):
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (3, 130, 5, 16), dtype=torch.uint8, generator=random)
+    scales = torch.randint(256, (3, 130, 5), dtype=torch.uint8, generator=random)
+    weight = backend.pack_weight(codes, scales)
+    assert weight.packed.nbytes == 3 * 192 * 5 * 17  # 4.25 bits a weight, of whole tiles
+    assert (weight.bits, weight.output_features, weight.input_features, weight.format) == (4, 130, 160, "mxfp")
+    for came_back, original in zip(backend.unpack_weight(weight), (codes, scales), strict=True):
+        assert torch.equal(came_back, original)
+
+
+@BACKENDS
+def test_mxfp4_rounds_as_the_standard_says(backend):
+    """Its section 6.3: a scale from the largest exponent, the nearest value, ties to even, and no overflow past 6."""
+    weight = normal(2, 70, 96) * 2.0 ** torch.randint(-60, 60, (2, 70, 1))
+    middles = [value + more for value in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0) for more in (0.0, 1e-6, -1e-6)]
+    weight[0, 0, :30] = torch.tensor([*middles, 0.0, -0.0, 7.99, -7.99, 6.5, -0.25, -0.75, -1.25, -5.0])
+    weight[0, 0, 30:32] = 1.0
+    codes, scales = backend.unpack_weight(backend.quantize_weight(weight, 4, "mxfp"))
+    groups = weight.unflatten(2, (3, 32)).double()
+    exponent = groups.abs().amax(3).log2().floor() - 2
+    assert torch.equal(scales.double() - 127, exponent)
+    scaled = groups / 2.0 ** exponent[..., None]
+    far = (scaled.abs()[..., None] - E2M1[:8].double()).abs()
+    nearest = far.amin(-1, keepdim=True)
+    even = torch.tensor([0, 1] * 4)
+    expected = (far != nearest).int() * 2 + even  # of the nearest the even one, and then the least
+    expected = expected.argmin(-1) | groups.signbit().int() << 3
+    assert torch.equal(torch.stack([codes & 15, codes >> 4], dim=4).flatten(3).long(), expected.long())
+
+
+@BACKENDS
+def test_mxfp4_weights_are_kept_when_they_are_rounded_again(backend):
+    """Of a group that has a 4 or a 6; the scale of others could be smaller."""
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (2, 65, 3, 16), dtype=torch.uint8, generator=random)
+    codes[..., 7] = 0x6F
+    scales = torch.randint(1, 220, (2, 65, 3), dtype=torch.uint8, generator=random)
+    weight = backend.pack_weight(codes, scales)
+    again = backend.quantize_weight(backend.dequantize_weight(weight), 4, "mxfp")
+    assert_same_bits(again.packed, weight.packed, "packed")
+
+
+@BACKENDS
+def test_a_scale_that_is_nan_makes_its_output_nan_and_no_other(backend):
+    x, weight = normal(3, 128), backend.quantize_weight(normal(1, 70, 128), 4, "mxfp")
+    expected = backend.quantized_linear(x, weight, offsets_of([3]))
+    codes, scales = backend.unpack_weight(weight)
+    scales[0, 5, 2] = 255
+    codes[0, 5, 2] = 0
+    y = backend.quantized_linear(x, backend.pack_weight(codes, scales), offsets_of([3]))
+    assert bool(y[:, 5].isnan().all())
+    others = torch.arange(70) != 5
+    assert_same_bits(y[:, others], expected[:, others], "the other outputs")
+
+
+@BACKENDS
+@pytest.mark.parametrize("scale", [0, 1, 20, 127, 227])
+def test_mxfp4_products_are_right_for_scales_of_every_size(backend, scale):
+    codes = torch.randint(256, (1, 70, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    weight = backend.pack_weight(codes, torch.full((1, 70, 4), scale, dtype=torch.uint8))
+    x = normal(9, 128) * 2.0 ** min(100, 127 - scale)
+    exact = x.double() @ backend.dequantize_weight(weight)[0].double().T
+    assert relative(backend.quantized_linear(x, weight, offsets_of([9])) - exact, exact) < 1e-4
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])  # "device" is the suite's own
+@pytest.mark.parametrize("number", [0, 5, 10, 18])
+def test_numbers_that_name_no_format_are_refused_also_without_memory(number, place):
+    with pytest.raises(ValueError, match=f"quantize_weight: format must be 8, 4 or 14, got {number}"):
+        torch.ops.pymoe.quantize_weight(torch.zeros(1, 2, 32, device=place), number)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from pymoe import reference
-from pymoe._common.types import is_gated
+from pymoe._common.types import is_gated, number_of
 from pymoe.bench.operators import uniform
 from pymoe.ops.expert_activation import kernel_options
 from specs import RawCall, routings
 from specs.expert_activation import ACTIVATIONS
+from specs.quantized_weight import FORMATS
 
 
 def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
@@ -37,16 +38,15 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     yield RawCall("capacity", "apply_experts_recorded", (*one, 1, False, *numbers))
     yield RawCall("capacity", "apply_chosen_experts_recorded", (x, logits, *gate, *network, 1, *numbers))
     yield RawCall("foreign", "apply_experts", (one[0], one[1].long() + 2, *one[2:], None, True, *numbers))
-    for bits in (8, 4):
+    for form, options in FORMATS.items():
         w_in, w_out = (
-            reference.quantize_weight(uniform(*shape, dtype=torch.float32, generator=generator), bits).packed
+            reference.quantize_weight(uniform(*shape, dtype=torch.float32, generator=generator), *options)
             for shape in ((4, 6, 5), (4, 5, 3))
         )
-        quantized = (uniform(6, 5, dtype=torch.float32, generator=generator), experts, weights, w_in, None, w_out, None)
-        layout = [bits, 6, bits, 5]
-        yield RawCall(
-            f"int{bits}", "apply_quantized_experts", (*quantized, layout, 0, None, False, 0.0, 1.0, 0.0, False)
-        )
-        chosen = (quantized[0], logits, *gate, *quantized[3:])
-        yield RawCall(f"int{bits}", "apply_chosen_quantized_experts", (*chosen, layout, 0, None, 0.0, 1.0, 0.0, False))
-        yield RawCall(f"int{bits}_capacity", "apply_quantized_experts", (*quantized, layout, 0, 2, False))
+        x = uniform(6, 5, dtype=torch.float32, generator=generator)
+        quantized = (x, experts, weights, w_in.packed, None, w_out.packed, None)
+        layout = [number_of(w_in), 6, number_of(w_out), 5]
+        yield RawCall(form, "apply_quantized_experts", (*quantized, layout, 0, None, False, 0.0, 1.0, 0.0, False))
+        chosen = (x, logits, *gate, *quantized[3:])
+        yield RawCall(form, "apply_chosen_quantized_experts", (*chosen, layout, 0, None, 0.0, 1.0, 0.0, False))
+        yield RawCall(f"{form}_capacity", "apply_quantized_experts", (*quantized, layout, 0, 2, False))

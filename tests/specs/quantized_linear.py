@@ -9,10 +9,11 @@ from torch import Tensor
 
 from pymoe import reference
 from pymoe._common.contracts import QUANTIZED_FLOATING
+from pymoe._common.types import number_of
 from pymoe.bench.calls import Sample
-from pymoe.bench.operators import random_counts
+from pymoe.bench.operators import offsets_of, random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
-from specs.quantized_weight import wrong_weights
+from specs.quantized_weight import FORMATS, stored, wrong_weights
 from specs.samples import expanded, layouts, special_values, sprinkled
 
 SIZES = ((1, 1), (1, 9), (9, 1), (64, 32), (65, 33), (63, 129), (64, 128), (130, 257), (20, 600))
@@ -22,7 +23,7 @@ def _sample(
     name: str,
     counts: list[int],
     sizes: tuple[int, int],
-    bits: int,
+    form: str,
     dtype: torch.dtype,
     generator: torch.Generator,
     bias: bool = True,
@@ -30,11 +31,11 @@ def _sample(
 ) -> Sample:
     plain = grouped_linear.random_sample(name, counts, sizes, dtype, generator, bias, past_the_end)
     x, weight, *others = plain.args
-    return Sample(name, (x, reference.quantize_weight(weight, bits), *others))
+    return Sample(name, (x, reference.quantize_weight(weight, *FORMATS[form]), *others))
 
 
 def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
-    for bits in (8, 4):
+    for form in FORMATS:
 
         def make(
             name: str,
@@ -42,9 +43,9 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
             sizes: tuple[int, int],
             bias: bool = True,
             past_the_end: int = 0,
-            bits: int = bits,
+            form: str = form,
         ) -> Sample:
-            return _sample(f"{name}_int{bits}", counts, sizes, bits, dtype, generator, bias, past_the_end)
+            return _sample(f"{name}_{form}", counts, sizes, form, dtype, generator, bias, past_the_end)
 
         for outputs, inputs in SIZES:
             yield make(f"N{outputs}_H{inputs}", [5, 0, 17, 2], (outputs, inputs))
@@ -62,23 +63,27 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
 
         x, weight, offsets, bias = make("base", [4, 0, 9], (70, 140)).args
         for name, view in layouts(x):
-            yield Sample(f"x_{name}_int{bits}", (view, weight, offsets, bias))
+            yield Sample(f"x_{name}_{form}", (view, weight, offsets, bias))
         for name, view in layouts(bias):
-            yield Sample(f"bias_{name}_int{bits}", (x, weight, offsets, view))
+            yield Sample(f"bias_{name}_{form}", (x, weight, offsets, view))
         for name, view in layouts(weight.packed):
-            yield Sample(f"packed_{name}_int{bits}", (x, weight._replace(packed=view), offsets, bias))
-        yield Sample(f"x_expanded_int{bits}", (expanded(x, 13), weight, offsets, bias))
-        yield Sample(f"bias_by_name_int{bits}", (x, weight, offsets), {"bias": bias})
-        yield Sample(f"special_int{bits}", (sprinkled(x, generator, 0.01), weight, offsets, bias))
-        yield Sample(f"special_finite_int{bits}", (sprinkled(x, generator, finite=True), weight, offsets, bias))
-        yield Sample(f"all_special_int{bits}", (special_values(dtype).repeat(13, 10), weight, offsets, bias))
-        yield Sample(f"special_bias_int{bits}", (x, weight, offsets, sprinkled(bias, generator)))
-        yield Sample(f"zeros_int{bits}", (torch.zeros_like(x), weight, offsets))
+            yield Sample(f"packed_{name}_{form}", (x, weight._replace(packed=view), offsets, bias))
+        yield Sample(f"x_expanded_{form}", (expanded(x, 13), weight, offsets, bias))
+        yield Sample(f"bias_by_name_{form}", (x, weight, offsets), {"bias": bias})
+        yield Sample(f"special_{form}", (sprinkled(x, generator, 0.01), weight, offsets, bias))
+        yield Sample(f"special_finite_{form}", (sprinkled(x, generator, finite=True), weight, offsets, bias))
+        yield Sample(f"all_special_{form}", (special_values(dtype).repeat(13, 10), weight, offsets, bias))
+        yield Sample(f"special_bias_{form}", (x, weight, offsets, sprinkled(bias, generator)))
+        yield Sample(f"zeros_{form}", (torch.zeros_like(x), weight, offsets))
         steps = (2.0 ** torch.arange(-140.0, 128.0, 268 / 140)).to(dtype)  # a step of each size, where the dtype has it
-        yield Sample(f"steps_int{bits}", (x * steps.clamp(max=torch.finfo(dtype).max / 4), weight, offsets, bias))
+        yield Sample(f"steps_{form}", (x * steps.clamp(max=torch.finfo(dtype).max / 4), weight, offsets, bias))
         unread = torch.full((20, 140), float("nan"), dtype=dtype)
         unread[:13] = x
-        yield Sample(f"nan_past_the_end_int{bits}", (unread, weight, offsets, bias))
+        yield Sample(f"nan_past_the_end_{form}", (unread, weight, offsets, bias))
+    for name, blocks, scales in stored(generator):
+        x = torch.randn(13, blocks.shape[2] * 32, generator=generator).to(dtype)
+        cuts = offsets_of(random_counts(13, len(blocks), generator)) if len(blocks) else offsets_of([])
+        yield Sample(f"stored_{name}", (x, reference.pack_weight(blocks, scales), cuts))
 
 
 def _error_inputs() -> Iterator[ErrorInput]:
@@ -120,12 +125,12 @@ def _error_inputs() -> Iterator[ErrorInput]:
 
 
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
-    for bits in (8, 4):
+    for form in FORMATS:
         for dtype in (torch.float32, torch.bfloat16):
-            x, weight, offsets, bias = _sample("raw", [3, 0, 5], (6, 40), bits, dtype, generator, True, 2).args
-            name = f"int{bits}_{str(dtype).removeprefix('torch.')}"
-            yield RawCall(f"bias_{name}", "quantized_linear", (x, weight.packed, offsets, bias, bits, 6))
-            yield RawCall(f"no_bias_{name}", "quantized_linear", (x, weight.packed, offsets, None, bits, 6))
+            x, weight, offsets, bias = _sample("raw", [3, 0, 5], (6, 40), form, dtype, generator, True, 2).args
+            number, name = number_of(weight), f"{form}_{str(dtype).removeprefix('torch.')}"
+            yield RawCall(f"bias_{name}", "quantized_linear", (x, weight.packed, offsets, bias, number, 6))
+            yield RawCall(f"no_bias_{name}", "quantized_linear", (x, weight.packed, offsets, None, number, 6))
 
 
 SPECS = [

@@ -1,4 +1,4 @@
-"""quantize_weight and dequantize_weight."""
+"""quantize_weight, dequantize_weight, pack_weight and unpack_weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pymoe import reference
+from pymoe._common.types import FORMATS as NUMBERS
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
 from specs import ErrorInput, RawCall, specify
@@ -24,6 +25,10 @@ SIZES = (
     (1, 2, 300),
     (4, 7, 96),
 )
+
+
+FORMATS = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp")}
+"""The formats by name: what quantize_weight is called with."""
 
 
 def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
@@ -54,13 +59,95 @@ def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[st
 
 def _quantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for name, weight in weights(dtype, generator):
-        for bits in (8, 4):
-            yield Sample(f"{name}_int{bits}", (weight, bits))
+        for form, options in FORMATS.items():
+            yield Sample(f"{name}_{form}", (weight, *options))
 
 
 def _dequantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for sample in _quantize_samples(dtype, generator):
         yield Sample(sample.name, (reference.quantize_weight(*sample.args),))
+    for name, codes, scales in stored(generator):
+        yield Sample(f"stored_{name}", (reference.pack_weight(codes, scales),))
+
+
+def stored(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """MXFP4 weights as checkpoints hold them: name, codes and scales; all codes with all scales among them."""
+
+    def some(*sizes: int, scales: tuple[int, int] = (120, 131)) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(256, (*sizes, 16), generator=generator, dtype=torch.uint8)
+        return codes, torch.randint(*scales, sizes, generator=generator, dtype=torch.uint8)
+
+    def alike(code: int, scale: int) -> tuple[Tensor, Tensor]:
+        return torch.full((1, 5, 3, 16), code, dtype=torch.uint8), torch.full((1, 5, 3), scale, dtype=torch.uint8)
+
+    for sizes in (
+        (1, 1, 1),
+        (2, 3, 5),
+        (1, 64, 4),
+        (3, 65, 3),
+        (1, 130, 9),
+        (2, 63, 1),
+        (0, 3, 2),
+        (2, 0, 2),
+        (2, 3, 0),
+    ):
+        yield "x".join(map(str, sizes)), *some(*sizes)
+    every = torch.arange(256, dtype=torch.uint8)
+    pairs = every.view(1, 1, 16, 16).repeat(1, 256, 1, 1)  # all pairs of codes in 16 groups, for each scale
+    yield "all_codes_and_scales", pairs, every.view(1, 256, 1).repeat(1, 1, 16)
+    for name, code, scale in (("zeros", 0, 0), ("minus_zeros", 0x88, 127), ("largest_codes", 0x7F, 127)):
+        yield name, *alike(code, scale)
+    for name, ends in (("small_scales", (0, 3)), ("wide_scales", (60, 190)), ("scales_at_the_limit", (225, 228))):
+        yield name, *some(2, 20, 5, scales=ends)
+    codes, scales = some(2, 20, 5)
+    yield "nan_scales", codes, torch.where(torch.rand(2, 20, 5, generator=generator) < 0.1, 255, scales).to(torch.uint8)
+    for name, view in layouts(codes):
+        yield f"codes_{name}", view, scales
+    for name, view in layouts(scales):
+        yield f"scales_{name}", codes, view
+
+
+def _pack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for turn in range(2):  # other values
+        for name, *parts in stored(generator):
+            yield Sample(f"{name}_{turn}", tuple(parts))
+
+
+def _unpack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    for sample in _pack_samples(dtype, generator):
+        yield Sample(sample.name, (reference.pack_weight(*sample.args),))
+    weight = uniform(2, 70, 45, dtype=torch.float32, generator=generator)
+    yield Sample("quantised", (reference.quantize_weight(weight, 4, "mxfp"),))
+
+
+def _pack_errors() -> Iterator[ErrorInput]:
+    codes, scales = torch.zeros(2, 4, 3, 16, dtype=torch.uint8), torch.zeros(2, 4, 3, dtype=torch.uint8)
+
+    def wrong(name: str, error: type[Exception], match: str, *args: object) -> ErrorInput:
+        return ErrorInput(Sample(name, args), error, match)
+
+    yield wrong("codes_list", TypeError, "codes must be a tensor, got list", [1], scales)
+    yield wrong("codes_none", TypeError, "codes must be a tensor", None, scales)
+    yield wrong("codes_int8", TypeError, "codes must have dtype uint8", codes.char(), scales)
+    yield wrong("codes_float", TypeError, "codes must have dtype uint8", codes.float(), scales)
+    yield wrong("codes_rank", ValueError, "codes must have shape (E, N, H / 32, 16), got", codes.flatten(2), scales)
+    yield wrong("codes_15", ValueError, "codes must have size 16 (bytes of 32 codes)", codes[..., 1:], scales)
+    yield wrong("scales_list", TypeError, "scales must be a tensor, got list", codes, [1])
+    yield wrong("scales_none", TypeError, "scales must be a tensor", codes, None)
+    yield wrong("scales_float", TypeError, "scales must have dtype uint8", codes, scales.float())
+    yield wrong("scales_rank", ValueError, "scales must have shape (E, N, H / 32)", codes, scales[0])
+    yield wrong("scales_E", ValueError, "scales must have size 2 (E of codes)", codes, scales[:1])
+    yield wrong("scales_N", ValueError, "scales must have size 4 (N of codes)", codes, scales[:, :3])
+    yield wrong("scales_H", ValueError, "scales must have size 3 (H / 32 of codes)", codes, scales[:, :, :1])
+    yield wrong("scales_device", ValueError, "scales must be on the device of codes", codes, scales.to("meta"))
+
+
+def _unpack_errors() -> Iterator[ErrorInput]:
+    yield from _dequantize_errors()
+    for bits in (8, 4):
+        weight = reference.quantize_weight(torch.ones(1, 2, 3), bits)
+        match = "weight.format must be 'mxfp', got 'int'"
+        yield ErrorInput(Sample(f"int{bits}", (weight,)), ValueError, match)
 
 
 def _quantize_errors() -> Iterator[ErrorInput]:
@@ -86,9 +173,13 @@ def _quantize_errors() -> Iterator[ErrorInput]:
     yield wrong("bits_bool", TypeError, "bits must be an int, got bool", weight, True)
     yield wrong("bits_none", TypeError, "bits must be an int, got NoneType", weight, None)
     for name, value in (("nan", float("nan")), ("inf", float("inf")), ("minus_inf", -float("inf")), ("large", 2e30)):
-        for bits in (8, 4):
+        for form, options in FORMATS.items():
             match = "weight must be finite and at most 2**100 in magnitude, which it is not at [1, 2, 1]"
-            yield wrong(f"weight_{name}_int{bits}", ValueError, match, with_value(value), bits)
+            yield wrong(f"weight_{name}_{form}", ValueError, match, with_value(value), *options)
+    yield wrong("bits_of_mxfp", ValueError, "bits must be 4 for format 'mxfp', got 8", weight, 8, "mxfp")
+    yield wrong("bits_of_mxfp_6", ValueError, "bits must be 4 for format 'mxfp', got 6", weight, 6, "mxfp")
+    yield wrong("format_unknown", ValueError, "format must be 'int' or 'mxfp', got 'nvfp'", weight, 4, "nvfp")
+    yield wrong("format_none", TypeError, "format must be a str, got NoneType", weight, 4, None)
 
 
 def wrong_weights() -> Iterator[tuple[str, object, type[Exception], str]]:
@@ -98,6 +189,9 @@ def wrong_weights() -> Iterator[tuple[str, object, type[Exception], str]]:
     yield "weight_none", None, TypeError, "weight must be a QuantizedWeight, got NoneType"
     yield "weight_short", good[:3], TypeError, "weight must be a QuantizedWeight, got tuple"
     yield "weight_bits", good._replace(bits=3), ValueError, "weight.bits must be 8 or 4"
+    yield "weight_format", good._replace(format="mxfp"), ValueError, "weight.bits must be 4 for format 'mxfp', got 8"
+    yield "weight_other_format", good._replace(bits=4, format="mxfp"), ValueError, "weight.packed must have size 2176"
+    yield "weight_format_none", good._replace(format=None), TypeError, "weight.format must be a str"
     yield "weight_other_bits", good._replace(bits=4), ValueError, "weight.packed must have size 2560"
     yield "weight_bits_none", good._replace(bits=None), TypeError, "weight.bits must be an int"
     yield "packed_list", good._replace(packed=[1]), TypeError, "weight.packed must be a tensor, got list"
@@ -116,11 +210,11 @@ def _dequantize_errors() -> Iterator[ErrorInput]:
 
 
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
-    for bits in (8, 4):
+    for number in NUMBERS.values():
         for dtype in (torch.float32, torch.bfloat16):
             weight = uniform(2, 5, 37, dtype=dtype, generator=generator)
-            yield RawCall(f"int{bits}_{dtype}", "quantize_weight", (weight, bits))
-            yield RawCall(f"int{bits}_{dtype}_transposed", "quantize_weight", (weight.transpose(1, 2), bits))
+            yield RawCall(f"{number}_{dtype}", "quantize_weight", (weight, number))
+            yield RawCall(f"{number}_{dtype}_transposed", "quantize_weight", (weight.transpose(1, 2), number))
 
 
 SPECS = [
@@ -131,4 +225,6 @@ SPECS = [
         error_inputs=_dequantize_errors,
         dtypes=(torch.float32, torch.bfloat16),
     ),
+    specify("pack_weight", samples=_pack_samples, error_inputs=_pack_errors, dtypes=(torch.float32,)),
+    specify("unpack_weight", samples=_unpack_samples, error_inputs=_unpack_errors, dtypes=(torch.float32,)),
 ]

@@ -5,7 +5,7 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4))``: transformers makes each stacked weight of experts
   from the checkpoint's tensors; it is packed before the next one is read.
 - ``save_pretrained``: the packed bytes have the name of the weight itself, so that a program which does not know them
-  finds tensors of unexpected shapes, and raises. ``NAME.sizes`` holds bits and features.
+  finds tensors of unexpected shapes, and raises. ``NAME.sizes`` holds the format's number and features.
 - ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
 """
 
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pymoe._common.contracts import check_bits
+from pymoe._common.contracts import check_format
+from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import QuantizedLinear, quantize_experts
@@ -57,29 +58,40 @@ class PymoeConfig(QuantizationConfigMixin):
     the folder has a configuration, transformers does not use the one that is passed to it, and warns.
 
     Args:
-        bits: 8 or 4.
+        bits: 8 or 4; 4 for ``"mxfp"``.
+        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier versions do
+            not have it: theirs is ``"int"``.
         version: version of the files; there is only one.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
     Raises:
-        TypeError: ``bits`` is not an int.
-        ValueError: ``bits`` is neither 8 nor 4; the version is unknown, as in files of a later pymoe; or an option is
-            unknown.
+        TypeError: ``bits`` is not an int, or ``format`` is not a str.
+        ValueError: ``bits`` and ``format`` are not as above; the version is unknown, as in files of a later pymoe; or
+            an option is unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts are missing or have other sizes or bits than
     the configuration says, a weight is not finite, a file is cut short, or the model has no experts that pymoe
     quantises, runs another implementation of experts, or is offloaded.
     """
 
-    def __init__(self, bits: int = 8, *, version: int = FORMAT, quant_method: str = interface.NAME, **other: Any):
+    def __init__(
+        self,
+        bits: int = 8,
+        format: WeightFormat = "int",
+        *,
+        version: int = FORMAT,
+        quant_method: str = interface.NAME,
+        **other: Any,
+    ) -> None:
         if version != FORMAT:
             raise ValueError(
                 f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}; install a pymoe that has it"
             )
         if other or quant_method != interface.NAME:
-            raise ValueError(f"PymoeConfig: expected bits and version, got {other or quant_method!r}")
-        check_bits("PymoeConfig", "bits", bits)
+            raise ValueError(f"PymoeConfig: expected bits, format and version, got {other or quant_method!r}")
+        check_format("PymoeConfig", bits, format)
         self.bits = bits
+        self.format = format
         self.version = version
         self.quant_method = quant_method
         self.folder: Path | None = None
@@ -87,7 +99,7 @@ class PymoeConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
-        return {"quant_method": self.quant_method, "bits": self.bits, "version": self.version}
+        return {"quant_method": self.quant_method, "bits": self.bits, "format": self.format, "version": self.version}
 
 
 class PymoeQuantizer(HfQuantizer):
@@ -133,7 +145,8 @@ class PymoeQuantizer(HfQuantizer):
                 f"from_pretrained: expected a model with experts that pymoe quantises, got {type(model).__name__}"
             )
         if self.pre_quantized:
-            quantize_experts(model, self.quantization_config.bits)  # on the meta device
+            config = self.quantization_config
+            quantize_experts(model, config.bits, config.format)  # on the meta device
             for name in self.weights:
                 layer = model.get_submodule(name)
                 interface.mark_initialized(layer)
@@ -227,7 +240,7 @@ class Pack(_Known):
         if interface.flags(experts).transposed:
             weight = weight.transpose(1, 2)
         config = self.hf_quantizer.quantization_config
-        layer = QuantizedLinear.from_weight(weight, config.bits).eval()
+        layer = QuantizedLinear.from_weight(weight, config.bits, format=config.format).eval()
         if config.folder is not None:
             layer.packed = _in_file(layer.packed, config.folder)
         delattr(experts, own)
@@ -258,7 +271,8 @@ class Take(_Known):
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             self.hf_quantizer.faults[name] = (
-                f"expected {name!r} with bits, output and input features and packed shape {expected}, got {seen}"
+                f"expected {name!r} with bits (14 for mxfp), output and input features and packed shape {expected}, "
+                f"got {seen}"
             )
             return {}
         self.hf_quantizer.packed.add(name)
@@ -293,7 +307,7 @@ def prepare_to_save(model: nn.Module) -> None:
 
     Raises:
         ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised,
-            their numbers of bits differ, or another method quantised the model.
+            their formats or numbers of bits differ, or another method quantised the model.
     """
     layers = dict(_quantised(model))
     quantizer = interface.quantizer_of(model)
@@ -309,11 +323,13 @@ def prepare_to_save(model: nn.Module) -> None:
             f"{place} whose experts are all quantised or all not, got {whole[0]!r}, which is not; quantise the whole "
             f"model, or save model.state_dict()"
         )
-    bits = sorted({layer.bits for layer in layers.values()})
-    if len(bits) > 1:
-        raise ValueError(f"{place} whose experts all have as many bits, got {bits}; save model.state_dict()")
+    formats = sorted({(layer.bits, layer.format) for layer in layers.values()})
+    if len(formats) > 1:
+        raise ValueError(
+            f"{place} whose experts all have one format and as many bits, got {formats}; save model.state_dict()"
+        )
     if quantizer is None:
-        interface.mark_quantized(model, PymoeQuantizer(PymoeConfig(bits[0]), pre_quantized=True))
+        interface.mark_quantized(model, PymoeQuantizer(PymoeConfig(*formats[0]), pre_quantized=True))
     elif not isinstance(quantizer, PymoeQuantizer):
         raise ValueError(f"{place} quantised by pymoe alone, got one of {type(quantizer).__name__}, too")
 

@@ -62,6 +62,45 @@ def test_a_quantised_model_generates_and_comes_back_from_its_state(tmp_path):
     assert torch.equal(other.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0), tokens)
 
 
+@torch.no_grad()
+def test_gpt_oss_computes_with_the_mxfp4_weights_of_a_checkpoint():
+    """What transformers itself makes of the codes and scales, except for the NaN that the standard has."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random = torch.Generator().manual_seed(0)
+    whole_groups = {**tiny_models.OWN.get("gpt_oss", {}), "hidden_size": 64, "intermediate_size": 96}
+    plain = tiny_models.built(GptOssForCausalLM, tiny_models.configuration(GptOssConfig, whole_groups)).eval()
+    plain.set_experts_implementation("pymoe")
+    packed = copy.deepcopy(plain)
+    replaced = 0
+    for one, other in zip(list(plain.modules()), list(packed.modules()), strict=True):
+        for name, weight in (stacked_weights(one) or {}).items():
+            experts, outputs, inputs = weight.shape
+            codes = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=random)
+            scales = torch.randint(118, 122, codes.shape[:3], dtype=torch.uint8, generator=random)
+            theirs = convert_moe_packed_tensors(codes, scales).transpose(1, 2)  # theirs is (E, in, out)
+            ours = pymoe.ops.pack_weight(codes, scales)
+            assert torch.equal(pymoe.ops.dequantize_weight(ours), theirs.float())
+            weight.copy_(theirs)
+            delattr(other, name)
+            setattr(other, name, QuantizedLinear.from_quantized(ours))
+            replaced += 1
+    assert replaced == 4
+    expected = logits(plain)
+    assert float((logits(packed) - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_all_mxfp4_weights_are_those_of_transformers():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    codes = torch.arange(16, dtype=torch.uint8).repeat(1, 255, 1, 1) * 0x11
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)  # 255 is NaN in the standard, infinite there
+    theirs = convert_moe_packed_tensors(codes, scales).transpose(1, 2).float().contiguous()
+    ours = pymoe.ops.dequantize_weight(pymoe.ops.pack_weight(codes, scales))
+    assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
 def test_another_implementation_is_refused_before_and_after():
     model = build("mixtral")
     model.set_experts_implementation("eager")

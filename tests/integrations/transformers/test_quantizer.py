@@ -18,6 +18,7 @@ from pymoe.integrations.transformers import PymoeConfig
 from pymoe.nn import MoE, QuantizedLinear, quantize_experts
 
 pytestmark = pytest.mark.only_on("cpu")
+FORMATS = {"int8": (8, "int"), "int4": (4, "int"), "mxfp4": (4, "mxfp")}
 
 
 def checkpoint(name, folder, dtype=torch.float32, **options):
@@ -28,10 +29,10 @@ def checkpoint(name, folder, dtype=torch.float32, **options):
     return type(model)
 
 
-def quantised(cls, folder, bits, **options):
+def quantised(cls, folder, bits, format="int", **options):
     """Return what a user had before: the whole model, whose experts are then quantised."""
     model = cls.from_pretrained(folder, experts_implementation="pymoe", **options)
-    quantize_experts(model, bits)
+    quantize_experts(model, bits, format)
     return model
 
 
@@ -62,14 +63,15 @@ def assert_same_model(got, expected):
     assert not got.training
 
 
-@pytest.mark.thinned(usual=6)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.thinned(usual=12)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("name", models(EVERY_MODEL))
-def test_a_checkpoint_is_read_in_few_bits_and_comes_back(name, bits, tmp_path):
+def test_a_checkpoint_is_read_in_few_bits_and_comes_back(name, form, tmp_path):
     cls = checkpoint(name, tmp_path / "whole")
-    expected = quantised(cls, tmp_path / "whole", bits)
-    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(bits=bits))
+    expected = quantised(cls, tmp_path / "whole", *form)
+    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(*form))
     assert_same_model(read, expected)
+    assert {layer.format for layer in read.modules() if isinstance(layer, QuantizedLinear)} == {form[1]}
     read.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     again = cls.from_pretrained(tmp_path / "packed")
     assert_same_model(again, expected)
@@ -117,7 +119,7 @@ def test_a_folder_holds_what_save_pretrained_writes_and_nothing_else(tmp_path):
         "model.safetensors",
     }
     config = json.loads((tmp_path / "one" / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "version": 1}
+    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "format": "int", "version": 1}
     read.save_pretrained(tmp_path / "several", max_shard_size="100KB")
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())["weight_map"]
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
@@ -179,9 +181,12 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
     ("arguments", "error", "words"),
     [
         ({"bits": 5}, ValueError, "bits must be 8 or 4, got 5"),
+        ({"bits": 8, "format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
+        ({"bits": 4, "format": "fp8"}, ValueError, "format must be 'int' or 'mxfp', got 'fp8'"),
+        ({"bits": 4, "format": None}, TypeError, "format must be a str, got NoneType"),
         ({"bits": "4"}, TypeError, "bits must be an int"),
         ({"version": 2}, ValueError, "expected files of version 1, got version 2; install a pymoe that has it"),
-        ({"group": 32}, ValueError, r"expected bits and version, got \{'group': 32\}"),
+        ({"group": 32}, ValueError, r"expected bits, format and version, got \{'group': 32\}"),
         ({"quant_method": "awq"}, ValueError, "got 'awq'"),
     ],
 )
@@ -240,14 +245,26 @@ def test_a_packed_file_that_does_not_fit_is_refused(edit, packed, tmp_path):
         cls.from_pretrained(wrong, ignore_mismatched_sizes=True)
 
 
+def test_a_folder_from_before_there_were_formats_holds_integers(packed):
+    cls, folder = packed
+    expected = cls.from_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]["format"]
+    file.write_text(json.dumps(config))
+    assert_same_model(cls.from_pretrained(folder), expected)
+
+
 def test_a_configuration_that_does_not_fit_is_refused(packed):
     cls, folder = packed
     file = folder / "config.json"
     config = json.loads(file.read_text())
     for entry, change, words in (
         ("bits", 8, r"expected .* \[8, 64, 40, .* got \[4, 64, 40"),
+        ("format", "mxfp", r"expected .* \[14, 64, 40, .* got \[4, 64, 40"),
+        ("format", "fp8", "PymoeConfig: format must be 'int' or 'mxfp', got 'fp8'"),
         ("version", 2, "files of version 1, got version 2"),
-        ("groups", 16, "expected bits and version, got"),
+        ("groups", 16, "expected bits, format and version, got"),
     ):
         changed = copy.deepcopy(config)
         changed["quantization_config"][entry] = change
@@ -349,7 +366,13 @@ def refuse_some(model):
 def refuse_two_kinds(model):
     quantize_experts(model.model.layers[0], 8)
     quantize_experts(model.model.layers[1], 4)
-    return r"all have as many bits, got \[4, 8\]"
+    return r"all have one format and as many bits, got \[\(4, 'int'\), \(8, 'int'\)\]"
+
+
+def refuse_two_formats(model):
+    quantize_experts(model.model.layers[0], 4)
+    quantize_experts(model.model.layers[1], 4, "mxfp")
+    return r"all have one format and as many bits, got \[\(4, 'int'\), \(4, 'mxfp'\)\]"
 
 
 def refuse_others(model):
@@ -376,7 +399,9 @@ def refuse_after(model):
     return "all quantised or all not"
 
 
-@pytest.mark.parametrize("prepare", [refuse_some, refuse_two_kinds, refuse_others, refuse_two_methods, refuse_after])
+@pytest.mark.parametrize(
+    "prepare", [refuse_some, refuse_two_kinds, refuse_two_formats, refuse_others, refuse_two_methods, refuse_after]
+)
 def test_what_files_cannot_say_is_not_saved(prepare, tmp_path):
     cls = checkpoint("mixtral", tmp_path / "whole")
     model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
