@@ -37,8 +37,8 @@ REFUSED_S = 5.0
 """Seconds without attempts to open a stream after the server refused one; each request is then a separate call."""
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
-HUNG_UP = ("Socket closed", "Connection reset")
-"""Reasons that gRPC gives if the server closes the connection as soon as it has read something."""
+NO_ANSWER_IN_PLAIN = ("Socket closed", "Connection reset", "before receiving SETTINGS frame")
+"""Reasons that gRPC gives if the server closes the connection as soon as it has read something, or waits for more."""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_BYTES),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
@@ -210,7 +210,7 @@ class Channel:
             message = self.methods[method](b"", timeout=seconds, metadata=self.metadata)
         except grpc.RpcError as failed:
             error = from_status(failed, self.address)
-            if not self._encrypted and any(said in str(error) for said in HUNG_UP):
+            if not self._encrypted and any(said in str(error) for said in NO_ANSWER_IN_PLAIN):
                 error = type(error)(f"{error}; does the server use TLS? (tls=TLS(ca=), --tls-ca)")
             raise error from None
         try:

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 from experts import ROW, WIDTH, Held, Raising, count, counted, counting, mlp, of
+from grpc import StatusCode
 from limits import LONG
 from server_processes import ServerProcesses
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from pymoe.remote import (
     wire,
 )
 from pymoe.remote import server as server_module
-from pymoe.remote.channel import Channel
+from pymoe.remote.channel import Channel, Ended
 from pymoe.remote.journal import IN_PART
 from pymoe.remote.service import Service
 from pymoe.runtime import ExpertBackend, ExpertClient
@@ -398,3 +399,24 @@ def test_a_backward_call_that_is_interrupted_is_not_sent_again_under_another_key
             time.sleep(LONG)
         other.join()
         assert there.counts["attempts"] == 1
+
+
+@pytest.mark.parametrize("reason", ["Socket closed", "connection attempt timed out before receiving SETTINGS frame"])
+def test_a_connection_in_plain_that_gets_no_answer_is_asked_about_tls(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, gRPC gave up before the TLS server had hung up, and no message said what to try."""
+    channel = Channel(
+        "localhost:1", tls=None, token=None, timeout=LONG, encoding="raw", gradient_encoding="raw", coalesce=False,
+        retries=False,
+    )  # fmt: skip
+
+    def fail(*_: Any, **__: Any) -> bytes:
+        raise Ended(StatusCode.UNAVAILABLE, f"failed to connect to all addresses; last error: UNKNOWN: {reason}")
+
+    monkeypatch.setitem(channel.methods, "Info", fail)
+    try:
+        with pytest.raises(ServerLost, match=r"does the server use TLS\?"):
+            channel.info()
+    finally:
+        channel.close()
