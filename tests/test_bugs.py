@@ -42,9 +42,9 @@ def test_router_losses_of_a_load_whose_sum_passes_64_bits():
 
 
 def test_gate_topk_backward_of_no_choices():
-    """The raw operator read the first of K chosen experts, and with K = 0 there is none: the process died.
+    """The raw operator read the first of K chosen experts even for K = 0, where there is none: the process died.
 
-    A caller's K is at least 1, but a raw operator must be safe whatever it is handed.
+    A caller's K is at least 1, but a raw operator must be safe with any arguments.
     """
     with pytest.raises(ValueError, match="experts must have shape"):
         torch.ops.pymoe.gate_topk_backward(
