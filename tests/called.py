@@ -1,4 +1,4 @@
-"""What a call runs, in order: the operators that reach the dispatcher, and the functions of Python."""
+"""Return what a call runs, in order: operators that reach the dispatcher, and Python functions."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -22,7 +22,7 @@ import selection
 import torch
 from specs import WITHOUT_CUDA
 
-# The processes that tests start find them, too.
+# Processes that tests start find these modules, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 
 MARKERS = (
@@ -36,7 +36,7 @@ MARKERS = (
 
 @pytest.fixture(scope="session")
 def sanitized():
-    """The module tests/sanitized/build.py: runs Python with an operator library that sanitizers watch."""
+    """Return the module tests/sanitized/build.py, which runs Python with a sanitized operator library."""
     path = Path(__file__).parent / "sanitized" / "build.py"
     spec = importlib.util.spec_from_file_location("pymoe_sanitized_build", path)
     module = importlib.util.module_from_spec(spec)
@@ -46,7 +46,9 @@ def sanitized():
 
 @pytest.fixture(scope="session")
 def run_sanitized(sanitized):
-    """Runs tests/sanitized/driver.py on an operator library built with the address and UB sanitizers."""
+    """Return a function that runs tests/sanitized/driver.py on an operator library built with the address and UB
+    sanitizers.
+    """
     sanitized.build()
     return sanitized.run
 
@@ -85,7 +87,7 @@ def wanted_devices(config):
 
 
 def pytest_generate_tests(metafunc):
-    """One more test a device. With the CPU alone nothing is added, and tests keep their names."""
+    """Add one more test per extra device. With only the CPU nothing is added, and tests keep their names."""
     item = metafunc.definition
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     names = [name for name in wanted_devices(metafunc.config) if folder in devices.FOLDERS and concerns(item, name)]
@@ -94,7 +96,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what concerns none of the devices that are asked for, and what is for longer runs."""
+    """Skip tests that concern none of the requested devices, and tests meant for longer runs."""
     level = config.getoption("level")
     named = level == "usual" and all("::" in argument for argument in config.args)
     left_out = set() if named else set(items) - set(selection.chosen(items, level))
@@ -108,8 +110,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def concerns(item, name):
-    """Is a test, or one of its cases, to run on the device called ``name``?"""
-    if name == "cuda" and hasattr(item, "callspec"):  # an operator's name, or a raw call of one
+    """Return whether a test, or one of its cases, runs on the device called ``name``."""
+    if name == "cuda" and hasattr(item, "callspec"):  # an operator's name, or a raw call of an operator
         subjects = (item.callspec.params.get(key) for key in ("name", "call"))
         if any(getattr(subject, "operator", subject) in WITHOUT_CUDA for subject in subjects):
             return False
@@ -118,7 +120,7 @@ def concerns(item, name):
 
 @pytest.fixture(autouse=True)
 def device(request, monkeypatch):
-    """Where the tensors of a test lie: the CPU, or a GPU (see devices.py)."""
+    """Return the device that holds a test's tensors: the CPU, or a GPU (see devices.py)."""
     name = getattr(request, "param", "cpu")
     if name != "cpu":
         for module, attribute, value in list(devices.replacements(request.module, devices.DEVICES[name])):

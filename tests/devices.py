@@ -34,9 +34,9 @@ from pymoe.bench.calls import Sample, map_tensors, same_layout_copy
 CPU = torch.device("cpu")
 DEVICES = {"cpu": CPU, "cuda": torch.device("cuda", 0), "pretended": pretended.DEVICE}
 PREPARED = {"cpu": nullcontext, "cuda": nullcontext, "pretended": pretended.pretended}
-"""What a test on a device runs in."""
+"""The context in which a test on each device runs."""
 FOLDERS = ("ops", "nn", "test_bugs.py")
-"""What of tests/ runs on every device."""
+"""The parts of tests/ that run on every device."""
 
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"}
 FACTORIES |= {"rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
@@ -44,12 +44,12 @@ MAKERS = ("pymoe.bench.operators", "specs.routings", "specs.samples")
 
 
 def seen() -> list[str]:
-    """The devices that tests run on unless told otherwise."""
+    """Return the devices that tests run on by default."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def moved(sample, device):
-    """A tensor, a sample, a raw call or an error input on ``device``, in the same layout; leaves stay leaves."""
+    """Return a tensor, sample, raw call or error input on ``device``, in the same layout; leaves stay leaves."""
     if device == CPU or not isinstance(sample, (Tensor, Sample, RawCall, ErrorInput)):
         return sample
     if isinstance(sample, ErrorInput):  # a message that names the device names the new one

@@ -28,7 +28,7 @@ def name(page: Path) -> str:
 
 
 def blocks(text: str) -> list[Block]:
-    """Every fenced block of a page's text."""
+    """Return every fenced block in a page's text."""
     found: list[Block] = []
     lines = text.splitlines()
     fence, language, begin, why = "", "", 0, ""
@@ -45,7 +45,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def prose(text: str) -> str:
-    """The page's text without its fenced blocks."""
+    """Return the page's text without its fenced blocks."""
     lines = text.splitlines()
     for block in blocks(text):
         length = block.text.count("\n")

@@ -24,7 +24,7 @@ FOLDERS = ("csrc", "tests", "benchmarks", "docs", "examples")
 
 
 class Counted(NamedTuple):
-    """What one commit holds."""
+    """The counts of one commit."""
 
     files: Counter
     lines: Counter

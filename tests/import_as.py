@@ -1,4 +1,4 @@
-"""Puts a library that the tests have built in the place of one of pymoe's native modules."""
+"""Replace one of pymoe's native modules by a library that the tests have built."""
 
 from __future__ import annotations
 

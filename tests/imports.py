@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def module_of(file):
-    """The name of the module in a file, whose path begins at the root."""
+    """Return the name of the module in a file whose path begins at the root."""
     parts = Path(file).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -44,7 +44,7 @@ def imports(file, text):
 
 
 def modules_named_in(tree):
-    """Modules of pymoe that strings in ``tree`` name, for ``import_module``."""
+    """Return the pymoe modules that strings in ``tree`` name, for ``import_module``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"pymoe(\.\w+)+", str(node.value)):
             yield node.value
@@ -66,7 +66,7 @@ def import_graph(sources):
 
 
 def circles(graph):
-    """The sets of modules that reach each other, sorted."""
+    """Return the sets of modules that reach each other, sorted."""
 
     def reached(start):
         seen, todo = set(), [start]

@@ -1,8 +1,8 @@
-"""Bugs that were met and mended, each with its story.
+"""Tests of bugs that were found and fixed, each with its story.
 
-A bug has its test in the file of what it was in: operators (test_bugs_ops.py), parallel calls (_parallel), clients that
-help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (_pipe), captured models (_captured);
-here, if in more than one of these or in none.
+Each test is in the file of the part that had the bug: operators (test_bugs_ops.py), parallel calls (_parallel), clients
+that help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (_pipe), captured models
+(_captured); or here, if the bug was in several of these parts or in none.
 """
 
 import ast
@@ -28,7 +28,7 @@ from pymoe.parallel import map_with_parallel_backward
 
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():
-    """The kernel added up an int64 load in a signed integer: undefined where the sum overflows.
+    """The kernel summed an int64 load in a signed integer, which is undefined behaviour if the sum overflows.
 
     The undefined-behaviour sanitizer reported it in a raw call whose load held the smallest int64 everywhere. The sum
     now wraps around, as torch's does in the reference.
@@ -42,9 +42,9 @@ def test_router_losses_of_a_load_whose_sum_passes_64_bits():
 
 
 def test_gate_topk_backward_of_no_choices():
-    """The raw operator read the first of K chosen experts, and with K = 0 there is none: the process died.
+    """The raw operator read the first of K chosen experts even for K = 0, where there is none: the process died.
 
-    A caller's K is at least 1, but a raw operator must be safe whatever it is handed.
+    A caller's K is at least 1, but a raw operator must be safe with any arguments.
     """
     with pytest.raises(ValueError, match="experts must have shape"):
         torch.ops.pymoe.gate_topk_backward(
@@ -75,10 +75,10 @@ def test_half_precision_subnormals_on_a_thread_that_flushes_them():
 
 
 def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
-    """``torch.compile(fullgraph=True)`` of the layer failed before torch 2.13, found by loading the library there.
+    """``torch.compile(fullgraph=True)`` of the layer failed before torch 2.13, as loading the library there showed.
 
-    Dynamo could not trace ``torch.amp.is_autocast_available``, which the layer asked at every call. It is asked once,
-    when pymoe is imported.
+    Dynamo could not trace ``torch.amp.is_autocast_available``, which the layer called every time. It is now called
+    once, when pymoe is imported.
     """
 
     def refuse(device_type):
@@ -93,8 +93,8 @@ def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
 
 @pytest.mark.only_on("cpu")
 def test_grouped_linear_of_more_experts_than_the_gpu_counts():
-    """The kernel that plans on the GPU counts experts in int32: near 2^31 of them the count overflowed, and it wrote
-    before its plan. Nobody has so many experts, but a raw operator must be safe whatever it is handed.
+    """The kernel that plans on the GPU counts experts in int32: near 2^31 experts the count overflowed, and the kernel
+    wrote before the start of its plan. Nobody has so many experts, but a raw operator must be safe with any arguments.
     """
     offsets = torch.empty((1 << 30) + 1, dtype=torch.int32)  # never touched
     weight = torch.zeros(1, 1, 1).expand(1 << 30, 1, 1)
@@ -108,14 +108,14 @@ def test_batches_heed_the_thread_count_of_torch():
     """``torch.set_num_threads(1)`` did not reach the threads that run batches: an expert's first matrix product on a
     worker took all cores, and OpenMP's threads spun between batches.
 
-    torch passes its count on to OpenMP thread by thread, and not before a thread's first parallel loop. OpenMP itself
-    is asked here, since to ask torch would mend what is looked for.
+    torch passes its count on to OpenMP thread by thread, and not before a thread's first parallel loop. The test asks
+    OpenMP itself, because asking torch would hide the bug.
     """
     mapped = pathlib.Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split()[-1] for line in mapped if "libgomp" in line}
     if not loaded:
         pytest.skip("torch does not use GNU OpenMP here")
-    openmp = ctypes.CDLL(min(loaded, key=lambda path: "torch" not in path))  # others have one of their own
+    openmp = ctypes.CDLL(min(loaded, key=lambda path: "torch" not in path))  # other threads have their own count
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -128,10 +128,11 @@ def test_batches_heed_the_thread_count_of_torch():
 
 
 def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
-    """The process died of a null pointer.
+    """The process died from a null pointer.
 
-    A request larger than max_batch_size keeps the results of its slices until the last one. When that shared a batch
-    with a request that raised, the failure threw them away, and the retry in halves added its own to nothing.
+    A request larger than max_batch_size keeps the results of its slices until the last one. When the last slice shared
+    a batch with a request that raised, the failure discarded these results, and the retry in halves had nothing to add
+    its own to.
     """
 
     def refuse_negative(x):
@@ -149,7 +150,7 @@ def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
 
 
 def test_rows_that_are_none_of_an_expanded_tensor():
-    """Their batch failed with "the tensor of a request changed its memory".
+    """A batch of empty rows failed with "the tensor of a request changed its memory".
 
     An empty tensor counts as contiguous whatever its strides, and the gradient of ``sum()`` over no rows has strides
     of 0.
@@ -161,8 +162,9 @@ def test_rows_that_are_none_of_an_expanded_tensor():
 
 
 def test_requests_of_hundreds_of_row_shapes_still_meet():
-    """A pool forgot all row shapes when it had seen 256. After that, requests of one shape were of different kinds, and
-    each ran as a batch of its own: 20,000 queued requests of 500 shapes took 35 seconds instead of a tenth of one.
+    """A pool forgot all row shapes when it had seen 256. After that, requests of the same shape counted as different
+    kinds, and each ran as its own batch: 20,000 queued requests of 500 shapes took 35 seconds instead of a tenth of a
+    second.
     """
     pool = pymoe.TaskPool(lambda x: x * 2, name="pool")
     futures = [pool.submit_task(torch.ones(1, width)) for _ in range(3) for width in range(1, 601)]
@@ -203,7 +205,7 @@ def test_who_waits_for_room_with_a_limit_runs_no_batch():
 
 def test_compiled_modules_in_parallel_calls_and_in_pipelines():
     """torch.compile's backward refused to run: "compiled with non-empty donated buffers which requires
-    retain_graph=False". Calls in graphs of their own kept these, although each runs once.
+    retain_graph=False". Calls in separate graphs kept these buffers, although each graph runs once.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
@@ -229,13 +231,13 @@ def test_compiled_modules_in_parallel_calls_and_in_pipelines():
         pipe.step(x, loss_fn=lambda y: y.square().mean(), schedule=schedule)
         torch.testing.assert_close(take_gradients(), expected)
     loss = pipe(x).square().mean()
-    with pytest.raises(RuntimeError, match="donated"):  # torch's own answer to this
+    with pytest.raises(RuntimeError, match="donated"):  # plain torch refuses this
         loss.backward(retain_graph=True)
 
 
 def test_a_pipe_forgets_the_schedules_of_former_steps():
-    """A pipe kept a plan for every Schedule object that it was ever given: training that builds one for each step grew
-    by it.
+    """A pipe kept a plan for every Schedule object it was ever given, so training that builds a schedule for each
+    step used more and more memory.
     """
     pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     schedules = []
@@ -250,14 +252,14 @@ def test_a_pipe_forgets_the_schedules_of_former_steps():
 
 def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(monkeypatch):
     """Two stages that had the same mixture set its scale for their micro-batches at the same time: gradients were off
-    by a tenth, and the scale stayed what one of them had put there, less from step to step until it was 0.
+    by a tenth, and the scale kept the value one of them had set, which shrank from step to step down to 0.
     """
     monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     torch.manual_seed(0)
     inside, most = [], []
 
     class Together(torch.nn.Module):
-        """Leaves others time to come."""
+        """A module whose forward gives other threads time to arrive."""
 
         def __init__(self):
             super().__init__()
@@ -320,8 +322,8 @@ def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, m
 
 
 def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
-    """It and a mixture's first forward waited two seconds for torch._dynamo, by way of a decorator that keeps it out;
-    an interrupt meanwhile left the modules half imported.
+    """A pipe's first step and a mixture's first forward took two seconds to import torch._dynamo, because of a
+    decorator that keeps dynamo out; an interrupt meanwhile left the modules half imported.
     """
     script = """
     import sys, torch
@@ -337,10 +339,11 @@ def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
 
 
 def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
-    """Torch replaces its autograd engine at the first use in a fork's child, without a lock. Two calls of a map that
-    were first at the same time destroyed the old one twice: one child in a hundred crashed.
+    """Torch replaces its autograd engine at the first use in a fork's child, without a lock. When a map's first two
+    calls ran at the same time, they destroyed the old engine twice: one child in a hundred crashed.
 
-    In a process of its own: torch refuses gradients in the child of one that has used a device's thread.
+    The test runs in its own process, because torch refuses gradients in the child of a process that has used a device's
+    thread.
     """
     script = """
     import functools, warnings
@@ -379,8 +382,8 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
 
 
 def test_a_child_that_is_the_first_to_import_maps_has_torch_renew_its_engine():
-    """``import pymoe`` leaves maps, pipes and the runtime to their first use. Where that was in the child of a fork,
-    nobody had noticed the fork, and the threads of the child met in torch's old engine.
+    """``import pymoe`` loads maps, pipes and the runtime only at their first use. When that use was in the child of a
+    fork, nobody had noticed the fork, and the threads of the child met in torch's old engine.
     """
     script = """
     import sys
@@ -406,7 +409,8 @@ def test_a_child_that_is_the_first_to_import_maps_has_torch_renew_its_engine():
 def test_whether_code_is_exported_is_not_asked_in_the_public_way():
     """In code that torch 2.11 compiles, ``torch.compiler.is_exporting()`` is True.
 
-    A compiled layer took itself for an exported one, so ``moe.stats`` kept the values of the last eager call, or zeros.
+    A compiled layer therefore behaved like an exported one, so ``moe.stats`` kept the values of the last eager call, or
+    zeros.
     """
     sources = pathlib.Path(pymoe.__file__).parent.rglob("*.py")
     asked = [

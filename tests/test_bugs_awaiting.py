@@ -1,4 +1,4 @@
-"""Bugs of ``await`` and of options of pools and runtimes that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in ``await`` and in options of pools and runtimes, each with its story."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_an_await_that_was_abandoned_with_its_loop_is_collected(timeout: float |
 
 
 def test_a_result_that_is_there_can_be_awaited_in_the_child_of_a_fork() -> None:
-    """``result()`` gave it there, and ``await`` said that the pool belonged to the parent."""
+    """In the child of a fork, ``result()`` gave a finished result, but ``await`` said that the pool belonged to the
+    parent.
+    """
     pool = TaskPool(torch.neg, name="neg")
     with Runtime([pool]):
         future = pool.submit_task(torch.ones(1, 1))
@@ -95,7 +97,7 @@ def test_a_result_that_is_there_can_be_awaited_in_the_child_of_a_fork() -> None:
 def test_a_pools_options_are_not_cut_off_and_errors_name_them(
     options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    """Fractions of numpy and decimal became integers, and errors listed the signatures of the native class."""
+    """Fractions from numpy and decimal became integers, and errors listed the signatures of the native class."""
     with pytest.raises(error, match=words):
         TaskPool(torch.neg, **{"name": "neg", **options})
     TaskPool(torch.neg, name="neg", max_batch_size=np.int64(8))
@@ -119,7 +121,9 @@ def test_whatever_is_thrown_into_an_await_that_has_ended_comes_out() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_future_that_was_awaited_goes_without_the_collector(fails: bool) -> None:
-    """The frame of ``await`` is part of the traceback of what it raises, and held the future that holds the error."""
+    """The frame of ``await`` is part of the traceback of the error it raises, and kept alive the future that holds
+    the error.
+    """
 
     def submit() -> Any:
         future = pool.submit_task(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Bugs of captured models that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in captured models, each with its story."""
 
 import copy
 import pathlib
@@ -95,8 +95,8 @@ def test_hooks_ran_once_in_the_capture_and_never_again():
 
 
 def test_lists_and_counters_of_a_layer_were_lost():
-    """What a forward appends or counts happened once, in the capture, and was undone: a warning said so, and the pipe
-    went on without. Such a layer is called as it is now; a whole model that does it is refused.
+    """Appending and counting in a forward happened once, in the capture, and was undone; after a warning the pipe went
+    on without it. Such a layer is now called as it is, and a whole model that does this is refused.
     """
 
     class Counting(nn.Linear):
@@ -219,7 +219,7 @@ def test_a_counter_that_the_forward_counts_with_kept_its_counts():
     assert model[0].calls == Counter(x=1)
 
 
-# What a script of a test's own begins with: the modules that tests share.
+# The first lines of a test's own script: imports of the modules that tests share.
 SHARED = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
 
 
@@ -282,8 +282,8 @@ def test_where_torch_refuses_gradients_in_a_child_all_else_works():
 
 
 def test_a_change_in_an_array_of_objects_is_seen_after_one_of_numbers_was_looked_at():
-    """How to look into arrays was kept by their class: after one of numbers had come first, an array of objects was
-    compared by the addresses of its objects alone, and a pipe went on with what these had held in the capture.
+    """The way to compare arrays was remembered by class: after an array of numbers had come first, an array of objects
+    was compared by the addresses of its objects alone, and a pipe went on with what these had held in the capture.
     """
 
     class Scaled(nn.Module):

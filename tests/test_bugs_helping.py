@@ -1,4 +1,4 @@
-"""Bugs of clients that run batches while they wait, that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in clients that run batches while they wait, each with its story."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def test_a_client_that_helps_keeps_its_state_to_itself(client: str, nested: bool
 
 
 def test_a_worker_of_parallel_calls_that_helps_keeps_its_state_to_itself() -> None:
-    """It must help, as a batch may wait for it, and did so under the autocast of whoever had asked for its call."""
+    """A worker must help while it waits, since a batch may wait for it, but it ran that batch under the autocast of
+    the caller it was working for.
+    """
     seen: list[Any] = []
     taken, release = threading.Event(), threading.Event()
 

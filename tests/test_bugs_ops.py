@@ -1,4 +1,4 @@
-"""Bugs of operators that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in operators, each with its story."""
 
 import copy
 
@@ -34,7 +34,7 @@ def test_a_buffer_that_dispatch_fills_is_known_to_have_changed(backend, raw):
 
 
 def test_a_buffer_made_for_inference_is_filled():
-    """Such a tensor has no version to count."""
+    """A tensor made in inference mode has no version counter."""
     routing = pymoe.ops.build_routing(torch.tensor([[0, 1], [1, 0]]), 2)
     with torch.inference_mode():
         x, buffer = torch.rand(2, 3), torch.ones(4, 3)
@@ -58,7 +58,9 @@ def test_the_reference_of_gelu_does_not_depend_on_the_processor():
 
 @pytest.mark.parametrize("name", ["expert_activation", "gate_topk", "router_losses"])
 def test_what_vjp_returned_is_called_after_its_transform(name):
-    """Its tensors are still wrapped then: the gradient of a gradient was sought in a graph without one, and raised."""
+    """The tensors returned by vjp are still wrapped at that point: a gradient of a gradient was sought in a graph
+    that had none, and raised.
+    """
     torch.manual_seed(0)
     load = torch.tensor([1, 2, 3, 0], dtype=torch.int32)
     function = {
@@ -82,8 +84,8 @@ def test_what_vjp_returned_is_called_after_its_transform(name):
     ids=["grad", "vmap", "functionalize", "both"],
 )
 def test_statistics_that_are_asked_for_inside_a_transform_outlive_it(transform):
-    """They were computed as part of it: ``vmap`` raised, and ``grad`` left its wrappers in the layer, which no
-    ``copy.deepcopy``, pickle or numpy could read.
+    """Statistics asked for inside a transform were computed as part of it: ``vmap`` raised, and ``grad`` left its
+    wrappers in the layer, which no ``copy.deepcopy``, pickle or numpy could read.
     """
     torch.manual_seed(0)
     layer, x = pymoe.nn.MoE(8, 8, 4, 2), torch.randn(5, 8)

@@ -1,4 +1,4 @@
-"""Bugs of parallel calls that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in parallel calls, each with its story."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serial(func: Any, *args_per_call: Any) -> tuple[Any, ...]:
 
 
 def cast_to_nothing(weight: nn.Linear) -> float:
-    """What a zeroed layer answers under autocast: something else than 0 if an old cast of it is found."""
+    """Return a zeroed layer's output under autocast, which is not 0 if an old cast of its weight is used."""
     with torch.no_grad():
         for parameter in weight.parameters():
             parameter.zero_()
@@ -63,7 +63,9 @@ def test_a_background_call_that_outlives_its_autocast_block_leaves_no_casts_behi
 
 
 def test_a_call_in_no_autocast_block_that_is_run_within_one_enters_blocks_of_its_own() -> None:
-    """Such a call's own blocks were inner ones of the thread that helped, and ended without clearing the cache."""
+    """The autocast blocks of a call made outside autocast counted as inner blocks of the helping thread, and ended
+    without clearing the cache.
+    """
     layer, x, release = nn.Linear(8, 8), torch.randn(6, 8), threading.Event()
 
     def call() -> float:
@@ -85,7 +87,7 @@ def test_a_call_in_no_autocast_block_that_is_run_within_one_enters_blocks_of_its
 
 @pytest.mark.parametrize("first_is_sparse", [False, True])
 def test_a_shared_weight_may_have_sparse_and_dense_gradients(first_is_sparse: bool) -> None:
-    """Gradients were summed as ``sparse + dense``, which torch refuses; autograd turns it round."""
+    """Gradients were summed as ``sparse + dense``, which torch refuses; autograd swaps the two."""
     weight, indices = nn.Parameter(torch.randn(5, 3)), torch.tensor([1, 2])
 
     def call(sparse: bool) -> torch.Tensor:
@@ -182,9 +184,11 @@ def test_losses_that_a_module_keeps_when_workers_have_made_more_nodes_than_the_c
 
 
 def test_nodes_of_a_call_keep_their_order_where_some_get_other_numbers() -> None:
-    """Late nodes got the numbers of the call's earlier ones: gradients were summed in another order, to other bits."""
+    """Nodes made late got the numbers of the call's earlier nodes, so gradients were summed in another order and
+    their bits changed.
+    """
     x = torch.ones(2, requires_grad=True)
-    for _ in range(20):  # numbers below all that follow
+    for _ in range(20):  # these numbers are below all later ones
         x * 2
     for far in (0, 5, 9):
         steps = [x * 2]
@@ -201,7 +205,9 @@ def test_nodes_of_a_call_keep_their_order_where_some_get_other_numbers() -> None
 
 
 def test_the_default_generator_stays_a_generator() -> None:
-    """What stood for it, so that each call has one of its own, could not be given to torch's operators."""
+    """The object that replaced the default generator, to give each call its own, could not be passed to torch's
+    operators.
+    """
 
     def draw() -> Any:
         generator = torch.random.default_generator
@@ -278,14 +284,16 @@ def test_what_a_failed_call_was_given_is_let_go_of_with_the_exception(failing: C
             with pytest.raises(ValueError, match="on purpose"):
                 failing(torch.ones(2, requires_grad=True), held)
             del held
-        # autograd's engine holds what it has raised last; workers let go of what they ran a little later.
+        # autograd's engine keeps the last error it raised, and workers release a finished call a little later.
         assert all(event.wait(LONG) for event in gone[:2])
     finally:
         gc.enable()
 
 
 def test_forward_mode_derivatives_pass_through_a_map_or_are_refused() -> None:
-    """They were dropped silently: arguments became aliases without them, outputs those of a node without them."""
+    """Forward-mode derivatives were dropped silently: arguments became aliases without them, and outputs came from
+    a node without them.
+    """
     x, tangent = torch.randn(3), torch.ones(3)
     weight = torch.full((3,), 2.0, requires_grad=True)
     with forward_ad.dual_level():
@@ -304,7 +312,7 @@ def test_forward_mode_derivatives_pass_through_a_map_or_are_refused() -> None:
 
 
 def test_isolated_passes_in_the_words_of_older_code() -> None:
-    """The function before the context ended in an AttributeError of something within."""
+    """Calling the function before entering the context ended in an AttributeError from pymoe's internals."""
     x = torch.full((2,), 3.0, requires_grad=True)
     context, _ = run_isolated_forward(Squares, x)
     assert isinstance(context, EmulatedAutogradContext)

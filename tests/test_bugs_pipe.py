@@ -1,4 +1,4 @@
-"""Bugs of pipelines that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in pipelines, each with its story."""
 
 import copy
 import time
@@ -18,7 +18,7 @@ CHECKPOINT = ["never", "except_last", "always"]
 
 
 def train(model, forward, steps=4):
-    """Losses of the usual recipe for autocast, whose backward passes are outside of the block; and an evaluation."""
+    """Return the losses of the usual autocast recipe, with backward passes outside the block, and of an evaluation."""
     torch.manual_seed(1)
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -48,7 +48,7 @@ def test_the_casts_of_a_repeated_forward_are_those_of_its_own_weights(checkpoint
     found, evaluated = train(model, Pipe(model, 4, checkpoint))
     assert torch.equal(found, losses)
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
-    again = copy.deepcopy(model)  # no cast of its weights can be kept anywhere
+    again = copy.deepcopy(model)  # a copy, so no cast of its weights can have been kept
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(again(torch.randn(8, 8)), evaluated)
@@ -56,7 +56,7 @@ def test_the_casts_of_a_repeated_forward_are_those_of_its_own_weights(checkpoint
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_no_cast_of_a_weight_outlives_a_backward_pass(threads, monkeypatch):
-    """A layer that was set to zero after a backward pass gave 0.7 in the next block of autocast."""
+    """A layer that was set to zero after a backward pass returned 0.7 in the next autocast block."""
     monkeypatch.setattr("pymoe.pipe.execution.plan.ALWAYS_THREADS", threads)
     layer = nn.Linear(8, 8)
     pipe = Pipe(nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 8)), 3, "always")
@@ -94,7 +94,7 @@ def test_what_a_module_keeps_of_a_checkpointed_forward_has_its_history(checkpoin
 
 
 class Gradient(nn.Module):
-    """Returns a gradient, as layers of energy-based models do."""
+    """A module that returns a gradient, as layers of energy-based models do."""
 
     def __init__(self):
         super().__init__()
@@ -128,8 +128,8 @@ def test_a_stage_may_ask_for_gradients_and_hooks(layer, checkpoint):
 
 
 def test_ctrl_c_as_a_worker_starts_waits_for_it_and_leaves_torchs_generators(monkeypatch):
-    """An interrupt between a worker's start and the note of it: the step returned while that worker still ran, and
-    ``torch.random`` kept the stand-ins of its generators.
+    """An interrupt came between a worker's start and the note of it: the step returned while the worker still ran,
+    and ``torch.random`` kept the replacements of its generators.
     """
 
     class Slow(nn.Linear):
@@ -143,7 +143,7 @@ def test_ctrl_c_as_a_worker_starts_waits_for_it_and_leaves_torchs_generators(mon
 
         def submit(self, function, *args):
             future = self.pool.submit(function, *args)
-            if args:  # a worker: Ctrl-C comes after it has begun, and before anybody has noted it
+            if args:  # a worker: Ctrl-C comes after its start and before its start is noted
                 time.sleep(0.1)
                 raise KeyboardInterrupt
             return future

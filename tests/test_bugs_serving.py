@@ -1,4 +1,4 @@
-"""Bugs of requests, pools and runtimes that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in requests, pools and runtimes, each with its story."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pymoe.runtime.top import drawing
 
 
 class Asks(nn.Module):
-    """Uses a layer itself, and asks an expert that consists of the same layer."""
+    """A module that uses a layer itself and also asks an expert made of the same layer."""
 
     def __init__(self, layer: nn.Module, backend: ExpertBackend) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_an_expert_asks_one_that_it_shares_parameters_with(workers: int) -> None:
-    """The outer pass held the parameters' lock while it waited, and the worker that ran the inner one waited for the
-    lock: both for ever, and the shutdown with them. With one worker all was well, since that had the lock.
+    """The outer pass held the parameters' lock while it waited, and the worker that ran the inner pass waited for that
+    lock: both hung for ever, and so did the shutdown. With one worker there was no hang, since it held the lock itself.
     """
     layer = nn.Linear(4, 4)
     inner = ExpertBackend(
@@ -81,7 +81,7 @@ def test_an_expert_asks_one_that_it_shares_parameters_with(workers: int) -> None
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_pools_that_wait_for_each_other_say_so(count: int) -> None:
-    """Batches of two pools that waited for each other's pool hung for ever, and the shutdown with them."""
+    """Batches of two pools that each waited for the other pool hung for ever, and so did the shutdown."""
     together = threading.Barrier(count)
     pools: list[TaskPool] = []
 
@@ -99,13 +99,13 @@ def test_pools_that_wait_for_each_other_say_so(count: int) -> None:
     with Runtime(pools, num_workers=count):
         futures = [pool.submit_task(torch.ones(1, 1)) for pool in pools]
         errors = [error for future in futures if (error := future.exception(LONG)) is not None]
-    assert len(errors) == 1  # once one has given up, the others go on
+    assert len(errors) == 1  # after one gives up, the others go on
     assert isinstance(errors[0], RuntimeError)
     assert all(f"'pool {number}'" in str(errors[0]) for number in range(count))
 
 
 class Shares(nn.Module):
-    """Returns the same features twice, in two halves, and a part of a parameter."""
+    """A module that returns the same features twice, in two halves, and a part of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ def test_outputs_in_the_same_memory() -> None:
 
 
 def test_gradients_in_the_same_memory() -> None:
-    """An expert that is not trained and adds its inputs had one gradient for both. Autograd keeps what it gets as
-    ``.grad`` and adds the next to it in place: every gradient of either input counted for both.
+    """An expert that is not trained and adds its inputs had one gradient for both. Autograd keeps the tensor it gets as
+    ``.grad`` and adds the next gradient to it in place: every gradient of either input counted for both.
     """
 
     class Adds(nn.Module):
@@ -171,7 +171,7 @@ def test_gradients_in_the_same_memory() -> None:
 
 
 def test_a_shutdown_before_start_has_returned_ends_run() -> None:
-    """``start`` forgot it: ``run`` waited for the next one, and ``ready`` stayed set."""
+    """``start`` forgot an earlier shutdown: ``run`` waited for another one, and ``ready`` stayed set."""
     runtime = Runtime(TaskPool(lambda x: x, name="pool"))
     runtime._observers.start = runtime.shutdown  # type: ignore[method-assign]
     runs = threading.Thread(target=runtime.run, daemon=True)
@@ -182,7 +182,9 @@ def test_a_shutdown_before_start_has_returned_ends_run() -> None:
 
 
 def test_outputs_in_one_memory_that_read_it_otherwise() -> None:
-    """Each became a view of the first, with its dtype and sign: other values, or an error from within."""
+    """Each output became a view of the first, with its dtype and sign: values were wrong, or an internal error was
+    raised.
+    """
     pairs = (
         (torch.view_as_real, torch.tensor([1 + 2j, 3 - 1j])),
         (torch.conj, torch.tensor([1 + 2j, 3 - 1j])),
@@ -202,7 +204,7 @@ def test_outputs_in_one_memory_that_read_it_otherwise() -> None:
 
 
 def test_rows_in_the_same_memory() -> None:
-    """A function that returned one row for all, expanded, gave all its clients the same memory to change."""
+    """A function that returned one row expanded for all gave its clients the same memory to change."""
     pool = TaskPool(lambda x: x.sum(0, keepdim=True).expand(len(x), -1), name="sums", min_batch_size=3, linger=0)
     futures = [pool.submit_task(torch.ones(1, 2)) for _ in range(3)]
     with Runtime([pool]):
@@ -212,8 +214,8 @@ def test_rows_in_the_same_memory() -> None:
 
 
 def test_a_backend_that_overrides_backward_has_its_gradients_cleared() -> None:
-    """Only the backend's own backward pass cleared gradients; one written as older packages have it, which calls
-    ``apply_gradients`` itself, added up those of all its batches.
+    """Only the backend's own backward pass cleared gradients. A backward pass in the style of older packages, which
+    calls ``apply_gradients`` itself, added up the gradients of all its batches.
     """
 
     class Own(ExpertBackend):
@@ -236,7 +238,7 @@ def test_a_backend_that_overrides_backward_has_its_gradients_cleared() -> None:
 
 
 def test_as_completed_keeps_nothing() -> None:
-    """Every future that was handed out stayed alive to the end, and with it the batch that its result is a view of."""
+    """Every future that was handed out stayed alive to the end, and so did the batch that its result is a view of."""
     pool = TaskPool(lambda x: x, name="pool", max_batch_size=1)
     with Runtime([pool]):
         futures = [pool.submit_task(torch.ones(1, 1)) for _ in range(20)]
@@ -253,7 +255,7 @@ def test_as_completed_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("end", ["shutdown", "remove", "cancel"])
 def test_a_request_of_many_batches_can_be_ended(end: str) -> None:
-    """One that had begun could not be cancelled, and a shutdown that drains nothing ran all its thousand batches."""
+    """A request that had begun could not be cancelled, and a shutdown without draining ran all its thousand batches."""
     begun, go = threading.Event(), threading.Event()
     ran: list[int] = []
 
@@ -293,7 +295,7 @@ def test_a_request_of_many_batches_can_be_ended(end: str) -> None:
 
 
 def test_rows_without_elements_are_bounded() -> None:
-    """A tensor of 2**40 rows takes no memory where the rows have no elements, and kept a pool busy for ever."""
+    """A tensor of 2**40 rows without elements takes no memory, but it kept a pool busy for ever."""
     pool = TaskPool(lambda x: x, name="pool")
     with Runtime([pool]):
         assert pool(torch.empty(4096, 0)).shape == (4096, 0)
@@ -302,7 +304,7 @@ def test_rows_without_elements_are_bounded() -> None:
 
 
 def test_a_copy_without_memory_is_a_memory_error() -> None:
-    """A tensor that must be made contiguous, and for which there is no memory, was called a tensor without strides."""
+    """When there was no memory for a contiguous copy of a tensor, the error said that the tensor had no strides."""
     pool = TaskPool(lambda x: x, name="pool")
     with pytest.raises(MemoryError, match="tensor 0"):
         pool.submit_task(torch.ones(1, 1).expand(2**32, 2**20))
@@ -333,7 +335,7 @@ def test_shutdown_from_two_threads_with_a_monitor(tmp_path: Path) -> None:
 
 
 def test_a_monitor_outlives_a_lack_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that the system could not accept for lack of file descriptors ended the monitor's thread."""
+    """When the system ran out of file descriptors for a new connection, the monitor's thread ended."""
     refused = threading.Event()
     accept = socket.socket.accept
 
@@ -354,8 +356,8 @@ def test_a_monitor_outlives_a_lack_of_files(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_request_serves_as_a_future_of_the_standard_library() -> None:
-    """``asyncio.wrap_future`` and ``concurrent.futures.wait`` refused futures of requests: neither the type nor the
-    lock that they look into was there.
+    """``asyncio.wrap_future`` and ``concurrent.futures.wait`` refused futures of requests: the futures lacked the type
+    and the lock that these functions use.
     """
     pool = TaskPool(lambda x: x / x.sum().item(), name="pool", max_batch_size=1)
     one, zero = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
@@ -391,7 +393,7 @@ def test_a_request_serves_as_a_future_of_the_standard_library() -> None:
 
 
 def test_who_waits_for_an_idle_pool_is_told() -> None:
-    """A result of a pool that no runtime served was waited for without a word, and for ever."""
+    """Waiting for a result of a pool that no runtime served lasted for ever, without any message."""
     pool = TaskPool(lambda x: x, name="idle pool")
     future = pool.submit_task(torch.ones(1, 1))
     with pytest.raises(TimeoutError, match="no Runtime serves the pool 'idle pool'"):
@@ -418,7 +420,7 @@ def test_who_waits_for_an_idle_pool_is_told() -> None:
 
 
 def test_top_says_once_that_there_is_nothing() -> None:
-    """Without a terminal the line that there is no runtime came every second, for ever."""
+    """Without a terminal, the line saying that there is no runtime was repeated every second for ever."""
     written = io.StringIO()
     with drawing(written) as draw:
         for _ in range(3):
@@ -427,7 +429,7 @@ def test_top_says_once_that_there_is_nothing() -> None:
 
 
 def test_numbers_are_shown_in_a_line() -> None:
-    """A runtime and its numbers were shown as addresses, or as pages of buckets."""
+    """The repr of a runtime was an address, and its statistics printed pages of buckets."""
     pool = TaskPool(lambda x: x, name="pool")
     with Runtime([pool]) as runtime:
         pool(torch.ones(1, 1))

@@ -1,4 +1,4 @@
-"""Options that are numbers of seconds: one rule for all of them."""
+"""One rule applies to all options that are numbers of seconds."""
 
 from __future__ import annotations
 

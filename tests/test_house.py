@@ -1,4 +1,4 @@
-"""The counts of ``tests/house.py``."""
+"""Tests of the counts that ``tests/house.py`` makes."""
 
 import shutil
 

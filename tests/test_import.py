@@ -1,4 +1,4 @@
-"""What ``import pymoe`` loads: operators and layers, no thread, and no further package."""
+"""``import pymoe`` loads operators and layers, but starts no thread and loads no further package."""
 
 import json
 import subprocess
@@ -26,14 +26,14 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def measured():
-    """What an import said."""
+    """Return what an import reported."""
     command = [sys.executable, "-c", MEASURE]
     run = subprocess.run(command, cwd=Path(pymoe.__file__).parents[1], capture_output=True, text=True, check=True)
     return json.loads(run.stdout)
 
 
 def test_import_loads_operators_and_layers_alone(measured):
-    """Everything else that pymoe has is loaded when it is used."""
+    """All other parts of pymoe are loaded at their first use."""
     assert {name for name in measured["own"] if not name.startswith("_")} == {"nn", "ops", "reference"}
 
 
@@ -42,7 +42,7 @@ def test_import_starts_no_thread(measured):
 
 
 def test_import_loads_torch_and_numpy_alone(measured):
-    """Neither rich, matplotlib, transformers nor anything else that only benchmarks and examples need."""
+    """The import loads none of the packages that only benchmarks and examples need, such as rich or matplotlib."""
     packages = {name for name in measured["packages"] if not name.startswith("_sysconfigdata")}  # Python's own, too
     # The counter of FLOPs is a part of torch that nobody had asked for; it looks for triton, which CUDA builds bring.
     assert packages - set(sys.stdlib_module_names) <= {"pymoe", "torch", "triton"}
@@ -76,6 +76,6 @@ print(*[one.message for one in caught if "pymoe was tested with torch up to" in 
 
 
 def test_packages_that_need_more_are_there_by_their_names():
-    """``pymoe.remote`` was an AttributeError until somebody had imported it."""
+    """``pymoe.remote`` raised an AttributeError until it had been imported explicitly."""
     words = "import pymoe; pymoe.remote.connect, pymoe.integrations; assert 'remote' not in pymoe.__all__"
     subprocess.run([sys.executable, "-c", words], cwd=Path(pymoe.__file__).parents[1], check=True)

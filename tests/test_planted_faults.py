@@ -63,7 +63,7 @@ def test_a_cuda_fault_is_linked_with_the_emulated_tests_alone(tmp_path):
         path = tmp_path / "CMakeFiles" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    # Not imported: `cuda` is a name that others have, too.
+    # The file is run, not imported, because other packages are called `cuda`, too.
     objects_of = runpy.run_path(str(Path(__file__).parent / "mutants" / "cuda.py"))["objects_of"]
     found = [str(path.relative_to(tmp_path / "CMakeFiles")) for path in objects_of(fault, tmp_path)]
     assert sorted(found) == sorted(expected)

@@ -8,7 +8,7 @@ import selection
 
 
 class Item:
-    """As much of a pytest item as the selection looks at."""
+    """A stand-in with the parts of a pytest item that the selection reads."""
 
     def __init__(self, name, params=(), fixtures=(), **markers):
         self.nodeid = f"tests/test_x.py::{name}{[*dict(params).values()] if params else ''}"

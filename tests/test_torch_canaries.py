@@ -74,7 +74,7 @@ NOT_REPLACED = {
 
 
 def on_a_thread(function):
-    """What ``function()`` returns on a thread that has no state of torch's of its own."""
+    """Return the result of ``function()`` on a thread that has no torch state of its own."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -114,7 +114,7 @@ def test_a_node_of_a_loss_that_saves_its_weight_under_another_name_is_told(monke
 
 
 class Nothing:
-    """A class of torch's that has become another: objects of it do nothing."""
+    """A stand-in for a torch class that has changed: its objects do nothing."""
 
     def __init__(self, *args):
         pass
@@ -130,7 +130,7 @@ class Nothing:
 
 
 def silent(name):
-    """Something in the place of a name that takes what it takes, and does nothing."""
+    """Return a replacement for a name that takes the same arguments and does nothing."""
     real = getattr(private, name)
     special = {
         "CALL_HOOKS": (),

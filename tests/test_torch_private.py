@@ -1,4 +1,4 @@
-"""The private names of torch that pymoe uses are there, and stand in pymoe/_torch_private.py alone.
+"""The private names of torch that pymoe uses exist, and occur only in pymoe/_torch_private.py.
 
 After an update of torch the first test says what is missing: the name, and the versions in which it was last seen.
 """
@@ -24,7 +24,7 @@ EXCEPTIONS = (
 
 
 def owner_of(name):
-    """Something that has the attributes of ``name``: the class or module itself, or an object of it."""
+    """Return an object with the attributes of ``name``: the class or module itself, or an instance of it."""
     if name == "torch.autograd.graph.Node":
         return torch.ones((), requires_grad=True).exp().grad_fn
     if name == "torch.nn.Module":
@@ -41,7 +41,7 @@ def owner_of(name):
 
 
 def literal(name):
-    """The value of a global of _torch_private.py, which cannot be imported where a name is missing."""
+    """Return a global of _torch_private.py, which cannot be imported if a name is missing."""
     for statement in ast.parse(SOURCE).body:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
@@ -63,7 +63,7 @@ KNOWN = {name for _, name in ATTRIBUTES} | {
 
 
 def missing_names(source):
-    """The names of torch in the text ``source`` that this torch lacks."""
+    """Return the torch names in the text ``source`` that this torch lacks."""
     missing, found = [], {}
     for statement in ast.parse(source).body:
         text = ast.unparse(statement)
@@ -114,7 +114,7 @@ def is_private(name):
 
 
 def dotted(node):
-    """``a.b.c`` as a list of names; empty for anything else."""
+    """Return ``a.b.c`` as a list of names, or an empty list for anything else."""
     names = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -123,7 +123,7 @@ def dotted(node):
 
 
 def own_names(trees):
-    """Attributes that pymoe gives to its own objects."""
+    """Return the attributes that pymoe gives to its own objects."""
     found = set()
     for tree in trees:
         for node in ast.walk(tree):
@@ -140,7 +140,7 @@ def own_names(trees):
 
 
 def private_names(tree, own):
-    """What a file uses of torch's private names, and of private attributes that nothing in pymoe has."""
+    """Return the private torch names in a file, and private attributes that nothing in pymoe defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
@@ -194,7 +194,7 @@ def test_public_names_and_listed_attributes_are_not_found():
 
 
 def test_every_name_is_used():
-    """A name whose last use is gone goes, too."""
+    """A name that is no longer used must be removed from the list."""
     text = "\n".join(path.read_text() for path in (ROOT / "pymoe").rglob("*.py") if path.name != "_torch_private.py")
     tree = ast.parse(SOURCE)
     offered = {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)} - {"_C", "ATTRIBUTES"}

@@ -1,4 +1,4 @@
-"""What ranks do for test_bugs_ep.py."""
+"""Functions that the ranks run for test_bugs_ep.py."""
 
 import torch
 from calls import case, prepared
@@ -14,7 +14,7 @@ from pymoe.ep.placement import contiguous
 
 
 def shares_of_losses(rank, world, **way):
-    """The share of a rank in losses over the group, in hexadecimal, so that all bits are seen."""
+    """Return this rank's share of losses over the group, in hexadecimal so that all bits show."""
     layer, x, _ = prepared(rank, case("float64", scope="group", options={"aux_loss_coef": 0.1}), **way)
     shares = []
     layer.losses.register_forward_pre_hook(lambda _, args, options: shares.append(options["share"]), with_kwargs=True)
@@ -28,7 +28,7 @@ def shares_of_losses(rank, world, **way):
 
 
 def two_layers_that_disagree(rank, world):
-    """What check_calls says, asked twice, where ranks disagreed in both layers of a model."""
+    """Return what check_calls reports, asked twice, after ranks disagreed in both layers of a model."""
     spread = ep.shard(model(), mesh_of(4), transport="padded", room=200)
     layers = [one for one in spread.modules() if isinstance(one, ep.ShardedMoE)]
     for layer in layers:
@@ -38,7 +38,7 @@ def two_layers_that_disagree(rank, world):
 
 
 def other_gradients_first(rank, world, **way):
-    """Exchanges that were begun where one was under way, and gradients that differ, after passes for some of them."""
+    """Start exchanges while another is under way; return the gradients that differ after passes for some of them."""
     overtaken, awaited, start, finish = [], [], AllToAll._start, AllToAll.wait
 
     def started(self, chunk, *args):
@@ -73,12 +73,14 @@ def other_gradients_first(rank, world, **way):
 
 
 def local(tensor):
-    """The part of a tensor that is on this rank."""
+    """Return the part of a tensor that is on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def moved_without_another_layer(rank, world, tied):
-    """What is said where one of two layers that share experts, or a weight of them, is moved alone, and afterwards."""
+    """Return the messages when one of two layers that share experts or an expert weight is moved by itself, and
+    afterwards.
+    """
     spread = model(tied=tied)
     if not tied:
         spread[2].experts = spread[1][0].experts
@@ -95,7 +97,7 @@ def moved_without_another_layer(rank, world, tied):
 
 
 class Wrapped(nn.Module):
-    """A router in a module that has nothing but what it is called for."""
+    """A router inside a module that can only be called."""
 
     def __init__(self, router):
         super().__init__()
@@ -110,7 +112,7 @@ class Wrapped(nn.Module):
 
 
 def router_in_a_wrapper(rank, world):
-    """Whether a layer whose router is in a wrapper gives the bits that it gave before."""
+    """Check that a layer gives the same bits after its router is put in a wrapper."""
     layer, x, _ = prepared(rank, case("float32"))
     y = layer(x)
     layer.router = Wrapped(layer.router)
@@ -118,7 +120,7 @@ def router_in_a_wrapper(rank, world):
 
 
 def strides_of_gradients(rank, world, **way):
-    """Strides of experts' gradients, as autograd gets them, that are not those of their shapes."""
+    """Return the strides of experts' gradients, as autograd gets them, that do not match their shapes."""
     layer, x, directions = prepared(rank, case(options={"capacity_factor": 0.8}), **way)
     seen = []
     for parameter in layer.experts.parameters():

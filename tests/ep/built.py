@@ -1,4 +1,4 @@
-"""What ranks do for test_built_spread.py: layers that are made with their experts spread over ranks."""
+"""Functions that the ranks run for test_built_spread.py: layers built with their experts spread over ranks."""
 
 import copy
 
@@ -14,14 +14,14 @@ OPTIONS = {"num_shared_experts": 1, "bias": True, "bias_update_rate": 0.1}
 
 
 def layer(ranks=None, **options):
-    """From one seed, with what random number comes next."""
+    """Return a layer made from one seed, and the next random number."""
     torch.manual_seed(5)
     made = MoE(12, 10, 6, 2, **{**OPTIONS, "expert_parallel": ranks, **options})
     return made, torch.rand(1).item()
 
 
 def as_one_process(rank, world, dtype, by):
-    """What differs from a layer that is spread afterwards."""
+    """Return the differences from a layer that is spread after it is made."""
     ranks = dist.group.WORLD if by == "group" else mesh_of(4)
     built, following = layer(ranks, dtype=getattr(torch, dtype))
     whole, its_following = layer(dtype=getattr(torch, dtype))
@@ -41,7 +41,7 @@ def as_one_process(rank, world, dtype, by):
 
 
 def largest(rank, world):
-    """The most numbers that are ever asked for at once where experts are drawn, and those of an expert's weight."""
+    """Return the most numbers drawn at once when experts are initialized, and the size of one expert's weight."""
     sizes, real = [], torch.empty
 
     def spy(*args, **options):
@@ -58,7 +58,7 @@ def largest(rank, world):
 
 
 def several(rank, world):
-    """Whether a model of two such layers, in half of the ranks, trains with gradients of one process."""
+    """Check that a model of two such layers, on half of the ranks, gets the gradients of one process in training."""
     groups()
     if rank > 1:
         return True
@@ -76,7 +76,7 @@ def several(rank, world):
 
 
 def on_meta(rank, world):
-    """Whether a layer on the meta device waits for its memory."""
+    """Check that a layer on the meta device waits for its memory."""
     built, _ = layer(mesh_of(4), device="meta")
     assert built.experts.w_in.is_meta
     built.to_empty(device="cpu")
@@ -87,7 +87,7 @@ def on_meta(rank, world):
 
 
 def refused(rank, world):
-    """What is said of something that is no mesh."""
+    """Return the error for an argument that is not a mesh."""
     try:
         layer("ep")
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""What ranks do for test_calls.py. Each function returns what is wrong, or what was counted."""
+"""Functions that the ranks run for test_calls.py. Each returns what is wrong, or what it counted."""
 
 import copy
 
@@ -20,20 +20,20 @@ ONCE = {"deduplicate": True}
 
 
 def case(dtype="float32", **more):
-    """Six experts on four ranks, a shared one beside them."""
+    """Return a case of six experts on four ranks, with a shared expert."""
     options = {"num_shared_experts": 1, "bias": True, **more.pop("options", {})}
     return Case(**{"world": 4, "tokens": TOKENS, "experts": 6, "top_k": 2, "dtype": dtype, "options": options, **more})
 
 
 def prepared(rank, one, **options):
-    """The layer on the ranks, and this one's tokens and directions."""
+    """Return the layer on the ranks, with this rank's tokens and directions."""
     layer = one.spread(dist.group.WORLD, **options)
     x, directions = (parts[rank] for parts in one.rows())
     return layer, x.clone().requires_grad_(), directions
 
 
 def host_reads(rank, world, chunks, scope, **way):
-    """Of a forward, and of a backward pass."""
+    """Return how often the host reads from a tensor in a forward and in a backward pass."""
     options = {"capacity_factor": 0.8, "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
     one = case(chunks=chunks, scope=scope, options=options)
     layer, x, directions = prepared(rank, one, **{"room": 1000, **way})
@@ -59,7 +59,7 @@ def sent(rank, world, chunks):
 
 
 def second_derivative(rank, world, **way):
-    """Whether the gradient of a gradient is that of one process."""
+    """Check that the gradient of a gradient equals the one in a single process."""
     one = case("float64", options={"activation": "gelu"}, chunks=2)
     whole = one.layer()
     whole.router.row_invariant = whole.shared.row_invariant = True
@@ -78,7 +78,7 @@ def second_derivative(rank, world, **way):
 
 
 def gradients(layer, x):
-    """By name; they are gone afterwards."""
+    """Return gradients by name, and clear them."""
     found = {name: full(p.grad) for name, p in layer.named_parameters()} | {"x": x.grad}
     layer.zero_grad()
     x.grad = None
@@ -86,12 +86,12 @@ def gradients(layer, x):
 
 
 def differing(a, b):
-    """The names of tensors that differ."""
+    """Return the names of tensors that differ."""
     return [name for name in a if not same_bits(a[name], b[name])]
 
 
 def checkpointed(rank, world, chunks, **way):
-    """What activation checkpointing changes."""
+    """Return what activation checkpointing changes."""
     layer, x, directions = prepared(rank, case(chunks=chunks, options={"bias_update_rate": 0.1}), **way)
     y = layer(x)
     (y * directions).sum().backward()
@@ -106,7 +106,7 @@ def checkpointed(rank, world, chunks, **way):
 
 
 def twice_backward(rank, world, **way):
-    """What a second pass over a kept graph changes."""
+    """Return what a second pass over a kept graph changes."""
     layer, x, directions = prepared(rank, case(chunks=2), **way)
     loss = (layer(x) * directions).sum()
     loss.backward(retain_graph=True)
@@ -116,7 +116,7 @@ def twice_backward(rank, world, **way):
 
 
 def autocast(rank, world, **way):
-    """Differences from one process in autocast, and the dtypes in which rows and weights travel."""
+    """Return differences from one process under autocast, and the dtypes in which rows and weights travel."""
     one = case(chunks=2)
     whole = one.layer()
     whole.router.row_invariant = whole.shared.row_invariant = True
@@ -134,7 +134,9 @@ def autocast(rank, world, **way):
 
 
 def different(parts, experts, way):
-    """The names of parts that differ; those to rounding that are summed in another order than in one process."""
+    """Return the names of parts that differ. Parts summed in another order than in one process may differ by
+    rounding.
+    """
     far = {}
     if way.get("clones"):
         far, experts = experts, {}
@@ -145,7 +147,7 @@ def different(parts, experts, way):
 
 
 def without_gradients(rank, world, **way):
-    """Differences from the recorded forward, and how many exchanges an evaluation makes."""
+    """Return differences from the recorded forward, and the number of exchanges in an evaluation."""
     layer, x, _ = prepared(rank, case(chunks=2), **way)
     y = layer(x)
     with exchanges() as seen, torch.no_grad():
@@ -154,7 +156,7 @@ def without_gradients(rank, world, **way):
 
 
 def partly_frozen(rank, world, frozen, **way):
-    """Differences from one process where some of a layer needs no gradient."""
+    """Return differences from one process when part of a layer needs no gradient."""
     one = case(chunks=2)
 
     def freeze(layer, x):
@@ -178,7 +180,7 @@ def partly_frozen(rank, world, frozen, **way):
 
 
 def order_of_events(rank, world):
-    """What happens in which order, in a forward and a backward pass of three chunks."""
+    """Return the order of events in a forward and a backward pass of three chunks."""
     events = []
 
     def spy(owner, name, told):
@@ -214,14 +216,14 @@ def order_of_events(rank, world):
 
 
 def compiled(rank, world, **way):
-    """Whether a compiled model has the same bits."""
+    """Check that a compiled model gives the same bits."""
     layer, x, _ = prepared(rank, case(), **way)
     model = nn.Sequential(layer, nn.Tanh())
     return same_bits(torch.compile(model, backend="eager")(x), model(x))
 
 
 def copied(rank, world, **way):
-    """Whether a copy has the same bits, and parameters of its own."""
+    """Check that a copy gives the same bits and has its own parameters."""
     layer, x, _ = prepared(rank, case(), **way)
     other = copy.deepcopy(layer)
     same = same_bits(layer(x), other(x))
@@ -231,7 +233,7 @@ def copied(rank, world, **way):
 
 
 def reset(rank, world):
-    """Whether a layer is initialised as in one process."""
+    """Check that a layer is initialized as in one process."""
     one = case()
     layer, _, _ = prepared(rank, one)
     whole = one.layer()
@@ -242,7 +244,7 @@ def reset(rank, world):
 
 
 def seen_from_outside(rank, world):
-    """Names, statistics and text of a layer."""
+    """Return a layer's names, statistics and text."""
     one = case(scope="group", options={"capacity_factor": 0.8})
     whole, (layer, x, _) = one.layer(), prepared(rank, one)
     layer(x)
@@ -263,7 +265,7 @@ def seen_from_outside(rank, world):
 
 
 def shared_between_layers(rank, world):
-    """Whether layers that share their experts still do."""
+    """Check that layers that share their experts still share them."""
     one = case()
     model = nn.Sequential(one.layer(), one.layer())
     model[1].experts = model[0].experts
@@ -277,7 +279,7 @@ def shared_between_layers(rank, world):
 
 
 def groups_side_by_side(rank, world):
-    """Whether two groups of two ranks compute each its own."""
+    """Check that two groups of two ranks each compute their own results."""
     pair = groups_of_pairs()[rank // 2]
     one = case(world=2, tokens=[7, 4])
     layer = ep.shard(one.layer(), pair)
@@ -286,13 +288,13 @@ def groups_side_by_side(rank, world):
 
 
 def groups_of_pairs():
-    """Ranks 0 and 1, and ranks 2 and 3."""
+    """Return the group of ranks 0 and 1 and the group of ranks 2 and 3."""
     groups()
     return [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
 
 
 def made_on_meta(rank, world):
-    """Whether a layer that was spread before it had memory is initialised as in one process."""
+    """Check that a layer that was spread before it had memory is initialized as in one process."""
     one = case()
     with torch.device("meta"):
         layer = MoE(12, 10, 6, 2, num_shared_experts=1, bias=True, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What ranks do for test_cloned_calls.py: layers with hot experts, of which ranks with few rows take clones."""
+"""Functions that the ranks run for test_cloned_calls.py: layers with hot experts, which ranks with few rows clone."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ TOKENS = [24, 10, 0, 17]
 
 
 class Hot(Case):
-    """A layer of which every token chooses expert 1."""
+    """A layer in which every token chooses expert 1."""
 
     def layer(self):
         whole = super().layer()
@@ -26,12 +26,12 @@ class Hot(Case):
 
 
 def hot(dtype="float32", **more):
-    """Eight experts on four ranks."""
+    """Return a case of eight experts on four ranks."""
     return Hot(**vars(case(dtype, tokens=TOKENS, experts=8, **{"clones": 1, **more})))
 
 
 def plan_of(layer):
-    """Who computes what, by the function of the counts."""
+    """Return which rank computes what, according to the function that plans from the counts."""
     sharding = layer.sharding
     counts = torch.tensor(layer.last_loads)
     return plan_clones(counts, sharding.clones, min_rows_to_clone=sharding.min_rows_to_clone, owner=sharding.owner)
@@ -62,7 +62,9 @@ def travelled(rank, world, chunks):
 
 
 def sums_of_gradients(rank, world, dtype):
-    """What differs from gradients a rank, added as is documented: those of clones, and then the owner's."""
+    """Return what differs when each rank's gradients are added as documented: first those of clones, then the
+    owner's.
+    """
     one = hot(dtype, clones=2, options={"bias": True})
     layer, x, directions = prepared(rank, one)
     (layer(x) * directions).sum().backward()
@@ -101,7 +103,7 @@ def sums_of_gradients(rank, world, dtype):
 
 
 def hosts_of_choices(experts, plan):
-    """The rank that computes each choice of each token of all ranks."""
+    """Return the rank that computes each choice of each token of all ranks."""
     host = torch.empty_like(experts)
     start = 0
     for source, count in enumerate(TOKENS):
@@ -119,7 +121,7 @@ def hosts_of_choices(experts, plan):
 
 
 def repeated(rank, world):
-    """What differs between two passes over the same rows."""
+    """Return what differs between two passes over the same rows."""
     found = []
     for _ in range(2):
         layer, x, directions = prepared(rank, hot("bfloat16", clones=3))
@@ -129,7 +131,7 @@ def repeated(rank, world):
 
 
 def without_need(rank, world, min_rows_to_clone):
-    """How many exchanges a call has where no clone is worth its way, and what differs from one process."""
+    """Return the number of exchanges in a call where no clone pays off, and the differences from one process."""
     one = hot(min_rows_to_clone=min_rows_to_clone)
     layer, x, directions = prepared(rank, one)
     with exchanges() as seen:
@@ -141,7 +143,7 @@ def without_need(rank, world, min_rows_to_clone):
 
 
 def order_of_events(rank, world):
-    """What happens in which order: rows and weights that start and arrive, and products."""
+    """Return the order in which rows and weights are sent and arrive and products are computed."""
     events, real = [], {name: getattr(AllToAll, name) for name in ("_start", "wait")}
     compute = ep.ShardedExperts._apply_to_chunk
 
@@ -183,7 +185,7 @@ def room(rank, world, clones, less):
 
 
 def wrong_arguments(rank, world, own, others):
-    """What is said of options."""
+    """Return the errors for wrong options."""
     layer = MoE(8, 6, 4, 2)
     try:
         ep.shard(layer, mesh_of(4), **(own if rank == 2 else others))
@@ -192,12 +194,12 @@ def wrong_arguments(rank, world, own, others):
 
 
 def default_min_rows_to_clone(rank, world, activation, bias):
-    """From how many rows on an expert is cloned."""
+    """Return the number of rows from which an expert is cloned."""
     return ep.shard(MoE(8, 6, 4, 2, activation=activation, bias=bias), mesh_of(4), clones=1).sharding.min_rows_to_clone
 
 
 def balance(rank, world, placed, clones):
-    """Choices of all ranks in a run with a skewed load, and the rows that each rank computed."""
+    """Return the choices of all ranks in a run with a skewed load, and the number of rows that each rank computed."""
     generator = torch.Generator().manual_seed(5)
     layer = MoE(8, 8, 128, 8, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Four ranks for the tests of expert parallelism; groups of fewer are made of them."""
+"""Start four ranks for the tests of expert parallelism; smaller groups are subgroups of these."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import rank_groups
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Four processes in one group, and subgroups of the first one, two and three (``rank_setup.groups``)."""
+    """Start four processes in one group, with subgroups of the first one, two and three (``rank_setup.groups``)."""
     started = rank_groups.Ranks(4)
     yield started
     started.close()

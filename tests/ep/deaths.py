@@ -1,4 +1,4 @@
-"""What ranks do for test_ranks_that_die.py: steps of two layers, until one of them is gone."""
+"""Functions that the ranks run for test_ranks_that_die.py: steps of two layers, until one rank is gone."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ RANKS, VICTIM = 4, 1
 
 
 class Bug(Exception):
-    """What a rank raises."""
+    """The exception that a rank raises."""
 
 
 def start(rank, address):
@@ -34,17 +34,17 @@ def start(rank, address):
 
 
 def model(group, **options):
-    """Two layers over a group."""
+    """Return two layers over a group."""
     return ep.shard(nn.Sequential(MoE(8, 8, 8, 2), MoE(8, 8, 8, 2)), group, chunks=1 if options else 2, **options)
 
 
 def step_of(layers):
-    """One forward and one backward."""
+    """Run one forward and one backward pass."""
     layers(torch.randn(5, 8, requires_grad=True)).sum().backward()
 
 
 def reporting(results, function, *args):
-    """Report how a function ends: "done", "told" with what a GroupError says, "raised" with a bug, or "other"."""
+    """Report how a function ends: "done", "told" with the text of a GroupError, "raised" with a bug, or "other"."""
     try:
         function(*args)
     except ep.GroupError as error:
@@ -59,7 +59,7 @@ def reporting(results, function, *args):
 
 
 def train(rank, address, results, place=None, how="die", steps=100_000, hosts_differ=False, store="its own", **options):
-    """Steps, each reported, in the third of which the victim dies, raises or sleeps at a place."""
+    """Run steps and report each one; in the third, the victim dies, raises or sleeps at a given place."""
     if hosts_differ:
         _ranks.this_host = lambda: f"host {rank}"
     if store == "none":
@@ -83,12 +83,12 @@ def train(rank, address, results, place=None, how="die", steps=100_000, hosts_di
 
 
 def no_store(*_):
-    """Stand for a store that some groups lack."""
+    """Replace a store that some groups do not have."""
     raise RuntimeError("no store")
 
 
 def die(*_):
-    """End as by the system's hand."""
+    """End the process as if the system had killed it."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -103,7 +103,7 @@ def sleep(*_):
 
 
 def plant(layer, place, act):
-    """Have the rank do something at a place, once."""
+    """Have the rank do something once at a given place."""
     handles = []
 
     def once(*_):
@@ -123,7 +123,7 @@ def plant(layer, place, act):
 
 
 def all_raise(rank, address, results):
-    """Every rank raises at the same places, takes up the next step, and one of them does so late."""
+    """Have every rank raise at the same places and start the next step, one of them late."""
     start(rank, address)
     layers = model(dist.group.WORLD)
     store = dist.group.WORLD.get_group_store()
@@ -152,7 +152,7 @@ def all_raise(rank, address, results):
 
 
 def again(rank, address, results):
-    """Every rank raises in a backward pass and runs it again, one of them late."""
+    """Have every rank raise in a backward pass and run it again, one of them late."""
     start(rank, address)
     layers = model(dist.group.WORLD)
 
@@ -173,7 +173,7 @@ def again(rank, address, results):
 
 
 def recompute(rank, address, results, how):
-    """Layers are recomputed in the backward pass, in which the victim sleeps or raises."""
+    """Recompute layers in the backward pass, in which the victim sleeps or raises."""
     start(rank, address)
     layers = model(dist.group.WORLD)
     store = dist.group.WORLD.get_group_store()
@@ -209,7 +209,7 @@ def recompute(rank, address, results, how):
 
 
 def two_groups(rank, address, results):
-    """A layer over all ranks and a layer over each pair; the victim dies in that of its pair."""
+    """Run a layer over all ranks and a layer over each pair; the victim dies in the layer of its pair."""
     start(rank, address)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     of_all, of_pair = model(dist.group.WORLD), model(pairs[rank // 2])
@@ -230,7 +230,7 @@ def two_groups(rank, address, results):
 
 
 def leaves(rank, address, results):
-    """What is left of a group after it was destroyed: threads, open files, and records in the store."""
+    """Return what is left of a group after it was destroyed: threads, open files, and records in the store."""
     threading.excepthook = lambda args: results.send(("other", repr(args)))
     files = None
     for attempt in range(3):

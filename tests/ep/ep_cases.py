@@ -1,4 +1,4 @@
-"""Layers and tokens drawn by chance, and what one process makes of the tokens of all ranks."""
+"""Random layers and tokens, and the results of one process for the tokens of all ranks."""
 
 import random
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Case:
         return self.options.get("aux_loss_coef", 0) > 0 or self.options.get("z_loss_coef", 0) > 0
 
     def layer(self):
-        """The whole layer: on every rank the same."""
+        """Return the whole layer, which is the same on every rank."""
         torch.manual_seed(self.seed)
         moe = MoE(H, 10, self.experts, self.top_k, dtype=DTYPES[self.dtype], **self.options)
         if moe.router.expert_bias is not None:
@@ -52,7 +52,7 @@ class Case:
         return moe
 
     def rows(self):
-        """Tokens and gradients of outputs, by rank."""
+        """Return tokens and output gradients by rank."""
         generator = torch.Generator().manual_seed(self.seed + 1)
 
         def draw(count):
@@ -64,7 +64,7 @@ class Case:
         return x, [draw(count) for count in self.tokens]
 
     def spread(self, group, **options):
-        """The layer on the ranks of a group, its experts perhaps on others than at first."""
+        """Return the layer spread over a group, perhaps with its experts on other ranks than at first."""
         options = {
             "chunks": self.chunks,
             "scope": self.scope,
@@ -77,7 +77,7 @@ class Case:
 
 
 def shuffled(experts, ranks, seed=0):
-    """A placement by chance, with as many experts on each rank as at first."""
+    """Return a random placement with as many experts on each rank as at first."""
     order = list(range(experts))
     random.Random(seed + experts).shuffle(order)
     hosts = [()] * experts
@@ -88,13 +88,13 @@ def shuffled(experts, ranks, seed=0):
 
 
 def in_order(experts, tensor):
-    """A parameter of experts, or its gradient, whole, with each expert at its own place."""
+    """Return a whole expert parameter, or its gradient, with each expert at its original place."""
     order, whole = experts.sharding.order, full(tensor)
     return whole if order is None else whole[torch.tensor(order).argsort()]
 
 
 def drawn(seed):
-    """A case, by chance."""
+    """Return a random case."""
     r = random.Random(seed)
     world = r.choice([1, 2, 3, 4, 4])
     experts = r.randint(1, 9)
@@ -130,7 +130,9 @@ def drawn(seed):
 
 
 def alone(case):
-    """Output, gradient of the input, and the layer with its gradients, of one process with the tokens of all ranks."""
+    """Return the output, the input's gradient, and the layer with its gradients, from one process with all ranks'
+    tokens.
+    """
     moe = case.layer()
     moe.router.row_invariant = True
     if moe.shared is not None:
@@ -144,7 +146,7 @@ def alone(case):
 
 
 def by_rank(moe, x, tokens):
-    """The layer's output where every rank has a capacity and losses of its own."""
+    """Return the layer's output when every rank has its own capacity and losses."""
     gate, logits = moe.router(x)
     weights, experts = [], []
     parts = zip(gate.weights.split(tokens), gate.experts.split(tokens), logits.split(tokens), strict=True)

@@ -1,4 +1,4 @@
-"""What ranks do for test_equality.py: the same layer on several ranks and in one process."""
+"""Functions that the ranks run for test_equality.py: the same layer on several ranks and in one process."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ ROUNDING = {"float64": 1e-11, "float32": 2e-4, "bfloat16": 6e-2}
 
 
 def sharded(case, group, **way):
-    """The case's layer on the ranks of a group, after one backward pass; output and gradient of the input."""
+    """Return the case's layer on a group after one backward pass, its output and the input's gradient."""
     if way.get("transport") == "padded":  # room for all rows of a rank between any two
         way["room"] = max(1, max(case.tokens) * case.top_k) * case.world * case.chunks
     moe = case.spread(group, **way)
@@ -82,7 +82,7 @@ def one(rank, world, case, **way):
 
 
 def experts_with_clones(case, moe):
-    """The experts of which ranks took clones in the last call: all of them where a capacity may have changed that."""
+    """Return the experts that ranks cloned in the last call: all of them if a capacity may have changed the clones."""
     if case.clones == 0:
         return ()
     if moe.capacity_factor is not None:
@@ -94,12 +94,12 @@ def experts_with_clones(case, moe):
 
 
 def update_by_one_process(whole):
-    """Update the bias by this process's load alone."""
+    """Update the bias by this process's load only."""
     update_expert_biases(whole, group_of_one())
 
 
 def twenty_steps(rank, world, ep_ranks, chunks):
-    """Losses of a small model in one process and on several ranks, and the largest difference of parameters."""
+    """Return the losses of a small model in one process and on several ranks, and the largest parameter difference."""
     group = groups()[ep_ranks]
     if rank >= ep_ranks:
         return None

@@ -13,14 +13,14 @@ def examples(number):
 
 @st.composite
 def counts(draw):
-    """(R, E) rows of each source rank for each expert."""
+    """Draw the (R, E) rows from each source rank for each expert."""
     ranks, experts = draw(st.integers(1, 9)), draw(st.integers(1, 16))
     row = st.lists(st.integers(0, 40) | st.integers(0, 400), min_size=experts, max_size=experts)
     return torch.tensor(draw(st.lists(row, min_size=ranks, max_size=ranks)))
 
 
 def random_choices(tokens, experts, top_k, seed, skew=0.0):
-    """(N, K) int64, distinct experts of each token."""
+    """Draw the distinct experts of each token, (N, K) int64."""
     random = torch.Generator().manual_seed(seed)
     popularity = -skew * torch.arange(1, experts + 1).log()
     noise = -torch.empty(tokens, experts).exponential_(generator=random).log()

@@ -1,4 +1,4 @@
-"""What ranks do for test_failures.py: all but one do it right."""
+"""Functions that the ranks run for test_failures.py: all ranks but one act correctly."""
 
 import re
 import time
@@ -13,11 +13,11 @@ from pymoe import ep
 from pymoe.nn import MoE, quantize_experts
 
 WRONG = 2
-"""The rank that does it wrong."""
+"""The rank that makes the mistake."""
 
 
 def told(function, *args):
-    """An error's kind, text and ranks; None if there is none."""
+    """Return an error's kind, text and ranks, or None if there is no error."""
     try:
         function(*args)
     except Exception as error:
@@ -26,12 +26,12 @@ def told(function, *args):
 
 
 def without_models(text):
-    """An error's text without the numbers of models, of which the tests make many."""
+    """Return an error's text without the numbers of models, since the tests make many models."""
     return re.sub(r" of model \d+", "", text)
 
 
 def one_wrong_call(rank, world, wrong):
-    """What every rank is told, how long that took, and whether the ranks can go on afterwards."""
+    """Return the error on each rank, the time until then, and whether the ranks can go on afterwards."""
     wide = case(options={"num_shared_experts": 0}).layer()
     torch.manual_seed(0)
     layers = nn.ModuleDict({"first": wide, "second": MoE(24, 8, 6, 2), "third": MoE(12, 8, 5, 2)})
@@ -68,7 +68,7 @@ def bug(*_):
 
 
 def too_many_rows(rank, world, scope):
-    """What ranks are told where one would receive one row too many, and where it just fits."""
+    """Return the ranks' errors when one would receive one row too many, and when the rows just fit."""
     one = case(scope=scope, options={"capacity_factor": 0.8})
     layer, x, _ = prepared(rank, one)
     layer(x)
@@ -88,14 +88,14 @@ def too_many_rows(rank, world, scope):
 
 
 def fullest_of(one, rank):
-    """The most rows that a rank receives."""
+    """Return the most rows that a rank receives."""
     layer, x, _ = prepared(rank, one)
     layer(x)
     return max(sum(load[e] for load in layer.last_loads for e in own) for own in layer.sharding.experts_of_ranks)
 
 
 def wrong_arguments(rank, world, wrong):
-    """What ranks are told by ``shard``."""
+    """Return the errors that ``shard`` raises on the ranks."""
     mine = rank == WRONG
     torch.manual_seed(1 if mine and wrong == "seed" else 0)
     model = nn.Sequential(MoE(12, 8, 7 if mine and wrong == "experts" else 6, 2, num_shared_experts=1))
@@ -108,10 +108,10 @@ def wrong_arguments(rank, world, wrong):
 
 
 def refused(rank, world, what):
-    """What ``shard`` says of what all ranks do wrong."""
+    """Return the error of ``shard`` for a mistake that all ranks make."""
 
     class Own(MoE):
-        """A layer of a user's own."""
+        """A user's own layer."""
 
     group, options = dist.group.WORLD, {}
     model = nn.Sequential(MoE(12, 8, 6, 2))
@@ -144,7 +144,7 @@ def refused(rank, world, what):
 
 
 def length_of_text(rank, world):
-    """The text of a long error that another rank is told."""
+    """Return the length of a long error's text as another rank receives it."""
     layer = ep.shard(MoE(12, 8, 6, 2), groups()[4])
 
     def long_bug(*_):

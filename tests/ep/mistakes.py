@@ -1,4 +1,4 @@
-"""What ranks do for test_mistakes.py: mistakes of users that must not hang ranks or end them."""
+"""Functions that the ranks run for test_mistakes.py: users' mistakes that must not hang or end ranks."""
 
 import io
 
@@ -13,13 +13,13 @@ from pymoe.nn import MoE
 
 
 def layers(**options):
-    """Two layers, of six experts, of which the last of four ranks has none, and of many."""
+    """Return two layers, one of six experts, of which the last of four ranks has none, and one of many."""
     torch.manual_seed(0)
     return nn.ModuleDict({"few": MoE(12, 8, 6, 2, **options), "many": MoE(12, 8, 600, 2)}).float()
 
 
 def wrong_parameters(rank, world, wrong):
-    """What ranks are told where parameters do not fit, and afterwards."""
+    """Return the ranks' errors when parameters do not fit, and afterwards."""
     model = ep.shard(layers(num_shared_experts=1), dist.group.WORLD)
     few, x = model["few"], torch.randn(3, 12, dtype=torch.float32)
     if wrong == "dtype":
@@ -43,7 +43,7 @@ def wrong_parameters(rank, world, wrong):
 
 
 def late_error(rank, world):
-    """The notes of an error that is raised after the announcement, by all ranks, and what they are told afterwards."""
+    """Return the notes of an error that all ranks raise after the announcement, and the ranks' errors afterwards."""
     few = ep.shard(layers(num_shared_experts=1), dist.group.WORLD)["few"]
     x = torch.randn(3, 12, dtype=torch.float32)
     hook = few.shared.register_forward_pre_hook(bug)
@@ -56,7 +56,7 @@ def late_error(rank, world):
 
 
 def unequal_calls(rank, world, wrong):
-    """What ranks are told where one has another layer or other options, and afterwards."""
+    """Return the ranks' errors when one has another layer or other options, and afterwards."""
     model, other = (ep.shard(layers(capacity_factor=1.25), dist.group.WORLD) for _ in range(2))
     few, x, mine = model["few"], torch.randn(3, 12, dtype=torch.float32), rank == WRONG
     options = few.top_k, few.capacity_factor
@@ -87,7 +87,7 @@ def unequal_calls(rank, world, wrong):
 
 
 def refused(rank, world, what):
-    """What ``shard`` says of what all ranks do wrong."""
+    """Return the error of ``shard`` for a mistake that all ranks make."""
     model, mesh = layers(), dist.group.WORLD
     few = model["few"]
     if what == "order":
@@ -108,7 +108,7 @@ def refused(rank, world, what):
 
 
 def refused_by_all(rank, world, wrong):
-    """What ranks are told by ``shard`` where one of them has another model."""
+    """Return the errors of ``shard`` when one rank has another model."""
     model = layers(bias_update_rate=0.1, num_shared_experts=1)
     few = model["few"]
     with torch.no_grad():
@@ -125,7 +125,7 @@ def refused_by_all(rank, world, wrong):
 
 
 def saved_whole(rank, world):
-    """Whether a model that has been called is what it was after torch.save and torch.load."""
+    """Check that torch.save and torch.load restore a model that has been called."""
     model = ep.shard(layers(), dist.group.WORLD)
     x = torch.randn(3, 12, dtype=torch.float32)
     y = model["few"](x)
@@ -137,5 +137,5 @@ def saved_whole(rank, world):
 
 
 def no_group():
-    """What ``shard`` says in a process without a group."""
+    """Return the error of ``shard`` in a process without a group."""
     return told(lambda: ep.shard(layers(), dist.group.WORLD))

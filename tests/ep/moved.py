@@ -1,4 +1,6 @@
-"""What ranks do for test_redistribute.py: a model whose experts move, beside the same model in which they stay."""
+"""Functions that the ranks run for test_redistribute.py: a model whose experts move, compared with one where they
+stay.
+"""
 
 import copy
 
@@ -22,12 +24,12 @@ OPTIMIZERS = {
 
 
 def ep_ranks(shape):
-    """Over how many ranks experts are spread."""
+    """Return the number of ranks that experts are spread over."""
     return shape[-1]
 
 
 def differing(still, moved):
-    """The names of parameters that differ, with each expert at its own place."""
+    """Return the names of parameters that differ, with each expert at its original place."""
     experts = {name: one for name, one in moved.named_modules() if isinstance(one, ep.ShardedExperts)}
     expected, found = dict(still.named_parameters()), []
     for name, parameter in moved.named_parameters():
@@ -39,7 +41,9 @@ def differing(still, moved):
 
 
 def training(rank, world, shape, kind, optimizer):
-    """Losses of steps with experts that stay and with experts that move twice and come back; what differs at last."""
+    """Train with experts that stay and with experts that move twice and return; return the losses and final
+    differences.
+    """
     x = data(world, 8)
     runs = [(*(made(shape, kind, bias=True) if kind else plainly(shape)), moves) for moves in (False, True)]
     losses, spreads = [], []
@@ -63,13 +67,13 @@ def training(rank, world, shape, kind, optimizer):
 
 
 def plainly(shape):
-    """The model over a group, without data parallelism."""
+    """Return the model over a group, without data parallelism."""
     spread = ep.shard(model(bias=True), mesh_of(*shape))
     return spread, spread
 
 
 def several_optimizers(rank, world):
-    """What differs where experts have two optimizers."""
+    """Return what differs when experts have two optimizers."""
     spreads = []
     for moves in (False, True):
         spread = ep.shard(model(bias=True), mesh_of(4))
@@ -88,7 +92,7 @@ def several_optimizers(rank, world):
 
 
 def loaded_before_a_step(rank, world):
-    """What differs where an optimizer is made after a move and loads the state of another before its first step."""
+    """Return what differs when an optimizer made after a move loads another's state before its first step."""
     spreads = []
     for moves in (False, True):
         spread = ep.shard(model(), mesh_of(4))
@@ -107,7 +111,7 @@ def loaded_before_a_step(rank, world):
 
 
 def mixed_precision(rank, world):
-    """What differs after steps in which FSDP casts parameters, on one mesh of ranks and copies."""
+    """Return what differs after steps in which FSDP casts parameters, on one mesh of ranks and copies."""
     mesh = mesh_of(2, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     spreads = []
@@ -118,7 +122,7 @@ def mixed_precision(rank, world):
         for step, x in enumerate(data(world, 4).float()):
             if moves and step == 2:
                 with torch.no_grad():
-                    called(x[rank])  # whose whole parameters FSDP may still hold
+                    called(x[rank])  # FSDP may still hold its whole parameters
                 ep.redistribute(called, shuffled(8, 2), optimizer)
             (called(x[rank]) ** 2).mean().backward()
             optimizer.step()
@@ -128,7 +132,7 @@ def mixed_precision(rank, world):
 
 
 def accumulated(rank, world):
-    """What differs where experts move with gradients, which further ones are added to."""
+    """Return what differs when experts move with gradients to which more gradients are added."""
     spreads = []
     for moves in (False, True):
         spread = ep.shard(model(), mesh_of(4))
@@ -144,7 +148,7 @@ def accumulated(rank, world):
 
 
 def one_layer(rank, world, placement):
-    """Which layers have another order afterwards, and what differs in an output."""
+    """Return which layers have another order afterwards, and what differs in an output."""
     spread, still = (ep.shard(model(), mesh_of(4)) for _ in range(2))
     ep.redistribute(spread, {"2": shuffled(E, 4)} if placement == "by name" else shuffled(E, 4))
     x = data(world)[0, rank]
@@ -153,7 +157,7 @@ def one_layer(rank, world, placement):
 
 
 def shared(rank, world, tied):
-    """Whether layers that share experts have one order, and the bits of before; what is said of two placements."""
+    """Return whether layers that share experts keep one order and the same bits, and the error for two placements."""
     spread = model(tied=tied)
     if not tied:
         spread[2].experts = spread[1][0].experts
@@ -171,7 +175,7 @@ def shared(rank, world, tied):
 
 
 def copied(rank, world):
-    """Whether a copy keeps the placement, and saves each expert at its own place."""
+    """Check that a copy keeps the placement and saves each expert at its original place."""
     spread = ep.shard(model(), mesh_of(4))
     before = {name: full(value) for name, value in spread.state_dict().items()}
     ep.redistribute(spread, shuffled(E, 4))
@@ -184,7 +188,7 @@ def copied(rank, world):
 
 
 def all_or_nothing(rank, world):
-    """What a call has changed that failed when all experts had arrived; and whether the next one works."""
+    """Return what a call changed that failed after all experts had arrived, and whether the next call works."""
     spread = ep.shard(model(), mesh_of(4))
     optimizer = OPTIMIZERS["adamw"](spread.parameters())
     (spread(data(world)[0, rank]) ** 2).mean().backward()
@@ -213,7 +217,7 @@ def all_or_nothing(rank, world):
 
 
 def disagreement(rank, world, wrong):
-    """What ranks are told where one of them differs, and whether anything has moved."""
+    """Return the ranks' errors when one of them differs, and whether anything has moved."""
     spread = ep.shard(model(), mesh_of(4))
     optimizer = OPTIMIZERS["adamw"](spread.parameters())
     placement = shuffled(E, 4)
@@ -257,7 +261,7 @@ def left_out(rank, world):
 
 
 def made_later(rank, world):
-    """Whether the files of an optimizer that was made after a move are those of one in one process."""
+    """Check that an optimizer made after a move writes the same files as one in a single process."""
     whole, spread = model(), ep.shard(model(), mesh_of(4))
     ep.redistribute(spread, shuffled(E, 4))
     found = []
@@ -276,7 +280,7 @@ def made_later(rank, world):
 
 
 def graph_from_before(rank, world):
-    """What a backward pass says whose forward was before the move."""
+    """Return the error of a backward pass whose forward ran before the move."""
     spread = ep.shard(MoE(H, 6, 8, 2, dtype=torch.float64), mesh_of(4))
     y = spread(data(world)[0, rank])
     ep.redistribute(spread, shuffled(8, 4))
@@ -287,7 +291,7 @@ def graph_from_before(rank, world):
 
 
 def before_memory(rank, world):
-    """What differs from one process where experts have moved before they had memory."""
+    """Return the differences from one process when experts moved before they had memory."""
     whole = model()
     with torch.device("meta"):
         spread = model()
@@ -322,7 +326,7 @@ def cut_by_hand(rank, world):
 
 
 def refused(rank, world, what):
-    """What is said of arguments that do not fit."""
+    """Return the errors for arguments that do not fit."""
     spread, placement, optimizer = ep.shard(model(), mesh_of(4)), contiguous(E, 4), None
     if what == "experts":
         placement = contiguous(8, 4)
@@ -354,7 +358,7 @@ def refused(rank, world, what):
 
 
 def recut(rank, world):
-    """What differs from one process after an initialisation of experts that FSDP has cut, at first and moved."""
+    """Return the differences from one process after experts cut by FSDP are initialized, at first and after a move."""
     mesh, found = mesh_of(2, 2), []
     whole = model(bias=True)
     for placed in (False, True):

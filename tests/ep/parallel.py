@@ -1,4 +1,4 @@
-"""What ranks do for test_gradients.py: a model over a mesh beside the same model in one process."""
+"""Functions that the ranks run for test_gradients.py: a model over a mesh, compared with one in a single process."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ ROWS = 7
 
 
 def model(bias=False, tied=False, dtype=torch.float64, experts=E):
-    """Two layers, which may share a weight, and dense ones around them."""
+    """Return a model of two layers, which may share a weight, with dense layers around them."""
     torch.manual_seed(0)
     options = {"num_shared_experts": 1, "bias": bias, "bias_update_rate": 0.05, "dtype": dtype}
     made = nn.Sequential(
@@ -31,12 +31,12 @@ def model(bias=False, tied=False, dtype=torch.float64, experts=E):
 
 
 def data(world, steps=1):
-    """Tokens of every rank in every step."""
+    """Return the tokens of every rank in every step."""
     return torch.randn(steps, world, ROWS, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def made(shape, kind, way=None, **options):
-    """The model over a mesh, and what is called."""
+    """Return the model over a mesh, and the callable that runs it."""
     mesh = mesh_of(*shape)
     spread = ep.shard(
         model(**options), mesh if mesh.ndim == 1 else mesh["ep"], chunks=2, min_rows_to_clone=1, **(way or {})
@@ -46,13 +46,13 @@ def made(shape, kind, way=None, **options):
 
 
 def worst(pairs):
-    """The largest difference, over the largest expected number."""
+    """Return the largest difference divided by the largest expected number."""
     pairs = list(pairs)
     return max((full(a) - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
 
 
 def gradients(rank, world, shape, kind, micro_batches, **way):
-    """How far gradients of the mean loss are from those of one process."""
+    """Return how far gradients of the mean loss are from the gradients of one process."""
     whole, (spread, called) = model(), made(shape, kind, way)
     x = data(world, micro_batches)
     (whole(x.flatten(0, 2)) ** 2).mean().backward()
@@ -102,7 +102,7 @@ def one_step(rank, world, shape, kind, tied=False, dtype="float64", replaced=Non
 
 
 def spread_over_a_group(rank, world):
-    """How far gradients are, of a model spread over a process group and cut further over a mesh."""
+    """Return how far gradients are off for a model spread over a process group and cut further over a mesh."""
     whole, spread, mesh = model(), model(), mesh_of(2, 2)
     called = ep.data_parallel(ep.shard(spread, mesh["ep"].get_group()), mesh, kind="fsdp")
     x = data(world)[0]
@@ -113,7 +113,7 @@ def spread_over_a_group(rank, world):
 
 
 def mixed_precision(rank, world, shape, clones):
-    """How far gradients are where FSDP casts parameters to bfloat16, and their dtypes."""
+    """Return how far gradients are off when FSDP casts parameters to bfloat16, and the gradients' dtypes."""
     whole, spread = (model(dtype=torch.float32, experts=8) for _ in range(2))
     mesh = mesh_of(*shape)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -129,7 +129,7 @@ def mixed_precision(rank, world, shape, clones):
 
 
 def ignored_by_ddp(rank, world):
-    """Gradients of a parameter that the model has told DDP to leave alone, and of that rank by itself."""
+    """Return the gradients of a parameter that DDP was told to ignore, and the gradients of this rank by itself."""
     spread, alone = model(), model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(spread, ["3.weight"])
     ep.shard(spread, mesh_of(4))
@@ -144,7 +144,7 @@ def ignored_by_ddp(rank, world):
 
 
 def fill(spread, whole):
-    """Give a model over ranks the state of one in one process."""
+    """Give a model over ranks the state of a model in one process."""
     states = spread.state_dict()
     for name, tensor in whole.state_dict().items():
         states[name] = tensor if ".experts." in name else spread_like(states[name], tensor)
@@ -152,7 +152,7 @@ def fill(spread, whole):
 
 
 def accumulated_with_every_sum(rank, world):
-    """The same, where DDP sums over ranks in every backward pass."""
+    """Do the same with DDP summing over ranks in every backward pass."""
     whole, (spread, called) = model(), made((2, 2), "ddp")
     x = data(world, 3)
     for own in x:
@@ -163,7 +163,7 @@ def accumulated_with_every_sum(rank, world):
 
 
 def sums_over_twins(rank, world):
-    """How often gradients of experts are summed over ranks in a backward pass: without ``no_sync()``, and with it."""
+    """Return how often a backward pass sums expert gradients over ranks, without ``no_sync()`` and with it."""
     spread, called = made((2, 2), "ddp")
     x, real, count = data(world)[0, rank], dist.all_reduce, []
     dist.all_reduce = lambda *args, **options: (count.append(1), real(*args, **options))[1]
@@ -178,7 +178,7 @@ def sums_over_twins(rank, world):
 
 
 def training(rank, world, shape, kind, clip):
-    """Losses and parameters after some steps with clipped gradients, beside one process."""
+    """Return losses and parameters after some steps with clipped gradients, and the same from one process."""
     whole, (spread, called) = model(bias=True), made(shape, kind, bias=True)
     optimizers = [torch.optim.AdamW(one.parameters(), 0.01, foreach=False) for one in (whole, spread)]
     apart = []
@@ -203,14 +203,14 @@ def training(rank, world, shape, kind, clip):
 
 
 def update_by_one_process(whole):
-    """Update the biases by this process's load alone."""
+    """Update the biases by this process's load only."""
     from rank_setup import group_of_one
 
     update_expert_biases(whole, group_of_one())
 
 
 def scaled_losses(rank, world):
-    """Auxiliary losses of a group of ranks with unequal numbers of tokens, averaged; beside one process."""
+    """Return the averaged auxiliary losses of ranks with unequal numbers of tokens, and the losses of one process."""
     torch.manual_seed(0)
     options = {"aux_loss_coef": 0.5, "z_loss_coef": 0.1, "dtype": torch.float64}
     layers = []
@@ -255,7 +255,7 @@ def clipped(rank, world, norm_type, max_norm):
 
 
 def spread_like(parameter, whole):
-    """A whole tensor as a parameter is spread."""
+    """Return a whole tensor spread in the same way as a parameter."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(parameter, DTensor):
@@ -264,7 +264,7 @@ def spread_like(parameter, whole):
 
 
 def clipped_over_stages(rank, world):
-    """The norm over ranks that have different parameters."""
+    """Return the norm over ranks that have different parameters."""
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     parameter.grad = torch.full_like(parameter, rank + 1.0)
     norm = ep.clip_grad_norm_([parameter], 1.0, group=dist.group.WORLD)
@@ -272,7 +272,7 @@ def clipped_over_stages(rank, world):
 
 
 def not_finite(rank, world):
-    """What is said of a norm that is not finite."""
+    """Return the error for a norm that is not finite."""
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.full_like(parameter, float("nan"))
     try:
@@ -282,7 +282,7 @@ def not_finite(rank, world):
 
 
 def clip_refused(rank, world, what):
-    """What is said of arguments of clip_grad_norm_ that do not fit."""
+    """Return the error for wrong arguments of clip_grad_norm_."""
     parameters, numbers = [nn.Parameter(torch.zeros(3))], (1.0, 2.0)
     if what == "a module":
         parameters = nn.Linear(1, 1)
@@ -297,7 +297,7 @@ def clip_refused(rank, world, what):
 
 
 def refused(rank, world, what):
-    """What is said of arguments that do not fit."""
+    """Return the errors for arguments that do not fit."""
     mesh, kind, options = mesh_of(2, 2), "ddp", {}
     spread = ep.shard(model(), mesh["ep"])
     if what == "other ranks":
@@ -336,7 +336,7 @@ def refused(rank, world, what):
 
 
 def twins(rank, world, kind, init_sync=True):
-    """Whether ranks with the same experts have equal ones that are those of the first, and whether they had before."""
+    """Check that ranks with the same experts get the first rank's values, and whether they were equal before."""
     mesh = mesh_of(2, world // 2)
     torch.manual_seed(mesh.get_local_rank("edp"))
     spread = nn.Sequential(nn.Linear(H, H), MoE(H, 6, E, 2, bias=True))
@@ -364,7 +364,7 @@ def _of_expert_group(parameter, mesh, kind):
 
 
 def other_twins(rank, world):
-    """What ranks are told whose twins have experts of another size."""
+    """Return the ranks' errors when twins have experts of another size."""
     mesh = mesh_of(2, world // 2)
     spread = ep.shard(MoE(H, 6 + mesh.get_local_rank("edp"), E, 2), mesh["ep"])
     try:
@@ -387,7 +387,7 @@ def early_optimizer(rank, world):
 
 
 def norm_of_16_bits(rank, world, dtype):
-    """How far the norm of 16-bit gradients is from that of their numbers."""
+    """Return how far the norm of 16-bit gradients is from the norm of their exact values."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(300, 7, dtype=getattr(torch, dtype))) for _ in range(3)]
     for one in parameters:

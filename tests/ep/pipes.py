@@ -1,4 +1,4 @@
-"""What ranks do for test_pipes.py: two stages, each with its experts on two ranks."""
+"""Functions that the ranks run for test_pipes.py: two stages, each with its experts on two ranks."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def model():
 
 
 def gradients(rank, world, schedule, checkpoint, clones=0):
-    """The largest difference from one process with the rows of both pipes, over the largest gradient."""
+    """Return the largest difference from one process with the rows of both pipes, relative to the largest gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     stage_number, place = mesh.get_coordinate()
     whole, spread = model(), model()

@@ -1,4 +1,4 @@
-"""What the functions share that ranks run: groups, and counters of what a rank does."""
+"""Code shared by the functions that ranks run: groups, and counters of what a rank does."""
 
 import contextlib
 import functools
@@ -11,25 +11,25 @@ from torch.overrides import TorchFunctionMode
 
 @functools.cache
 def groups():
-    """The group of the first n ranks, by n. All ranks come here together."""
+    """Return the groups of the first n ranks, by n. All ranks must call this together."""
     return {n: dist.new_group(list(range(n)), backend="gloo") for n in (1, 2, 3, 4)}
 
 
 @functools.cache
 def group_of_one():
-    """A group of this rank alone."""
+    """Return a group of this rank only."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 @functools.cache
 def mesh_of(*shape):
-    """A mesh of all ranks, its last dimension called "ep"."""
+    """Return a mesh of all ranks whose last dimension is called "ep"."""
     names = ("edp", "ep")[-len(shape) :]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class HostReads(TorchFunctionMode):
-    """Counts how often the host asks a tensor for its values."""
+    """A mode that counts how often the host reads a tensor's values."""
 
     NAMES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 
@@ -45,7 +45,7 @@ class HostReads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def exchanges():
-    """The rows of every exchange that this rank sends, and to whom, in a list that fills up."""
+    """Collect the rows that this rank sends in every exchange, by destination, in a list that fills up."""
     seen, real = [], dist.all_to_all_single
 
     def spy(output, rows, received, sent, **options):
@@ -60,10 +60,10 @@ def exchanges():
 
 
 def full(tensor):
-    """A tensor that may be spread over ranks, whole."""
+    """Return a tensor whole, even if it is spread over ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def same_bits(a, b):
-    """Equal shape, dtype and values; zeros of both signs are equal."""
+    """Check that shape, dtype and values are equal; zeros of either sign are equal."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

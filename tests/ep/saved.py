@@ -1,4 +1,4 @@
-"""What ranks do for test_checkpoints.py: training states saved on some number of ranks, and loaded on another."""
+"""Functions that the ranks run for test_checkpoints.py: training states saved on some ranks and loaded on others."""
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ def made(spread_over):
 
 
 def train(own, optimizer):
-    """Some steps, whose gradients follow from the parameters element by element, however these are spread."""
+    """Run some steps whose gradients follow from the parameters element by element, however these are spread."""
     for step in range(3):
         for parameter in own.parameters():
             parameter.grad = parameter.detach() * 0.5 + (step + 0.25)
@@ -49,7 +49,7 @@ def train(own, optimizer):
 
 
 def state_of(own, optimizer):
-    """Parameters, buffers and what the optimizer keeps, whole and by name, with each expert at its own place."""
+    """Return parameters, buffers and optimizer state, whole and by name, with each expert at its original place."""
     found = {name: value.detach() for name, value in (*own.named_parameters(), *own.named_buffers())}
     for name, parameter in own.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
@@ -61,14 +61,14 @@ def state_of(own, optimizer):
 
 
 def takes_part(rank, spread_over):
-    """Whether a rank has a share of the model."""
+    """Check that a rank has a share of the model."""
     groups()
     where = str(spread_over).partition(" ")[0]
     return where == "2x2" or rank < max(1, int(where))
 
 
 def save(rank, world, folder, spread_over):
-    """Train, and save model and optimizer."""
+    """Train, and save the model and its optimizer."""
     if takes_part(rank, spread_over):
         own, optimizer, group = made(spread_over)
         train(own, optimizer)
@@ -77,9 +77,7 @@ def save(rank, world, folder, spread_over):
 
 
 def load(rank, world, folder, spread_over):
-    """Load into a model that was never trained; the names of what differs from one that was trained here, as a
-    whole.
-    """
+    """Load into an untrained model; return the names of what differs from a whole model trained here."""
     if not takes_part(rank, spread_over):
         return []
     own, optimizer, group = made(spread_over)
@@ -113,7 +111,7 @@ def load_whole_state_dict(rank, world, spread_over):
 
 
 def export(rank, world, spread_over):
-    """Whether the first rank gets the whole model's tensors, and the others none."""
+    """Check that the first rank gets the whole model's tensors and the other ranks none."""
     if not takes_part(rank, spread_over):
         return True
     own, optimizer, _ = made(spread_over)

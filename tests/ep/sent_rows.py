@@ -1,4 +1,6 @@
-"""What ranks do for simulate/test_against_ranks.py: a sharded layer's step, with what it chose and sent."""
+"""Functions that the ranks run for simulate/test_against_ranks.py: a sharded layer's step, with its choices and
+rows sent.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Bugs of experts spread over ranks that were met and mended, each with its story."""
+"""Tests of bugs that were found and fixed in experts spread over ranks, each with its story."""
 
 import bugs
 import calls
@@ -9,13 +9,17 @@ from pymoe.ep import agreement
 
 @pytest.mark.slow
 def test_the_share_of_a_groups_losses_is_as_precise_in_padded_buffers(ranks):
-    """The share was divided on the device as integers are, in float32, and widened too late: float64 losses lost it."""
+    """The loss share was divided as integers on the device, in float32, and widened too late, so float64 losses
+    lost precision.
+    """
     exact, padded = ranks.run(bugs.shares_of_losses), ranks.run(bugs.shares_of_losses, **calls.PADDED)
     assert exact == padded
 
 
 def test_check_calls_clears_the_notes_of_all_layers(ranks):
-    """It raised for the first layer and left the notes of the others, so that the next check told of an old call."""
+    """check_calls raised for the first layer and left the notes of the others, so the next check reported an old
+    call.
+    """
     for first, second in ranks.run(bugs.two_layers_that_disagree):
         assert first[0] == "GroupError"
         assert "MoE '1.0'" in first[1]
@@ -33,7 +37,7 @@ def test_a_backward_pass_after_one_for_other_gradients_waits_for_its_exchanges(r
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_layer_that_shares_its_experts_does_not_move_alone(ranks, tied):
-    """Layers outside of the model that was given kept the former placement, and computed with other experts."""
+    """Layers outside the model that was passed kept the old placement and computed with the wrong experts."""
     for moving, calling, works in ranks.run(bugs.moved_without_another_layer, tied=tied):
         if tied:
             text = "redistribute: model must hold all layers that share parameters, got one without '1.0'"
@@ -47,12 +51,12 @@ def test_a_layer_that_shares_its_experts_does_not_move_alone(ranks, tied):
 
 
 def test_a_router_in_a_wrapper_needs_no_options(ranks):
-    """The comparison of options between ranks asked it for those of a Router."""
+    """The comparison of options between ranks asked the wrapper for the options of a Router."""
     assert all(ranks.run(bugs.router_in_a_wrapper))
 
 
 def test_options_that_change_in_every_call_are_not_kept():
-    """A coefficient with a schedule left a text in every step."""
+    """A coefficient with a schedule left behind a text in every step."""
     for step in range(3 * agreement.MAX_OPTIONS):
         agreement._options_number(("z_loss_coef", step / 7))
     assert len(agreement._options) <= agreement.MAX_OPTIONS
@@ -63,8 +67,7 @@ def test_options_that_change_in_every_call_are_not_kept():
 
 @pytest.mark.parametrize("way", [{}, calls.PADDED], ids=["plain", "padded"])
 def test_gradients_of_a_rank_without_experts_are_laid_out_as_those_of_the_others(ranks, way):
-    """They had the strides 0, 0 of an expanded sum, so autograd copied them before it kept them.
-
-    That copy of DTensors is an exchange of all ranks in torch 2.11, where the others made none: the ranks hung.
+    """Gradients of a rank without rows had the strides 0, 0 of an expanded sum, so autograd copied them. In torch 2.11
+    copying a DTensor is an exchange between all ranks; the other ranks made no copy, and the ranks hung.
     """
     assert ranks.run(bugs.strides_of_gradients, **way) == [[]] * 4

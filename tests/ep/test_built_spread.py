@@ -14,7 +14,7 @@ def test_a_layer_built_spread_is_one_that_is_spread_afterwards(ranks, dtype, by)
 
 def test_a_rank_never_holds_all_experts(ranks):
     for most, of_an_expert in ranks.run(built.largest):
-        assert most <= 2 * of_an_expert  # this rank's two, of six
+        assert most <= 2 * of_an_expert  # this rank's two of six experts
 
 
 def test_models_of_such_layers_have_the_gradients_of_one_process(ranks):

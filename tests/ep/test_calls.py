@@ -1,4 +1,4 @@
-"""Calls of a layer on four ranks: what they read and send, in which order, and under which modes of torch they work."""
+"""Calls of a layer on four ranks: what they read and send, in which order, and the torch modes they work under."""
 
 import calls
 import pytest

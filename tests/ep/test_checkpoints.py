@@ -1,6 +1,6 @@
 """Checkpoints are of the whole model: what some number of ranks has saved, any other loads, bit for bit.
 
-So do ranks that have other experts than at first.
+The same holds for ranks that have other experts than at first.
 """
 
 import pytest

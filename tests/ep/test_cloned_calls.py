@@ -89,7 +89,7 @@ def test_ranks_must_give_equal_numbers_of_clones(ranks):
 
 
 def over_mean(rows):
-    """The fullest rank over the mean."""
+    """Return the fullest rank's rows divided by the mean."""
     return max(rows) * len(rows) / sum(rows)
 
 

@@ -1,4 +1,4 @@
-"""Plans with clones fit each other: what a rank sends, another receives, and every row has its place."""
+"""Plans with clones match: what one rank sends, another receives, and every row has its place."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ MANY = examples(60)
 
 
 class Mesh:
-    """The part of a mesh that a sharding uses."""
+    """A stand-in for the part of a mesh that a sharding uses."""
 
     def __init__(self, ranks, rank):
         self._ranks, self._rank = ranks, rank
@@ -29,7 +29,7 @@ class Mesh:
 
 @st.composite
 def calls(draw):
-    """A sharding's fields, and the choices of every rank."""
+    """Draw a sharding's fields, and the choices of every rank."""
     ranks, experts = draw(st.integers(1, 5)), draw(st.integers(1, 8))
     fields = {
         "chunks": draw(st.integers(1, -(-experts // ranks))),
@@ -42,7 +42,7 @@ def calls(draw):
 
 
 def plans(fields, experts, choices):
-    """The plan of every rank."""
+    """Return the plan of every rank."""
     loads = [torch.bincount(one.flatten(), minlength=experts).tolist() for one in choices]
     exchanged = ExchangedCounts(loads, [len(one) for one in choices], [[] for _ in choices])
     options = {"layer": "", "num_experts": experts, "scope": "rank", "max_recv_rows": None, **fields}
@@ -112,7 +112,7 @@ def test_an_unnecessary_clone_is_not_taken():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hot_expert_is_divided(rank):
-    """Six rows of expert 0 from rank 0 and two from rank 1: rank 1 keeps its two, and gets two."""
+    """Expert 0 has six rows from rank 0 and two from rank 1: rank 1 keeps its two and gets two more."""
     hot = [torch.zeros(6, 1, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)]
     plan = plans({"chunks": 1, "clones": 1}, 2, hot)[rank]
     assert plan.counts.sent == ([[4, 0], [0, 2]] if rank == 0 else [[0, 0], [0, 2]])

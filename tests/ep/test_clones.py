@@ -13,7 +13,7 @@ MANY = examples(200)
 
 
 def filled(shares):
-    """Rows that each rank computes."""
+    """Return the rows that each rank computes."""
     return shares.destinations().sum(0).tolist()
 
 

@@ -1,4 +1,4 @@
-"""A token that chose several experts of a rank travels there once: what is sent, and how equal results are."""
+"""A token that chose several experts of a rank travels there once: tests of what is sent and how close results are."""
 
 import pytest
 import ways

@@ -55,7 +55,7 @@ WAYS = {"padded": {"transport": "padded"}, "deduplicated": {"deduplicate": True}
 
 
 def differences(ranks, case, **way):
-    """What differs, by rank."""
+    """Return what differs, by rank."""
     return {rank: found for rank, found in enumerate(ranks.run(one, case=case, **way)) if found}
 
 

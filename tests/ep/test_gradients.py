@@ -1,4 +1,6 @@
-"""Gradients over a mesh of ranks are those of one process: with DDP and with FSDP, accumulated, scaled and clipped."""
+"""Gradients over a mesh of ranks equal the gradients of one process: with DDP and with FSDP, accumulated, scaled and
+clipped.
+"""
 
 import parallel
 import pytest
@@ -197,7 +199,7 @@ def test_ranks_whose_twins_have_other_experts_are_told(ranks):
 
 
 def test_an_optimizer_from_before_the_model_was_sharded_is_noticed(ranks):
-    """It kept the parameters of before, and the experts never trained."""
+    """The optimizer kept the parameters from before sharding, and the experts never trained."""
     for said in ranks.run(parallel.early_optimizer):
         assert "SGD: an optimizer must be made after pymoe.ep.shard" in said
 

@@ -12,7 +12,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def flags_at(address):
-    """What the system notes of the memory at an address."""
+    """Return the system's flags for the memory at an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()

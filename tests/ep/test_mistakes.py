@@ -1,4 +1,4 @@
-"""Mistakes of users that are found before rows travel: on all ranks, or told to the others."""
+"""Users' mistakes are found before rows travel, on all ranks or on one that tells the others."""
 
 import mistakes
 import pytest

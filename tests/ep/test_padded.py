@@ -1,4 +1,4 @@
-"""As many rows in every call: what is sent, what becomes of rows that do not fit, and how disagreement is found."""
+"""Every call sends the same number of rows: tests of what is sent, of rows that do not fit, and of disagreement."""
 
 import pytest
 import ways
@@ -11,7 +11,7 @@ def test_every_call_sends_as_many_rows(ranks, chunks):
         to = [rows, rows, rows, 0]  # the last rank has no experts
         from_it = [[rows] * 4 if rank < 3 else [0] * 4] * chunks
         assert sent == ([to] * chunks + from_it) * 4
-        assert widths == ([1] * chunks + [12] * 4 * chunks) * 2  # numbers travel before the rows
+        assert widths == ([1] * chunks + [12] * 4 * chunks) * 2  # expert numbers travel before the rows
 
 
 @pytest.mark.parametrize("capacity", [None, 0.8])

@@ -1,4 +1,4 @@
-"""Placement by load: whole, within its room, never worse than contiguous shards, the same for the same counts."""
+"""Placement by load places every expert, within its room, never worse than contiguous shards, and repeatably."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_hot_expert_gets_the_replicas():
 
 
 def test_the_loads_of_the_example_of_eplb_become_even():
-    """The first layer of its README, 16 places for 12 experts."""
+    """The loads are of the first layer in the example's README: 16 places for 12 experts."""
     load = torch.tensor([90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86])
     placed = place(load, 4, replicas=1)
     assert sum(map(len, placed.held)) == 16

@@ -23,7 +23,7 @@ UNNAMED = "a rank of the expert-parallel group has died, has left, or took longe
 
 
 def are_told(ends, what, who=(VICTIM,), count=RANKS - 1):
-    """Check that all but the victim were told by the layer, and of what."""
+    """Check that the layer told every rank except the victim, and what it told them."""
     assert len(ends) == count
     assert VICTIM not in ends
     for end, value in ends.values():
@@ -86,7 +86,7 @@ def test_a_rank_that_is_stopped_is_alive_and_the_others_wait(rank):
     with ranks(train, RANKS, steps=100) as group:
         group.wait_for("step", RANKS)
         group.signal(rank, signal.SIGSTOP)
-        time.sleep(8)  # longer than calls of the store wait
+        time.sleep(8)  # longer than calls to the store wait
         group.signal(rank, signal.SIGCONT)
         ends = group.ends(RANKS)
     assert ends == dict.fromkeys(range(RANKS), ("done", None))
@@ -154,7 +154,7 @@ def test_a_rank_that_raises_in_a_call_that_is_recomputed_ends_the_others():
 
 
 class Group:
-    """Stands for a process group, of which only its identity and its store are used."""
+    """A stand-in for a process group; only its identity and its store are used."""
 
     def __init__(self, store):
         self.store = store
@@ -164,14 +164,14 @@ class Group:
 
 
 def members_of(group):
-    """Let this process be a member of a group, and return what it knows of it."""
+    """Make this process a member of a group, and return what it knows about the group."""
     members = failures.GroupMembers(0, [Process.own()] * 2, GroupStore(group, "test", 5.0))
     failures._members[group] = members
     return members
 
 
 def test_where_no_backward_pass_runs_none_is_reported_to_have_failed():
-    """Passes that torch has compiled call the functions of a graph outside any pass of its engine."""
+    """Passes compiled by torch call the functions of a graph outside any pass of its engine."""
     group = Group(dist.HashStore())
     members = members_of(group)
     assert not failures.report_failed_backward(SimpleNamespace(group=group, title="'layer'"))
@@ -197,7 +197,7 @@ def test_a_group_without_a_store_is_served_without_records():
 
 
 def test_a_wait_that_takes_no_timeout_is_not_repeated():
-    """Works of some backends, such as those made from futures, refuse timeouts before they are done."""
+    """Work objects of some backends, such as those made from futures, refuse timeouts before they are done."""
     waits = []
 
     class Work:

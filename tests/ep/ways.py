@@ -1,4 +1,6 @@
-"""What ranks do for test_duplicates.py and test_padded.py: rows that travel once to a rank, and in padded buffers."""
+"""Functions that the ranks run for test_duplicates.py and test_padded.py: rows sent once to a rank, and padded
+buffers.
+"""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
 def error_of_sums(rank, world, dtype, top_k, chunks):
-    """The largest difference of an output from that of one process, over the bound of it."""
+    """Return an output's largest difference from one process, divided by its bound."""
     one = Case(4, TOKENS, dtype, 8, top_k, chunks=chunks)
     whole = one.layer()
     whole.router.row_invariant = True
@@ -31,7 +33,7 @@ def error_of_sums(rank, world, dtype, top_k, chunks):
 
 
 def gradients_of_weights(rank, world):
-    """Whether gradients of experts and of the router's weights have the bits of a row a choice."""
+    """Check that gradients of experts and of the router's weights have the same bits as with one row per choice."""
     one = Case(4, TOKENS, "bfloat16", 8, 4, chunks=2)
     found = []
     for way in ({}, ONCE):
@@ -45,7 +47,7 @@ def gradients_of_weights(rank, world):
 
 
 def keep_gradient(tensor, kept):
-    """Put the gradient of a tensor into a list when it comes."""
+    """Append a tensor's gradient to a list when it arrives."""
     tensor.register_hook(kept.append)
 
 
@@ -81,7 +83,7 @@ def sent_once(rank, world, ep_ranks, experts, top_k, chunks, tokens, **options):
 
 
 def weights_frozen_on_one_rank(rank, world):
-    """What ranks are told where the weights of one need no gradient, and afterwards."""
+    """Return the ranks' errors when the weights of one rank need no gradient, and afterwards."""
     few = ep.shard(layers(), dist.group.WORLD, **ONCE)["few"]
     x = torch.randn(3, 12, dtype=torch.float32)
     if rank == WRONG:
@@ -92,7 +94,9 @@ def weights_frozen_on_one_rank(rank, world):
 
 
 def overflowing(rank, world, chunks, room, dtype, capacity):
-    """What differs from one process in which the rows that do not fit are left out, and how many these are."""
+    """Return the differences from one process that leaves out the rows that do not fit, and the number of these
+    rows.
+    """
     options = {} if capacity is None else {"capacity_factor": capacity}
     one = case(dtype, chunks=chunks, options=options)
     layer, x, directions = prepared(rank, one, transport="padded", room=room)
@@ -160,7 +164,7 @@ def first_that_fit(sharding, experts, capacity, room):
 
 
 def padded_rows(rank, world, chunks):
-    """The rows of every exchange, of calls with more and with fewer tokens."""
+    """Return the rows of every exchange in calls with more and with fewer tokens."""
     one = case(chunks=chunks)
     layer, x, _ = prepared(rank, one, transport="padded", room=120)
     with exchanges() as seen:
@@ -170,7 +174,7 @@ def padded_rows(rank, world, chunks):
 
 
 def overflow_adds_up(rank, world):
-    """What is counted over calls, and after it was set to zero."""
+    """Return the overflow counted over calls, and after the counter was reset."""
     layer, x, _ = prepared(rank, case(), transport="padded", room=4)
     counts = []
     for _ in range(2):
@@ -181,7 +185,7 @@ def overflow_adds_up(rank, world):
 
 
 def evaluated_first(rank, world):
-    """Whether a call in inference mode has the bits of one that is trained afterwards."""
+    """Check that a call in inference mode has the same bits as a training call made after it."""
     layer, x, directions = prepared(rank, case(), transport="padded", room=300)
     with torch.inference_mode():
         y = layer(x)
@@ -191,7 +195,7 @@ def evaluated_first(rank, world):
 
 
 def disagreeing(rank, world, wrong):
-    """What check_calls says after calls in which one rank did otherwise, and when it is asked again."""
+    """Return what check_calls reports after calls in which one rank differed, and when it is asked again."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"first": MoE(12, 8, 6, 2), "second": MoE(12, 8, 6, 2)}).float()
     ep.shard(model, dist.group.WORLD, transport="padded", room=64)
@@ -216,5 +220,5 @@ def disagreeing(rank, world, wrong):
 
 
 def padded_is_refused(rank, world, options):
-    """What ``shard`` says."""
+    """Return the error that ``shard`` raises."""
     return told(lambda: ep.shard(layers(), dist.group.WORLD, **options))

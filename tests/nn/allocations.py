@@ -1,4 +1,4 @@
-"""The memory that a call takes from torch's allocator, as torch's profiler sees it."""
+"""Measure the memory that a call takes from torch's allocator, as torch's profiler sees it."""
 
 import json
 
@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocations(call, folder):
-    """The result of a call, the bytes that it leaves allocated, and the most that it had at once above the start."""
+    """Return a call's result, the bytes it leaves allocated, and the most it held at once above the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         result = call()
     trace = folder / "trace.json"

@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures shared by the tests of this folder."""
 
 import sys
 from pathlib import Path
@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # their helper modules
+sys.path.insert(0, str(Path(__file__).parent))  # the helper modules of these tests
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """The layers here are tiny: a second thread would only wait. tests/ops compares numbers of threads."""
+    """Use one thread: the layers here are tiny, and a second thread would only wait. tests/ops compares thread
+    counts.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

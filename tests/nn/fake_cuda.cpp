@@ -1,6 +1,6 @@
-// A CUDA device that is not there: what torch's autograd engine asks of one, answered without one. With it, torch runs
-// fake CUDA tensors (FakeTensorMode) forward and backward where there is no GPU, in a CPU build and in a CUDA build.
-// Nothing can be computed on it.
+// A CUDA device that does not exist: this library answers what torch's autograd engine asks of a device. With it, torch
+// runs fake CUDA tensors (FakeTensorMode) forward and backward where there is no GPU, in a CPU build and in a CUDA
+// build. Nothing can be computed on it.
 //
 // Load it before torch, so that torch finds it when it looks for its CUDA part; call take_the_place_of_the_guard after.
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -32,7 +32,7 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<kCuda> {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
-// Preferred to the part of a CUDA build of torch, which finds no device where there is none.
+// This takes precedence over the hooks of a CUDA build of torch, which find no device on a machine without one.
 const at::RegistererCUDAHooksRegistry registered("CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
                                                  at::RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);
 

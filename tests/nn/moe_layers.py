@@ -73,7 +73,7 @@ def make_input(*shape, hidden_size=12, dtype=torch.float64, seed=1):
 
 
 def with_backend(layer, backend):
-    """A copy of ``layer`` with other operators."""
+    """Return a copy of ``layer`` with other operators."""
     layer = copy.deepcopy(layer)
     for module in layer.modules():
         if hasattr(module, "backend"):
@@ -82,7 +82,7 @@ def with_backend(layer, backend):
 
 
 def gradients(layer, x):
-    """The gradients of input and parameters, by name, and nothing left behind."""
+    """Return the gradients of input and parameters by name, and leave no gradients behind."""
     found = {name: parameter.grad for name, parameter in layer.named_parameters()}
     found["x"] = x.grad
     layer.zero_grad()
@@ -92,7 +92,7 @@ def gradients(layer, x):
 
 @contextmanager
 def one_by_one():
-    """Inside, layers and apply_experts run one operator after the other."""
+    """Make layers and apply_experts run one operator after the other inside the context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["pymoe.nn.moe"], "forward_directly", lambda *_: None)
         for module in ("pymoe.nn.moe", "pymoe.nn.apply_experts"):
@@ -101,7 +101,7 @@ def one_by_one():
 
 
 def run(layer, x, call=None, factor=1.0):
-    """Output and gradients of ``layer(x)``, or ``call(x)``, for one fixed objective of the output."""
+    """Return output and gradients of ``layer(x)``, or of ``call(x)``, for one fixed objective of the output."""
     y = layer(x) if call is None else call(x)
     direction = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
     (factor * (y * direction).sum()).backward()
@@ -109,7 +109,7 @@ def run(layer, x, call=None, factor=1.0):
 
 
 def assert_same(found, expected, rtol=0.0, atol=0.0):
-    """Dictionaries of gradients agree: bit for bit unless told otherwise."""
+    """Check that two dictionaries of gradients agree, bit for bit unless a tolerance is given."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,6 +1,6 @@
 """A mixture-of-experts layer written a second time, one token at a time, from the papers and not from pymoe's code.
 
-It reads a layer's parameters and options and shares none of its operators. Differentiable; slow.
+It reads a layer's parameters and options and shares none of its operators. It is differentiable, and slow.
 """
 
 import math
@@ -22,7 +22,7 @@ class Naive:
 
 
 def naive_moe(layer, x):
-    """What ``layer(x)`` must return, with the auxiliary loss spelled out."""
+    """Return what ``layer(x)`` must return, with the auxiliary loss spelled out."""
     router = layer.router
     tokens = x.reshape(-1, x.shape[-1])
     logits = [router.weight @ token for token in tokens]
@@ -66,7 +66,7 @@ def probabilities(router, logits):
 
 
 def choose(router, logits):
-    """The (expert, weight) pairs of one token, best first."""
+    """Return the (expert, weight) pairs of one token, best first."""
     score = scores(router, logits)
     wanted = score.detach().clone()
     if router.expert_bias is not None:
@@ -86,7 +86,7 @@ def choose(router, logits):
 
 
 def ffn(experts, token, expert):
-    """One feed-forward network on one token; ``expert`` is an index, or ``...`` where parameters are not stacked."""
+    """Run one feed-forward network on one token; ``expert`` is an index, or ``...`` if parameters are not stacked."""
     inner = experts.w_in[expert] @ token
     if experts.b_in is not None:
         inner = inner + experts.b_in[expert]

@@ -1,4 +1,4 @@
-"""apply_experts: one native call returns the bits of the separate operators, and what is differentiated takes those."""
+"""apply_experts: one native call gives the same bits as the separate operators, which run when gradients are needed."""
 
 import sys
 
@@ -17,7 +17,7 @@ HIDDEN, FFN, EXPERTS = 10, 6, 5
 
 
 def arguments(tokens=7, choices=3, dtype=torch.float32, kind="swiglu", transposed=False, bias=True, seed=0):
-    """Positional and keyword arguments of a call."""
+    """Return the positional and keyword arguments of a call."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -44,7 +44,7 @@ def separately(x, experts, weights, w_in, w_out, *, activation, b_in=None, b_out
 
 @pytest.fixture
 def fused_calls(monkeypatch):
-    """Counts the native calls that do all."""
+    """Count the native calls that do the whole computation."""
     count = [0]
     operator = torch.ops.pymoe.apply_experts.default
 
@@ -73,7 +73,7 @@ def test_one_call_returns_the_bits_of_the_separate_operators(kind, dtype, fused_
 @pytest.mark.parametrize("capacity", [None, 3000])
 @pytest.mark.parametrize(("hidden", "ffn"), [(128, 128), (64, 128), (192, 64)], ids=str)
 def test_large_results_in_memory_that_was_used_before_have_the_same_bits(hidden, ffn, capacity, device):
-    """From 4 MiB on a result lies where the input of its input was, if it fits there: in each, one or none of them."""
+    """From 4 MiB on a result lies where the input of its input was, if it fits there: the test covers both cases."""
     random = torch.Generator().manual_seed(0)
     x, choice = torch.randn(4096, hidden, generator=random), torch.rand(4096, EXPERTS, generator=random)
     experts, weights = choice.argsort(dim=1)[:, :4].int(), torch.rand(4096, 4, generator=random)
@@ -99,7 +99,7 @@ def test_foreign_experts_add_nothing(index):
     assert_same_bits(recorded.detach(), found)
 
 
-@pytest.mark.only_on("cpu")  # on CUDA, in debug mode alone
+@pytest.mark.only_on("cpu")  # on CUDA, only in debug mode
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_other_indices_outside_raise(requires_grad):
     (x, experts, *rest), keywords = arguments()
@@ -215,7 +215,7 @@ def test_errors_name_the_argument_and_the_rule(wrong, error, message):
 
 
 def decisions(args, keywords):
-    """Whether the quick test accepts the arguments of a call, and whether the named checks do."""
+    """Return whether the quick test accepts a call's arguments, and whether the named checks accept them."""
     module = sys.modules["pymoe.nn.apply_experts"]
     options = {"b_in": None, "b_out": None, "activation": "swiglu", "capacity": None, "foreign_experts": False}
     named = dict(zip(("x", "experts", "weights", "w_in", "w_out"), args, strict=True)) | options | keywords
@@ -243,5 +243,5 @@ def test_the_quick_test_accepts_nothing_that_the_named_checks_refuse(wrong, erro
     first = dict(zip(("x", "experts", "weights", "w_in", "w_out"), args, strict=True))
     args = [wrong.get(name, value) for name, value in first.items()]
     others = {name: value for name, value in wrong.items() if name not in first}
-    fits = error is IndexError  # nobody has looked at the indices yet
+    fits = error is IndexError  # the indices have not been checked yet
     assert decisions(args, keywords | others) == (fits, fits)

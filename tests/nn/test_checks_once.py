@@ -1,4 +1,6 @@
-"""A layer checks what it is given, and not what it has just made; what others hand it in between is still checked."""
+"""A layer checks its inputs but not its own intermediate results; values that others pass in between are still
+checked.
+"""
 
 import sys
 
@@ -16,13 +18,13 @@ OF_OPERATORS = ("is_routing", "is_matrix", "slots_in_range", "offsets_in_range")
 
 
 def choices():
-    """The arguments of a call of apply_experts."""
+    """Return the arguments of a call of apply_experts."""
     weights = torch.randn(8, 20, 12), torch.randn(8, 12, 10, requires_grad=True)
     return torch.randn(5, 12), torch.randint(8, (5, 2)), torch.rand(5, 2), *weights
 
 
 class Replaced(nn.Module):
-    """Stands for a part of a layer, and changes what it returns."""
+    """A stand-in for a part of a layer that changes the part's output."""
 
     def __init__(self, part, change):
         super().__init__()

@@ -1,4 +1,4 @@
-"""On CUDA a whole training step of the layer can be captured in a graph: it waits for nothing on the host."""
+"""A whole training step of the layer can be captured in a CUDA graph: it never waits for the host."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def step(layer, x, direction):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_step_replays_what_eager_computes(name, dtype):
-    """Also for another input of the same shape, whose tokens go to other experts."""
+    """The replay also works for another input of the same shape whose tokens go to other experts."""
     layer = make_layer(**{**OPTIONS[name], "dtype": dtype, "hidden_size": 64, "ffn_size": 32})
     x = make_input(96, hidden_size=64, dtype=dtype).detach().requires_grad_()
     direction = torch.linspace(-1, 2, x.numel()).reshape(x.shape).to(dtype)

@@ -1,4 +1,6 @@
-"""The layout of tokens changes no bit, and that of weights none between the ways through a layer."""
+"""The layout of tokens changes no bit, and the layout of weights makes no difference between the ways through a
+layer.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ WEIGHTS = {
 
 
 class Watched(nn.Module):
-    """Calls a layer while hooks make it call its router and its experts."""
+    """A wrapper that calls a layer with hooks that make it call its router and its experts."""
 
     def __init__(self, layer):
         super().__init__()
@@ -60,7 +62,7 @@ def with_checkpoints(layer):
 
 
 def by_functions(layer):
-    """The layer from its router, and one function for its experts."""
+    """Return the layer computed from its router, and one function for its experts."""
     own = layer.experts
 
     def call(x):

@@ -1,4 +1,4 @@
-"""What runs without an error and balances nothing is told once, at moments that cost a training step nothing."""
+"""A configuration that runs without an error but balances nothing is reported once, at no cost to a training step."""
 
 import copy
 import warnings
@@ -28,7 +28,7 @@ def texts(heard):
 
 
 def with_bias():
-    """A layer with a bias that begins at zero, as a user's does."""
+    """Return a layer with a bias that begins at zero, as a user's does."""
     layer = make_layer(bias_update_rate=0.1)
     layer.router.expert_bias.zero_()
     return layer
@@ -83,7 +83,7 @@ def test_what_balances_is_not_told_of(heard):
 
 
 def test_a_bias_that_something_else_moves_is_not_told_of(heard):
-    """A rule of the user's own, or a running mean of another model's parameters and buffers."""
+    """The bias may follow a user's own rule, or be a running mean of another model's parameters and buffers."""
 
     def by_hand(layer):
         with torch.no_grad():
@@ -121,7 +121,7 @@ def test_made_for_inference(heard):
 
 
 def test_one_choice_with_renormalized_weights_is_told_of_once(heard):
-    """Its router has a gradient of exactly 0, and never learns."""
+    """With one renormalized choice the router has a gradient of exactly 0, and never learns."""
     layer = MoE(12, 10, 8, 1)
     layer(torch.randn(5, 12)).sum().backward()
     assert layer.router.weight.grad.eq(0).all()

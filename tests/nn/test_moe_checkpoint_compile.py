@@ -7,7 +7,7 @@ import torch
 from moe_layers import BACKENDS, OPTIONS, assert_same, make_input, make_layer, run
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.only_on("cpu", "cuda")  # neither knows another device
+pytestmark = pytest.mark.only_on("cpu", "cuda")  # checkpointing and compilation know no other device
 
 
 def everything(**options):

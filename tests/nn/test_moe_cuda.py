@@ -1,6 +1,6 @@
 """The layer on a GPU: a training step in a CUDA graph, compiled in one piece, under autocast, and as on the CPU.
 
-test_cuda_graph.py captures forward and backward alone and proves that they never wait; most other tests of this folder
+test_cuda_graph.py captures only forward and backward and proves that they never wait; most other tests of this folder
 run on the GPU too. Without a GPU nothing is collected here.
 """
 
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
 def train(layer, optimizer, x, target):
-    """One step, with everything that a training loop does on the device."""
+    """Run one step with everything that a training loop does on the device."""
     loss = (layer(x) - target).square().mean()
     loss.backward()
     optimizer.step()
@@ -27,7 +27,7 @@ def train(layer, optimizer, x, target):
 
 
 def beside_the_stream(call):
-    """Runs ``call`` on another stream, as a capture wants its warm-up."""
+    """Run ``call`` on another stream, as a capture requires for its warm-up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -36,7 +36,7 @@ def beside_the_stream(call):
 
 
 def close(found, expected, tolerance):
-    """Within ``tolerance`` of the largest value: sums run in other orders on other devices."""
+    """Check that values agree within ``tolerance`` of the largest value: sums run in other orders on other devices."""
     size = expected.abs().max().clamp(min=1e-6)
     assert bool((found.cpu().double() - expected.double()).abs().max() <= tolerance * size.double())
 
@@ -46,7 +46,7 @@ if torch.cuda.is_available():
     @pytest.mark.only_on("cuda")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_a_whole_training_step_replays_from_a_graph(dtype):
-        """Parameters, expert bias and statistics go on from replay to replay as they do from step to step."""
+        """Parameters, expert bias and statistics change from replay to replay as they do from step to step."""
         eager = make_layer(**{**OPTIONS["everything"], **SIZES, "dtype": dtype})
         captured = copy.deepcopy(eager)
         x, target = (make_input(80, hidden_size=64, dtype=dtype, seed=seed).detach() for seed in (1, 2))
@@ -105,7 +105,7 @@ if torch.cuda.is_available():
     @pytest.mark.parametrize("sizes", [SIZES, {"hidden_size": 20, "ffn_size": 13}], ids=["aligned", "odd"])
     @pytest.mark.parametrize("name", ["bias", "groups sigmoid bias", "capacity below the mean", "two shared gelu"])
     def test_computes_what_the_cpu_computes(name, sizes, dtype):
-        """Routing is made equal by a router in float32 whose tokens are the same on both."""
+        """Routing is made equal by a float32 router whose tokens are the same on both devices."""
         layer = make_layer(**{**OPTIONS[name], **sizes, "dtype": dtype})
         on_cpu = copy.deepcopy(layer).cpu()
         x = make_input(120, hidden_size=sizes["hidden_size"], dtype=dtype)

@@ -139,7 +139,7 @@ class Doubled(nn.Module):
 
 
 class Marked(torch.Tensor):
-    """A subclass with nothing of its own."""
+    """A tensor subclass that adds nothing."""
 
 
 def hook_of(part):
@@ -279,7 +279,7 @@ def test_transforms_and_tangents_take_the_parts(ways):
     assert pulled(torch.ones_like(y))[0].abs().sum() > 0
     torch.testing.assert_close(
         torch.func.vmap(layer)(x), expected
-    )  # one product of other rows: torch's bits may differ
+    )  # a product over other rows: torch's bits may differ
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
         layer(forward_ad.make_dual(x[0], x[1]))
     assert not any(ways)
@@ -365,7 +365,7 @@ def test_it_makes_the_product_of_the_router_and_one_native_call():
 
 
 def test_it_runs_few_functions_of_python():
-    """A call took 108 functions of Python and 84 µs; with these it takes a third of that."""
+    """A call ran 108 Python functions in 84 µs; with the direct native calls it takes a third of that."""
     layer, x = make_layer(), make_input(1)
     with torch.no_grad():
         names = [name for _, name in functions_of(lambda: layer(x))]

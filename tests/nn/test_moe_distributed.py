@@ -15,7 +15,7 @@ STEPS, MICRO_BATCHES, TOKENS, WORLD = 3, 2, 16, 2
 
 def make_model():
     torch.manual_seed(0)
-    # no balancing loss: it is no mean over tokens, so each rank has its own
+    # There is no balancing loss: it is not a mean over tokens, so each rank has its own.
     return MoE(8, 6, 4, 2, bias_update_rate=0.05, z_loss_coef=0.1, num_shared_experts=1, dtype=torch.float64)
 
 
@@ -25,7 +25,7 @@ def batches():
 
 
 def train(model, data):
-    """``data`` (steps, micro-batches, tokens, H). Returns the parameters and buffers after every step."""
+    """Train on ``data`` (steps, micro-batches, tokens, H); return the parameters and buffers after every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     states = []
     for step in data:

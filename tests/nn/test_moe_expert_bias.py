@@ -1,4 +1,4 @@
-"""Balancing by an expert bias: what is counted, when, and how the bias moves."""
+"""Balancing by an expert bias: what is counted and when, and how the bias moves."""
 
 import copy
 import pickle
@@ -115,7 +115,7 @@ def test_checkpointing_counts_once(backend, use_reentrant):
 
 
 def test_a_forward_without_gradients_before_the_real_one_is_not_counted():
-    """As a pipeline or a remote expert does: run, then run again with gradients when these arrive."""
+    """Run as a pipeline or a remote expert does: once without gradients, then again when gradients arrive."""
     layer = biased_layer()
     x = make_input(11)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""MoE goes through torch.export and what comes after; an exported program keeps no statistics and changes nothing."""
+"""MoE goes through torch.export and later stages; an exported program keeps no statistics and changes nothing."""
 
 import copy
 import io
@@ -77,7 +77,9 @@ def test_a_program_is_compiled_ahead_of_time(tmp_path):
 
 
 def test_an_exported_graph_holds_operators_that_pipelines_and_compilers_know():
-    """Not the one call for all, which has no gradient: what runs the graph may ask for one."""
+    """The graph holds the separate operators, not the single native call, which has no gradient: users may ask for
+    one.
+    """
     layer, x = layer_and_input({})
     with torch.no_grad():
         graph = exported(layer, x).graph

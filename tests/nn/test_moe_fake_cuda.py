@@ -14,7 +14,7 @@ from ninja_library import Source, build_library
 FOLDER = Path(__file__).parent
 
 
-if not torch.cuda.is_available():  # with a GPU the other tests of this folder say more
+if not torch.cuda.is_available():  # with a GPU the other tests of this folder check more
 
     @pytest.mark.slow
     @pytest.mark.only_on("cpu")

@@ -1,4 +1,4 @@
-"""Without gradients MoE makes one native call for all experts, unless something stands between it and its experts."""
+"""Without gradients MoE makes one native call for all experts, unless something intercepts the calls of its experts."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def assert_same(found, expected):
 
 @pytest.fixture
 def dispatches(monkeypatch):
-    """Counts the calls of dispatch, which the one call for all does not make."""
+    """Count the calls of dispatch, which the single native call does not make."""
     count = [0]
     for module in (ops, raw):
 
@@ -32,7 +32,7 @@ def dispatches(monkeypatch):
     return count
 
 
-INFERENCE_MODE = pytest.mark.only_on("cpu", "cuda")  # which the pretended device does not know
+INFERENCE_MODE = pytest.mark.only_on("cpu", "cuda")  # the pretended device does not support inference mode
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=INFERENCE_MODE)])
@@ -198,7 +198,7 @@ def test_a_layer_off_the_meta_device_whose_first_call_is_in_inference_mode_can_b
 
 @INFERENCE_MODE
 def test_a_forward_without_gradients_between_forward_and_backward_changes_nothing():
-    """What a statistic holds may be saved for a backward pass."""
+    """A statistic's tensor may be saved for a backward pass."""
     layer = make_layer(**OPTIONS["everything"])
     x = make_input(9)
     loss = layer(x).sum()

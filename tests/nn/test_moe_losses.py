@@ -12,7 +12,7 @@ COEFFICIENTS = {"aux_loss_coef": 0.7, "z_loss_coef": 0.3}
 
 
 def explicit_auxiliary(layer, x):
-    """The term that injection stands for, as a user would add it to the loss."""
+    """Return the term that injection stands for, as a user would add it to the loss."""
     gate, logits = layer.router(x)
     losses = reference.router_losses(logits, gate.load, score=layer.router.score)
     return layer.losses.aux_loss_coef * losses.load_balancing + layer.losses.z_loss_coef * losses.z
@@ -128,7 +128,7 @@ def test_inject_loss_gives_the_loss_the_gradient_one():
 
 
 def test_injected_gradients_lead_to_balance():
-    """Training on the auxiliary loss alone balances a router that sends everything to one expert."""
+    """Training only on the auxiliary loss balances a router that sends everything to one expert."""
     layer = make_layer(num_experts=4, top_k=1, aux_loss_coef=1.0)
     x = make_input(64).detach()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Parameters that do not fit their layer, assigned or swapped in, are named: with gradients and without the same."""
+"""Parameters that do not fit their layer, assigned or swapped in, are named in the error, with and without
+gradients.
+"""
 
 import pytest
 import torch
@@ -23,12 +25,12 @@ CUTS = [(name, dim) for name, shape in SHAPES.items() for dim in range(len(shape
 
 
 def change(layer, name, function):
-    """Give a layer another tensor in place of the one of this name."""
+    """Replace the layer's tensor of this name."""
     part, own = name.split(".")
     module = getattr(layer, part)
     changed = function(getattr(module, own).detach())
     if own == "expert_bias":
-        module._buffers[own] = changed  # past its dtype, which assigning checks
+        module._buffers[own] = changed  # this bypasses the check that assigning makes
     else:
         setattr(module, own, nn.Parameter(changed))
 
@@ -38,7 +40,7 @@ def layer_and_input(backend="native"):
 
 
 def refused(layer, x, error):
-    """What a layer says, which is the same with gradients and without."""
+    """Return the layer's error, which is the same with gradients and without."""
     said = set()
     for recorded in (True, False):
         with torch.set_grad_enabled(recorded), pytest.raises(error) as raised:
@@ -67,7 +69,7 @@ def test_another_number_of_dimensions_is_named(name):
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "experts.w_in"])
 def test_another_device_is_named(name):
-    """Without gradients a native call was handed a tensor of the meta device, and the output had no values."""
+    """Without gradients a native call received a tensor on the meta device, and the output had no values."""
     layer, x = layer_and_input()
     change(layer, name, lambda value: value.to("meta"))
     assert refused(layer, x, ValueError) == f"MoE: {name} must be on the device of x (cpu), got meta"

@@ -1,4 +1,4 @@
-"""Statistics are computed when somebody asks for them: what a layer holds until then, and that they are the same."""
+"""Statistics are computed only when asked for: tests of what a layer holds until then, and that values are the same."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from pymoe.nn.local_tensors import LastCall
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Counts the calls of router_losses."""
+    """Count the calls of router_losses."""
     seen, router_losses = [], ops.router_losses
 
     def counted(*args, **options):
@@ -29,7 +29,7 @@ def computed(monkeypatch):
 
 
 def expected(layer, x):
-    """The statistics of ``layer(x)``, from the router's logits."""
+    """Return the statistics of ``layer(x)``, computed from the router's logits."""
     gate, logits = layer.router(x.detach())
     losses = ops.router_losses(logits.detach(), gate.load, score=layer.losses.score)
     capacity = layer._capacity(x.shape[0], layer.top_k)
@@ -93,7 +93,7 @@ class Product(TorchDispatchMode):
 
 @pytest.mark.only_on("cpu", "cuda")  # a pretended tensor is a wrapper, whose own storage is empty
 def test_logits_outlive_a_step_only_where_they_are_few_and_nobody_asked(monkeypatch):
-    """A layer held those of its last training step, however many, until its next forward."""
+    """A layer held the logits of its last training step, however many, until its next forward."""
     layer = make_layer()
     monkeypatch.setattr(moe, "MOST_HELD_LOGITS", 10 * 8 * 8)
     for tokens, asked, gone in ((11, False, True), (11, True, True), (10, False, False), (10, True, True)):
@@ -169,7 +169,7 @@ def test_a_saved_layer_does_not_grow_with_its_tokens():
 
 
 def test_two_that_ask_at_once_get_the_same():
-    """The second got the values of the record, zeros, while the first computed."""
+    """With two threads asking at once, the second got the record's initial zeros while the first was computing."""
     last, other = LastCall(load=torch.zeros(1)), []
 
     def compute():

@@ -1,4 +1,4 @@
-"""The layer computes what a token-by-token implementation computes, with either set of operators."""
+"""The layer computes the same as a token-by-token implementation, with either set of operators."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ CHECKED = ["plain", "capacity below the mean", "two shared gelu"]
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_gradcheck_through_the_layer(name):
-    """Without auxiliary losses: injected gradients are, on purpose, not those of the output."""
+    """There are no auxiliary losses here: injected gradients are, on purpose, not gradients of the output."""
     layer = make_layer(**{**OPTIONS[name], "hidden_size": 3, "ffn_size": 2, "num_experts": 3})
     x = make_input(4, hidden_size=3)
     names = [key for key, _ in layer.named_parameters()]

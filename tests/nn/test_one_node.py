@@ -1,4 +1,4 @@
-"""With gradients a layer, and apply_experts, is one node of autograd, with the bits of the operators one by one."""
+"""With gradients, a layer or apply_experts is one autograd node, with the same bits as separate operators."""
 
 import copy
 import threading
@@ -22,7 +22,7 @@ CALL = "pymoe.apply_chosen_experts_recorded.default"
 
 
 def nodes_of(y):
-    """Names of the nodes of pymoe behind a result."""
+    """Return the names of pymoe's nodes behind a result."""
     found, waiting, seen = [], [y.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -37,7 +37,7 @@ def nodes_of(y):
 
 
 def both(make, *shape, dtype):
-    """What a fresh layer does as one node and operator by operator: output, gradients, statistics and counts."""
+    """Return the results of a fresh layer as one node and by operators: output, gradients, statistics and counts."""
     results = []
     for single in (True, False):
         layer, x = make(), make_input(*shape, dtype=dtype)
@@ -121,7 +121,7 @@ def test_strided_tokens_and_an_expanded_gradient_have_the_same_bits():
             x = make_input(5)
             with pytest.MonkeyPatch.context() if single else one_by_one():
                 y = layer(strided(x))
-            y.sum().backward()  # whose gradient is one number, expanded
+            y.sum().backward()  # its gradient is one expanded number
             results.append((y.detach(), gradients(layer, x)))
         assert_same_bits(results[0][0], results[1][0])
         assert_same(results[0][1], results[1][1])
@@ -147,7 +147,7 @@ def test_it_is_one_node_and_one_native_call():
 
 
 def test_it_runs_few_functions_of_python():
-    """A forward with gradients ran 133 functions of 31 files."""
+    """A forward with gradients ran 133 functions from 31 files."""
     layer, x = make_layer(), make_input(1)
     names = [name for module, name in functions_of(lambda: layer(x)) if module.startswith("pymoe.")]
     assert len(names) <= 42, f"{len(names)} functions: {names}"
@@ -327,7 +327,7 @@ def test_a_kept_graph_runs_backward_in_two_threads(monkeypatch):
 
 
 def arguments(tokens, choices, dtype, kind, transposed, bias):
-    """Arguments of apply_experts, all of which but the choice require gradients."""
+    """Return arguments of apply_experts; all except the choice require gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):

@@ -45,7 +45,7 @@ CHANGES = (
 @pytest.mark.parametrize("change", CHANGES, ids=["residual", "row", "factor", "dropout", "relu", "view"])
 @pytest.mark.parametrize("options", INJECTED.values(), ids=INJECTED)
 def test_the_output_may_be_changed_in_place(options, change):
-    """Losses were injected into the output, as a view of it, and torch refused to change that in place."""
+    """Losses were injected into a view of the output, and torch refused to change that view in place."""
     for shape in ((5,), (2, 3)):
         results = []
         for single in (True, False):
@@ -163,7 +163,9 @@ def test_losses_of_the_reference_are_used():
 @pytest.mark.parametrize("name", ["scale", "aux_loss_coef", "z_loss_coef"])
 @pytest.mark.parametrize("value", [2.0, [2.0], [[2.0]]], ids=["scalar", "one element", "one by one"])
 def test_tensors_that_were_set_by_hand_scale_what_is_injected(name, value):
-    """In one node they had no gradient of their own, and those that are no scalars raised in the backward pass."""
+    """In one node, losses set by hand had no gradient of their own, and those that were not scalars raised in the
+    backward pass.
+    """
     results = []
     for mode in (nullcontext, one_by_one):
         layer, factor = make_layer(aux_loss_coef=0.1, z_loss_coef=0.2), torch.tensor(value, requires_grad=True)

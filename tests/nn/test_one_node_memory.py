@@ -1,4 +1,6 @@
-"""A layer that is one node of autograd holds no more memory than its operators' own nodes, in any part of a step."""
+"""A layer that is one autograd node never holds more memory than its operators' separate nodes, in any part of a
+step.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from pymoe.pipe.split_backward import SplitBackward
 pytestmark = pytest.mark.only_on("cpu")
 TOKENS, HIDDEN, FFN, EXPERTS, CHOICES = 512, 64, 64, 8, 4
 ROWS = TOKENS * CHOICES * HIDDEN * 4
-"""Bytes of the rows of all choices."""
+"""The size in bytes of the rows of all choices."""
 LITTLE = ROWS // 8
 
 FROZEN = {
@@ -95,7 +97,7 @@ def test_the_second_part_of_a_backward_pass_leaves_nothing_behind():
 
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_only_what_a_gradient_reads_is_saved(frozen):
-    """The node saved what frozen experts, a frozen router or tokens without a gradient do not need."""
+    """The node saved tensors that frozen experts, a frozen router or tokens without a gradient do not need."""
     layer, x = make(frozen)
     y = layer(x)
     rows, inner, active, outer, _, _, token, _, w_in, w_out, logits, experts = y.grad_fn.saved_tensors

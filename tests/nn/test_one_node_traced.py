@@ -1,4 +1,4 @@
-"""Programs of torch.jit.trace, recorded with gradients, compute for other tokens what the layer computes for them."""
+"""Programs of torch.jit.trace, recorded with gradients, compute what the layer does, also for other tokens."""
 
 import warnings
 
@@ -20,7 +20,9 @@ def traced(function, *example):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_traced_layer_routes_the_tokens_that_it_is_given(options):
-    """The node read its logits past the tracer: a program sent all tokens where those of its example had gone."""
+    """The node read its logits without the tracer seeing it: a program sent all tokens where its example's tokens
+    had gone.
+    """
     layer = make_layer(**options)
     program = traced(layer, make_input(5))
     for seed in (3, 4):

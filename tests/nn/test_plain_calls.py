@@ -52,11 +52,11 @@ READ_BY_CALLS = (
         "_slow_forward",  # of torch.jit.trace, which records names of modules there and calls ``forward``
     }
 )
-"""What a call of a module looks at, besides its ``forward``."""
+"""The attributes that a module's call reads, besides its ``forward``."""
 
 
 def hook_names(module, everywhere):
-    """The names of attributes of a module, and of globals of torch, that have to do with hooks."""
+    """Return the names of module attributes and torch globals that concern hooks."""
     own = {name for name in vars(module) | vars(type(module)) if re.search(r"_hooks?(_|$)", name)}
     own = {name for name in own if not callable(getattr(module, name))}
     return own | {name for name in everywhere if re.fullmatch(r"_global_\w*hooks?\w*", name)}
@@ -84,7 +84,7 @@ def test_a_call_of_a_module_looks_at_nothing_else():
 
 
 def registrations():
-    """Every function that registers a hook which calls run: of a module, and of all modules."""
+    """Return every function that registers a hook run by calls, of a module and of all modules."""
     of_module = [name for name in dir(nn.Module) if re.fullmatch(r"register_\w*hook", name)]
     of_all = [name for name in dir(torch_module) if re.fullmatch(r"register_module_\w*hook", name)]
     others = re.compile(r"state_dict|registration")
@@ -96,7 +96,7 @@ def test_all_registrations_are_tried():
 
 
 def heard(backend, register, part, recorded):
-    """How often a hook is called in a forward and, where it is recorded, in its backward."""
+    """Return how often a hook is called in a forward and, if it is recorded, in its backward."""
     layer = make_layer(aux_loss_coef=0.1, backend=backend)
     target, calls = getattr(layer, part), []
     everywhere = getattr(torch_module, register, None)
@@ -109,7 +109,7 @@ def heard(backend, register, part, recorded):
                 y.sum().backward()
     finally:
         handle.remove()
-        torch_module._global_is_full_backward_hook = None  # as a fresh process has it
+        torch_module._global_is_full_backward_hook = None  # the value in a fresh process
     return len(calls)
 
 
@@ -145,7 +145,9 @@ def patched(owner, name, function):
 
 
 def doubling(function, owner):
-    """A function that doubles what ``function`` returns to modules of the class ``owner``, if that is one tensor."""
+    """Return a function that doubles the output of ``function`` for modules of the class ``owner``, if it is one
+    tensor.
+    """
 
     def doubled(self, *args, **kwargs):
         result = function(self, *args, **kwargs)
@@ -155,7 +157,7 @@ def doubling(function, owner):
 
 
 class Around(nn.Module):
-    """A module around another one, which shows only the call, as PEFT's do."""
+    """A module around another one that exposes only the call, as PEFT's do."""
 
     def __init__(self, inner):
         super().__init__()
@@ -257,9 +259,8 @@ def test_a_patch_is_heard_by_torch_compile():
     "way", [class_forward, own_forward, derived_class, module_around, parametrized], ids=lambda way: way.__name__
 )
 def test_what_takes_the_place_of_a_call_after_a_compilation_is_heard(way, recorded):
-    """torch.compile went on with the layer's own work where ``forward`` had been replaced since.
-
-    Hooks and ``_call_impl`` it does not guard, of any module.
+    """torch.compile kept the layer's own computation after ``forward`` had been replaced. It guards neither hooks nor
+    ``_call_impl`` of any module.
     """
     layer, x = make_layer(dtype=torch.float32), make_input(5, dtype=torch.float32)
     torch._dynamo.reset()
@@ -278,7 +279,7 @@ def test_nothing_stands_before_a_fresh_layer(part):
 
 
 def offloaded(part):
-    """Keep the parameters of a part on the meta device, and bring them for each call of its forward."""
+    """Keep a part's parameters on the meta device, and load them for each call of its forward."""
     weights = {name: one.detach() for name, one in part.named_parameters(recurse=False)}
     for name in weights:
         setattr(part, name, nn.Parameter(weights[name].to("meta")))

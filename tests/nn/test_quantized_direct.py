@@ -1,4 +1,6 @@
-"""A layer with quantised experts makes one native call where nothing is differentiated, with the bits of its parts."""
+"""A layer with quantised experts makes one native call if nothing is differentiated, with the same bits as its
+parts.
+"""
 
 import copy
 

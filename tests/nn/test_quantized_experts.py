@@ -1,4 +1,4 @@
-"""QuantizedExperts and quantize_experts: a layer with quantised weights computes what those weights say."""
+"""QuantizedExperts and quantize_experts: a layer with quantised weights computes exactly with those weights."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def layer(backend="native", dtype=torch.float32, **options):
 
 
 def with_rounded_weights(moe, *form):
-    """A copy whose experts have the weights that the quantised ones stand for."""
+    """Return a copy whose experts have the weights that the quantised ones represent."""
     rounded = copy.deepcopy(moe)
     with torch.no_grad():
         for weight in (rounded.experts.w_in, rounded.experts.w_out):
@@ -68,7 +68,7 @@ def test_one_native_call_returns_the_bits_of_six(dtype, form):
     quantize_experts(moe, *form)
     x = torch.randn(30, 40).to(dtype)
     expected = copy.deepcopy(moe)
-    expected.experts.register_forward_hook(lambda *_: None)  # an expert that somebody watches is called
+    expected.experts.register_forward_hook(lambda *_: None)  # an expert with a hook is called
     assert_same_bits(moe(x), expected(x), "y")
     reference = copy.deepcopy(moe)
     for part in reference.modules():
@@ -191,7 +191,7 @@ def test_apply_experts_refuses_what_does_not_fit(changes, error, match):
 @BITS
 def test_the_summary_counts_layers_and_bytes(bits):
     model = torch.nn.Sequential(MoE(64, 128, 4, 2), torch.nn.Linear(64, 64), MoE(64, 128, 2, 1)).eval()
-    model.append(model[0])  # used twice, quantised once
+    model.append(model[0])  # the layer is used twice and quantised once
     done = quantize_experts(model, bits)
     assert done.layers == 2
     assert done.bytes_before == 4 * 6 * 3 * 64 * 128
@@ -245,7 +245,7 @@ def test_a_weight_that_is_not_finite_is_refused():
 
 
 class TwoWeights(torch.nn.Module):
-    """What a handler finds: a module that runs with either kind of weights."""
+    """A module as a handler finds it, which runs with either kind of weights."""
 
     def __init__(self):
         super().__init__()
@@ -352,7 +352,7 @@ def test_quantised_experts_run_the_backend_that_they_were_built_with(monkeypatch
 @BITS
 @pytest.mark.parametrize("sizes", [(40, 36, 1), (40, 36, 7), (40, 36, 9), (39, 36, 8), (40, 35, 8)])
 def test_quantised_experts_that_do_not_fit_are_refused_alike_by_one_call_and_by_six(sizes, bits):
-    """The last two take as many bytes as those that fit."""
+    """The last two cases take as many bytes as those that fit."""
     moe = layer()
     moe.experts = QuantizedExperts(*sizes, bits=bits)
     if sizes[1] != 36:
@@ -405,7 +405,7 @@ def test_the_state_of_a_layer_of_another_size_is_refused(bits, assign):
 
 
 def test_states_without_sizes_and_with_other_keys():
-    """Those of before the sizes were saved load; what is missing or unknown is still told."""
+    """States saved before the sizes were added still load; missing or unknown entries are still reported."""
     moe, other = layer(), layer()
     for one in (moe, other):
         quantize_experts(one, 8)
@@ -430,7 +430,7 @@ class Shifted(nn.Module):
 @torch.no_grad()
 @BITS
 def test_parametrized_weights_are_rounded_as_they_are_used(bits):
-    """It said that 'w_in' was no Parameter."""
+    """The error said that 'w_in' was no Parameter."""
     moe, plain, x = layer(), layer(), torch.randn(9, 40)
     parametrize.register_parametrization(moe.experts, "w_in", Shifted())
     plain.experts.w_in += 0.25
@@ -439,7 +439,7 @@ def test_parametrized_weights_are_rounded_as_they_are_used(bits):
 
 
 class Adapter(nn.Module):
-    """What PEFT puts around a module whose parameter it adapts."""
+    """A wrapper like the one PEFT puts around a module whose parameter it adapts."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -450,7 +450,7 @@ class Adapter(nn.Module):
 
 
 def test_experts_that_an_adapter_reads_are_refused():
-    """They were replaced under the adapter, which asked the packed weights for their dtype in the next call."""
+    """The experts were replaced under the adapter, which asked the packed weights for their dtype in the next call."""
     moe = layer()
     moe.experts = Adapter(moe.experts)
     with pytest.raises(ValueError, match=r"got 'experts' with an adapter.*merge it first"):
@@ -459,7 +459,7 @@ def test_experts_that_an_adapter_reads_are_refused():
 
 
 def test_experts_that_torch_compile_has_wrapped_are_refused():
-    """Its wrapper went on with the weights that it was made with, while the state dict had the rounded ones."""
+    """The compiled wrapper kept using its original weights, while the state dict had the rounded ones."""
     moe, x = layer(), torch.randn(5, 40)
     moe.experts = torch.compile(moe.experts, backend="eager")
     with pytest.raises(ValueError, match=r"got 'experts', which would run the weights .* compile then"):

@@ -23,7 +23,7 @@ def quantised(bits=4, format="int", dtype=torch.float32, **options):
 
 
 def described(moe):
-    """Everything that a layer says of itself and of its parts."""
+    """Return everything that a layer reports about itself and its parts."""
     return {name: (type(part), part.extra_repr(), part.training) for name, part in moe.named_modules()} | {
         "": repr(moe)
     }

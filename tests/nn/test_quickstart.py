@@ -1,4 +1,4 @@
-"""The example that the README shows runs, learns, and keeps its experts busy."""
+"""The example in the README runs, learns, and keeps its experts busy."""
 
 import re
 import runpy

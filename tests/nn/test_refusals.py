@@ -16,7 +16,7 @@ pytestmark = pytest.mark.only_on("cpu")
 
 
 class Losses(nn.Module):
-    """Stands for the losses of a layer, and changes the weights of the choice."""
+    """A stand-in for a layer's losses that changes the weights of the choice."""
 
     aux_loss_coef = z_loss_coef = 0.0
     score, backend = "softmax", "native"
@@ -33,14 +33,14 @@ class Losses(nn.Module):
 
 
 class OwnLogits(Router):
-    """Changes the logits of a router."""
+    """A router that changes its logits."""
 
     def logits(self, x_TH):
         return self.change(super().logits(x_TH))
 
 
 def put(path, value):
-    """A change of a layer: an attribute of one of its parts."""
+    """Return a change of a layer that sets an attribute of one of its parts."""
 
     def change(layer):
         *parts, name = path.split(".")

@@ -1,4 +1,4 @@
-"""Parts that others put in the place of a layer's own, and options of parts that change after the layer was made."""
+"""Parts that replace a layer's own, and options of parts that change after the layer is made."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PARTS = ("router", "experts", "losses", "shared")
 
 
 class Around(nn.Module):
-    """A module around another one, which shows only the call."""
+    """A module around another one that exposes only the call."""
 
     def __init__(self, inner):
         super().__init__()
@@ -23,7 +23,7 @@ class Around(nn.Module):
 
 
 class FirstChoice(Router):
-    """A router that hands on the first of its choices alone."""
+    """A router that passes on only the first of its choices."""
 
     def forward(self, x_TH):
         gate, logits_TE = super().forward(x_TH)
@@ -44,7 +44,7 @@ def on_the_router(layer):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("set_to_one", [on_the_layer, on_the_router])
 def test_another_number_of_choices_holds_for_all_of_the_layer(set_to_one, backend, options):
-    """The layer kept a number of its own: its capacity was that of two choices where the router made one."""
+    """The layer kept its own number of choices: its capacity was for two choices although the router made one."""
     layer = make_layer(renormalize=False, backend=backend, **options)
     expected = make_layer(top_k=1, renormalize=False, backend=backend, **options)
     set_to_one(layer)
@@ -95,7 +95,7 @@ def test_a_layer_with_a_part_in_a_wrapper_goes_on(part, backend, options):
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "no_grad"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_experts_of_ones_own_return_rows_of_the_hidden_size(backend, recorded):
-    """One feature for each token was added to every feature of the output."""
+    """The shared experts' single feature per token was added to every feature of the output."""
     layer, x = make_layer(num_shared_experts=1, backend=backend), make_input(5)
     layer.shared = nn.Linear(12, 1, dtype=torch.float64)
     with (

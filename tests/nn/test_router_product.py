@@ -70,7 +70,7 @@ def test_logits_and_gradients_keep_their_bounds_against_float64(dtype, sizes, sc
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_exact_sums_give_the_bits_and_the_choice_of_the_float32_product(dtype):
-    """Small integers: no order of a sum rounds, ties among the logits included."""
+    """With small integers no order of a sum rounds, including ties among the logits."""
     router = Router(24, 12, 3, dtype=dtype)
     with torch.no_grad():
         router.weight.copy_(torch.randint(-3, 4, (12, 24)))
@@ -219,7 +219,7 @@ def test_autocast_changes_nothing_where_the_layer_is_in_16_bits():
 
 
 def test_scaled_gradients_that_float16_cannot_hold_reach_the_float16_product_in_float32():
-    """Gradients of logits past 65504, as a loss scale makes them, and below float16's least number."""
+    """Gradients of logits exceed 65504, as a loss scale makes them, or lie below float16's least number."""
     x = torch.full((3, 8), 2.0**-9, dtype=torch.float16, requires_grad=True)
     weight = torch.full((4, 8), 2.0**-9, dtype=torch.float16, requires_grad=True)
     for size in (2.0**20, 2.0**-30):
@@ -231,7 +231,7 @@ def test_scaled_gradients_that_float16_cannot_hold_reach_the_float16_product_in_
 
 
 def test_a_loss_scale_scales_gradients_and_nothing_else():
-    """Powers of two, as torch.amp.GradScaler has them."""
+    """The loss scales are powers of two, as in torch.amp.GradScaler."""
     layer, x = narrow_layer(), make_input(9, hidden_size=16, dtype=torch.bfloat16)
     plain, scaled = (torch.autograd.grad(scale * layer(x).sum(), [x, *layer.parameters()]) for scale in (1.0, 1024.0))
     for one, large in zip(plain, scaled, strict=True):

@@ -1,4 +1,4 @@
-"""A layer's bits for other numbers of torch's threads."""
+"""A layer's bits stay the same for other numbers of torch's threads."""
 
 import pytest
 import torch

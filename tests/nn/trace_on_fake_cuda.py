@@ -59,7 +59,7 @@ def leave_scale_on_the_cpu(layer: MoE) -> None:
 
 
 def notices(error: type[Exception], about: str, **arguments: object) -> None:
-    """A fault that the trace of a layer must stumble over."""
+    """Check that tracing a layer with this planted fault raises an error."""
     with pytest.raises(error, match=about):
         trace(torch.float32, (5, 16), **arguments)
 
@@ -72,7 +72,7 @@ def main() -> None:
             for dtype in (torch.float16, torch.float32, torch.float64):
                 trace(dtype, (15, 16), **OPTIONS[name])
             trace(torch.float32, (0, 16), **OPTIONS[name])
-        notices(DataDependentOutputException, "", backend="reference")  # reads its offsets on the host
+        notices(DataDependentOutputException, "", backend="reference")  # this backend reads its offsets on the host
         notices(RuntimeError, "devices", spoil=leave_scale_on_the_cpu, aux_loss_coef=0.1)
     print(f"traced {len(OPTIONS)} kinds of layer on {CUDA}")
 

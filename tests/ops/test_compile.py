@@ -10,12 +10,12 @@ from specs.comparison import assert_close, assert_same_bits
 
 from pymoe.bench.calls import generator, gradients, leaves
 
-pytestmark = pytest.mark.only_on("cpu", "cuda")  # the compiler knows no other device
+pytestmark = pytest.mark.only_on("cpu", "cuda")  # the compiler supports no other device
 SPECS = {spec.name: spec for spec in all_specs()}
 
 
 def some_samples(spec, count, device):
-    """A few samples: those of the gradient checks where there are any, in float32."""
+    """Return a few samples: the gradient checks' samples if there are any, in float32."""
     if spec.gradient_samples is not None:
         samples = (in_dtype(sample, torch.float32) for sample in spec.gradient_samples(generator()))
     else:

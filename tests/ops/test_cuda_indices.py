@@ -19,7 +19,9 @@ REFUSALS = (ValueError, IndexError, TypeError, RuntimeError, MemoryError)
 @pytest.mark.only_on("cuda", "pretended")
 @pytest.mark.parametrize("name", CALLS)
 def test_hostile_calls_leave_the_device_healthy(name, device):
-    """Every argument gone wrong in every way, one at a time: an exception or a result, and the device lives on."""
+    """Every argument is corrupted in every way, one at a time: the call raises or returns, and the device still
+    works.
+    """
     call = CALLS[name]
     operator = getattr(torch.ops.pymoe, call.operator)
     neighbour = torch.full((1 << 16,), 7, dtype=torch.int32)
@@ -31,6 +33,6 @@ def test_hostile_calls_leave_the_device_healthy(name, device):
         else:
             for output in outputs_of(results):
                 if not output.is_meta:
-                    output.cpu()  # waits for the kernel: its faults show here
+                    output.cpu()  # this waits for the kernel, so its faults show here
     assert bool((neighbour == 7).all())
     operator(*moved(call, device).args)

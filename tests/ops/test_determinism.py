@@ -11,7 +11,7 @@ SPECS = {spec.name: spec for spec in all_specs()}
 
 
 def leaves_where_differentiable(spec, sample):
-    """The sample, with leaves where the operator has gradients."""
+    """Return the sample, with leaves if the operator has gradients."""
     return (with_grad(sample) if spec.gradient_samples is not None else None) or sample
 
 
@@ -44,6 +44,6 @@ LARGE_CASES = [
 @pytest.mark.thinned(usual=6)
 @pytest.mark.parametrize(("name", "case"), LARGE_CASES)
 def test_benchmark_shapes(name, case, device):
-    """Large enough for every kernel to spread over all threads."""
+    """The shapes are large enough for every kernel to use all threads."""
     sample = case.make(generator())
     verify.deterministic(SPECS[name], moved(leaves_where_differentiable(SPECS[name], sample), device), repeats=1)

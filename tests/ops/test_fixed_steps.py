@@ -1,4 +1,4 @@
-"""The functions that references are made of: how near they come to the true values, their special values, gradients."""
+"""Tests of the functions that references are made of: accuracy, special values and gradients."""
 
 import math
 

@@ -14,12 +14,12 @@ NAN, INF = math.nan, math.inf
 
 
 def rank_of(value, index):
-    """Python's sort key of the order of choice: NaN first, then by value (-0 == +0), then the lower index."""
+    """Return the Python sort key for the order of choice: NaN first, then by value (-0 == +0), then the lower index."""
     return (not math.isnan(value), 0.0 if math.isnan(value) else -value, index)
 
 
 def chosen_by_loop(choice, k, num_groups=None, topk_groups=None):
-    """The k experts of one token, from its choice scores."""
+    """Return the k experts of one token, computed from its choice scores."""
     experts = range(len(choice))
     if num_groups is not None:
         size = len(choice) // num_groups
@@ -35,7 +35,7 @@ def chosen_by_loop(choice, k, num_groups=None, topk_groups=None):
 
 
 def random_logits(tokens, num_experts, seed):
-    """Ties, both zeros, infinities and NaN among ordinary values."""
+    """Return logits with ties, both zeros, infinities and NaN among ordinary values."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, num_experts, generator=generator).mul(2).round().div(2)
     special = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0])

@@ -37,7 +37,7 @@ def test_reference_passes_gradcheck_and_gradgradcheck(name, sample, device):
 
 
 def changed_in_place(value):
-    """Give ``value`` other contents, as a careless caller would between forward and backward."""
+    """Change the contents of ``value`` in place, as a careless caller would between forward and backward."""
     with torch.no_grad():
         if value.is_floating_point():
             value.mul_(2).add_(1)
@@ -47,7 +47,7 @@ def changed_in_place(value):
 
 @pytest.mark.parametrize(("name", "sample"), EVERY_SAMPLE)
 def test_change_in_place_before_backward_is_never_silent(name, sample, device):
-    """Either autograd refuses, or the gradients are those of the values that the forward saw."""
+    """Either autograd refuses, or the gradients belong to the values that the forward saw."""
     spec, original = SPECS[name], moved(cases(name)[sample], device)
     _, expected = gradients(spec.native, original)
     for position in range(len(tensors_in((original.args, original.kwargs)))):

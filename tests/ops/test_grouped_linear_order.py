@@ -18,7 +18,7 @@ ISAS = ["baseline", "v3", "v4", "v4_bf16", "amx"]
 
 
 def by_rank(counts, ranks, random):
-    """The order of rows that came rank by rank, those of each sorted by expert."""
+    """Return the order of rows that arrive rank by rank, each rank's rows sorted by expert."""
     shares = torch.stack([random_counts_of(count, ranks, random) for count in counts], dim=1)  # (ranks, experts)
     experts = torch.arange(len(counts)).repeat(ranks).repeat_interleave(shares.reshape(-1))
     return experts.argsort(stable=True).int()
@@ -56,7 +56,7 @@ def same_as_sorted(counts, sizes, order, past, dtype, random, transposed=False, 
 
 @DTYPES
 def test_every_bit_is_that_of_sorted_rows(dtype):
-    """Every way through the product: few rows and many, short sums and long, with weights in both layouts."""
+    """Cover every way through the product: few and many rows, short and long sums, and both weight layouts."""
     random = torch.Generator().manual_seed(0)
     shapes = [([n, 0, n + 1], (24, k)) for n in (1, 2, 3, 6, 9, 13, 30, 70) for k in (8, 37, 300)]
     shapes += [([20, 3], (40, 2100)), ([900, 5], (33, 40)), ([5, 200], (1, 1)), ([5, 60], (1, 9)), ([5, 60], (9, 1))]
@@ -100,7 +100,7 @@ def test_every_bit_is_that_of_sorted_rows_on_a_lesser_processor(isa):
 @DTYPES
 def test_rows_that_the_order_does_not_name_are_never_read(backend, dtype):
     x, weight, bias = torch.randn(7, 5).to(dtype), torch.randn(2, 3, 5).to(dtype), torch.randn(2, 3).to(dtype)
-    order = torch.tensor([6, 1, 3, 4, -1, 2**31 - 1, 6], dtype=torch.int32)  # rows 0, 2 and 5 are named nowhere
+    order = torch.tensor([6, 1, 3, 4, -1, 2**31 - 1, 6], dtype=torch.int32)  # rows 0, 2 and 5 do not occur in the order
     idle = [0, 2, 5]
     x[idle] = float("nan")
     leaves = [value.requires_grad_() for value in (x, weight, bias)]

@@ -1,4 +1,4 @@
-"""What grouped_linear and expert_activation promise by name."""
+"""Tests of what grouped_linear and expert_activation promise by name."""
 
 import sys
 
@@ -88,7 +88,7 @@ def test_a_row_does_not_depend_on_the_rows_around_it(inputs, transposed, dtype):
 
 
 def test_sums_are_kept_wide_and_rounded_once():
-    ones = torch.ones(1, 4096, dtype=torch.bfloat16)  # a bf16 sum would stick at 256
+    ones = torch.ones(1, 4096, dtype=torch.bfloat16)  # a sum in bf16 would stop growing at 256
     y = pymoe.ops.grouped_linear(ones, ones[None], torch.tensor([0, 1], dtype=torch.int32))
     assert y.item() == 4096.0
     weight_grad = torch.ops.pymoe.grouped_linear_weight_grad(ones.T, ones.T, torch.tensor([0, 4096]).int())
@@ -166,7 +166,7 @@ def test_activation_saves_its_input_alone():
 
 
 def transposed_case():
-    """An (E, in, out) parameter, rows, their offsets, and a direction for y."""
+    """Return an (E, in, out) parameter, rows, their offsets, and a direction for y."""
     generator = torch.Generator().manual_seed(3)
     parameter = torch.randn(3, 20, 8, generator=generator).requires_grad_()
     x = torch.randn(30, 20, generator=generator)

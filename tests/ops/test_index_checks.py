@@ -22,7 +22,7 @@ ROWS = TOKENS * CHOICES
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """Nobody but the debug mode checks, as with CUDA tensors."""
+    """Let only the debug mode check indices, as with CUDA tensors."""
     monkeypatch.setattr(index_checks, "_kernel_checks", lambda index: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pymoe.ops.check_indices(False):

@@ -119,7 +119,7 @@ def test_sanitizers_report_a_planted_fault(run_sanitized, fault, report):
 
 
 def calls_made(result, phase):
-    """How many calls ``phase`` says it made; the process must have ended well."""
+    """Return the number of calls that ``phase`` reports; the process must have ended well."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[:6000]
     line = next(line for line in result.stdout.splitlines() if line.startswith(f"{phase}: "))
     return int(line.split()[1])

@@ -1,4 +1,4 @@
-"""An operator without a CUDA kernel says so to CUDA tensors, in words that help."""
+"""An operator without a CUDA kernel tells callers with CUDA tensors so, in a helpful message."""
 
 from functools import partial
 
@@ -24,13 +24,13 @@ def test_a_build_with_cuda_kernels_has_all_that_there_are_and_one_without_has_no
 
 
 def test_the_refusal_names_the_operator_and_the_ways_out():
-    """Sent to the CUDA kernel past the choice by device, so that no GPU is needed."""
+    """The call bypasses the choice by device and goes to the CUDA kernel, so that no GPU is needed."""
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for name, call in CALLS.items():
         operator = getattr(torch.ops.pymoe, name).default
         if f"pymoe::{name}" in missing_cuda.refused:
             to_cuda = partial(operator.redispatch, cuda)
-        else:  # the build has the kernel: what another one would say
+        else:  # this build has the kernel, so check the message of a build without it
             to_cuda = missing_cuda._refusal(f"pymoe::{name}")
         with pytest.raises(RuntimeError, match=rf"^pymoe::{name}: there is no CUDA kernel .* backend='reference'$"):
             to_cuda(*call.args)

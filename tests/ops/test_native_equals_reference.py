@@ -72,7 +72,7 @@ LARGE_CASES = [
 @pytest.mark.thinned(usual=8)
 @pytest.mark.parametrize(("name", "case"), LARGE_CASES)
 def test_outputs_of_benchmark_shapes(name, case, device):
-    """Large enough for every loop over blocks and threads to take more than one turn."""
+    """The shapes are large enough for every loop over blocks and threads to run more than once."""
     verify.outputs_equal(SPECS[name], case.dtype, moved(case.make(generator()), device))
 
 

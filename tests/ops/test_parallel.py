@@ -1,6 +1,6 @@
 """Kernels run on as many threads as torch is given.
 
-Seen by counting the threads on which the ranges of their parallel loops ran, not by time.
+The tests count the threads on which the ranges of parallel loops ran, and measure no time.
 """
 
 import re

@@ -53,7 +53,7 @@ def hostile(sample, overflows, random):
 
 
 def inputs():
-    """Calls by (operator, dtype, name)."""
+    """Return calls by (operator, dtype, name)."""
     random = generator()
     stride = rounds(4, 1)
     found = {}
@@ -70,7 +70,7 @@ def inputs():
 
 
 def results(calls):
-    """Outputs and gradients of the references, by the keys of ``calls``."""
+    """Return outputs and gradients of the references, by the keys of ``calls``."""
     found = {}
     for (name, dtype, sample_name), sample in calls.items():
         spec = SPECS[name]

@@ -1,4 +1,4 @@
-"""What a simulation counts is what ranks send: bytes of both passes, rows of every chunk, and rows of every rank."""
+"""A simulation counts what ranks really send: bytes of both passes, rows of every chunk, and rows of every rank."""
 
 import pytest
 import sent_rows
@@ -21,7 +21,7 @@ def test_four_ranks_send_what_is_counted(ranks, chunks, deduplicate):
 
     found = simulate(block, WORLD, sent_rows.TOKENS, load, chunks=(chunks,))
     away = sum(sum(sum(to) - to[rank] for to in sent) for rank, (_, sent, *_) in enumerate(answers))
-    beside = sum(answer[3] for answer in answers)  # numbers of experts, their weights, and the gradients of these
+    beside = sum(answer[3] for answer in answers)  # expert numbers, their weights, and the weights' gradients
     assert found.traffic[deduplicate].bytes == pytest.approx((away * block.row_bytes + beside) / WORLD)
 
     (spread,) = spreads("contiguous", load, WORLD, sent_rows.TOKENS, 1)

@@ -1,4 +1,4 @@
-"""Recorded loads: what routers chose, in a file that says what is wrong with it."""
+"""Tests of recorded loads: routers' choices in a file, and the errors for a wrong file."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ class TwoLayers(nn.Module):
 
 
 def chosen(model, x):
-    """(L, N, K): the experts of both layers, by their routers."""
+    """Return the experts that both layers' routers choose, (L, N, K)."""
     first = model.first.router(x)[0].experts
     return torch.stack([first, model.second.router(x + model.first(x))[0].experts])
 
@@ -48,7 +48,7 @@ def test_a_file_has_what_the_routers_chose(tmp_path):
 
 
 def test_the_file_is_numbers_alone(tmp_path):
-    """Any numpy reads it, without pickle."""
+    """Any numpy can read the file, without pickle."""
     recorder = LoadRecorder(TwoLayers())
     with recorder:
         recorder.layers["second"](recorder.layers["first"](torch.randn(4, 16)))

@@ -1,4 +1,6 @@
-"""Memory by hand and compared with what a layer really keeps; the bytes of counts that a layer really sends."""
+"""Memory is compared with figures computed by hand and with what a layer really keeps; counts with the bytes it
+really sends.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ TINY = Block("tiny", 4, 8, 6, 2, layers=3, shared_ffn=16, dtype="float32")
 @pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("experts", [6, 600])
 def test_counts_take_the_bytes_that_a_layer_sends(experts, tmp_path, monkeypatch):
-    """The simulator had a header of 8 numbers, and the layer sent 11 in blocks of 512: up to seven times as many."""
+    """The simulator assumed a header of 8 numbers, while the layer sent 11 in blocks of 512: up to seven times as
+    many.
+    """
     sent, gather = [], agreement.all_gather
 
     def recorded(received, message, group):

@@ -1,4 +1,4 @@
-"""Rows on the wire: formulas against counts, counts against loops over single rows."""
+"""Rows on the wire: formulas are checked against counts, and counts against loops over single rows."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def block_of(experts, top_k):
 
 @st.composite
 def gates(draw):
-    """(choices (N, K), R, E) of tokens that may be fewer than ranks."""
+    """Draw (choices (N, K), R, E); there may be fewer tokens than ranks."""
     ranks, experts = draw(st.integers(1, 6)), draw(st.integers(1, 12))
     top_k = draw(st.integers(1, experts))
     seed, tokens = draw(st.integers(0, 10**6)), draw(st.integers(1, 60))
@@ -38,7 +38,7 @@ def gates(draw):
 
 
 def loop_over_rows(choices, ranks, shares, deduplicate):
-    """Every row by itself: (R, R) rows sent, in plain Python."""
+    """Count the (R, R) rows sent in plain Python, one row at a time."""
     tokens = len(choices)
     source = [token * ranks // tokens for token in range(tokens)]
     taken, pairs = {}, [[0] * ranks for _ in range(ranks)]
@@ -101,7 +101,7 @@ def test_a_row_a_rank_is_never_more_than_a_row_a_choice(found):
     ("experts", "top_k", "ranks"), [(4, 2, 2), (5, 2, 2), (6, 3, 4), (6, 2, 3), (7, 7, 3), (3, 1, 4)]
 )
 def test_expected_rows_are_the_mean_over_all_sets_of_experts(experts, top_k, ranks):
-    """Exactly: every set of K experts once, from every rank."""
+    """The expectation is exact: every set of K experts occurs once, from every rank."""
     sets = torch.tensor(list(itertools.combinations(range(experts), top_k)))
     owner = torch.tensor(contiguous(experts, ranks).owner)
     for deduplicate in (False, True):
@@ -125,7 +125,7 @@ def test_expected_rows_are_those_of_a_uniform_router_within_a_hundredth(experts,
 
 
 def test_known_savings():
-    """A quarter of the rows at K 2 on 2 ranks of 64 experts, 54 % at K 8 on 4."""
+    """A quarter of the rows is saved at K 2 on 2 ranks of 64 experts, and 54 % at K 8 on 4 ranks."""
 
     def saved(experts, top_k, ranks):
         block = block_of(experts, top_k)
@@ -145,7 +145,7 @@ def test_the_expected_imbalance_is_that_of_a_uniform_router_within_a_twentieth(e
         factors.append(float(load.max()) / (float(load.sum()) / ranks))
     expected = expected_imbalance(block_of(experts, top_k), ranks, tokens)
     assert sum(factors) / len(factors) == pytest.approx(expected, rel=0.05)
-    # Of the part above 1, which chance alone makes, it gives the size.
+    # The part above 1 comes only from chance, and the formula gives its size.
     assert sum(factors) / len(factors) - 1 == pytest.approx(expected - 1, rel=0.5)
 
 

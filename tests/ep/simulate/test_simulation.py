@@ -1,4 +1,4 @@
-"""A whole simulation: its figures are those of brute-force counts, also on recorded gates, and move the right way."""
+"""Figures of a whole simulation equal brute-force counts, also on recorded gates, and move in the right direction."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from pymoe.nn import MoE
 
 RECORDED = Path(__file__).parent / "language_model.npz"
 SMALL = Block("small", 64, 64, 16, 4)
-# Bytes of a row of SMALL in four exchanges, and of the indices and weights of a row of several choices.
+# The bytes of a row of SMALL in four exchanges, and of the indices and weights of a row with several choices.
 ROW, INDEXED = 4 * 64 * 2, 12 * 4
 
 
@@ -66,7 +66,7 @@ def test_recorded_gates_are_counted_row_by_row(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_and_balance_of_a_step_foretell_the_next_within_a_twentieth(ranks):
-    """What was recorded in two steps, simulated, beside what the next two really sent, counted row by row."""
+    """A simulation of two recorded steps is compared with what the next two steps really sent, counted row by row."""
     load = recorded(SMALL, RECORDED)
     past = Load("past", tuple(layer[:2] for layer in load.choices), 16)
     found = simulated(ranks=ranks, tokens=load.tokens // ranks, load=past)
@@ -107,7 +107,7 @@ def test_no_formula_is_given_where_none_holds():
 
 
 def test_group_limited_routing_reaches_fewer_ranks():
-    """The best four of eight groups: on eight ranks a token goes to four at most."""
+    """With the best four of eight groups, a token on eight ranks travels to at most four."""
     block = PRESETS["deepseek-v3"]
     load = uniform(block, 4096)
     assert max(len(set(chosen)) for chosen in (load.choices[0][0] // 32).tolist()) <= 4
@@ -116,7 +116,7 @@ def test_group_limited_routing_reaches_fewer_ranks():
 
 
 def test_plans_help_a_skewed_load():
-    """By the step before, by the counts of this step."""
+    """Plans made from the previous step are compared with plans made from this step's counts."""
     block = Block("many experts", 64, 64, 128, 8)
     found = simulated(block, 32, 256, load=zipf(block, 32 * 256, 1.0), min_rows_to_clone=1)
     factor = {one.name: one.imbalance for one in found.balances}
@@ -192,7 +192,7 @@ def test_one_rank_sends_nothing():
 
 
 def test_clones_and_their_gradients_are_counted():
-    """Rank 1 clones the expert that everybody of rank 1 chose: one expert there, its gradient back."""
+    """Rank 1 clones the expert that all its tokens chose: one expert travels there, and its gradient back."""
     block = Block("hot", 8, 8, 2, 1)
     load = Load("hot", ((torch.zeros(64, 1, dtype=torch.int64),),), 2)
     found = simulate(block, 2, 32, load, spread="1-clone", min_rows_to_clone=1)
@@ -202,7 +202,7 @@ def test_clones_and_their_gradients_are_counted():
     assert found.traffic[0].bytes == 0
     assert len(found.traffic) == 1, "layers with clones do not deduplicate"
     assert set(found.memory) == {"EP", "DP", "FSDP"}
-    # Weights of one expert per rank, and in the activations those of the clone.
+    # The weights of one expert per rank, and in the activations the weights of the clone.
     alone = simulate(block, 2, 32, load).memory["EP"]
     assert found.memory["EP"].weights == alone.weights
     rows = 2 * 32 * (8 + 3 * 8)  # bytes saved for the 32 rows that rank 0 no longer computes
@@ -210,7 +210,7 @@ def test_clones_and_their_gradients_are_counted():
 
 
 def test_clones_pay_off_from_the_rows_from_which_a_layer_makes_them():
-    """The default of ``min_rows_to_clone`` is that of ``shard``: 1.5 F rows for gated experts without biases."""
+    """``min_rows_to_clone`` has the same default as in ``shard``: 1.5 F rows for gated experts without biases."""
     block = Block("odd", 8, 7, 4, 2, dtype="float32")
     found = simulate(block, 2, 32, uniform(block, 64))
     assert found.min_rows_to_clone == 11
