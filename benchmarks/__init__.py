@@ -1,1 +1,1 @@
-"""Programs that measure pymoe; a package, so that no other one of this name is found before it."""
+"""Programs that measure pymoe. This is a package so that Python finds no other one of this name first."""

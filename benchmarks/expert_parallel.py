@@ -33,12 +33,12 @@ HOT = Cell(8192, 512, 512, 32, 2)
 ROUNDS, QUICK_ROUNDS = 9, 2
 CHUNKS = (1, 2, 4)
 WIRE = 0.2
-"""Seconds of the rows of a call one way, and of the experts."""
+"""Seconds that the rows of a call take one way, and seconds that the experts take."""
 Record = dict[str, Any]
 
 
 def main() -> int:
-    """Measure; 1 if somebody's results are wrong."""
+    """Run the measurements; return 1 if any system's results are wrong."""
     options = parse()
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     run = Run("expert_parallel", options.output, {"rounds": rounds, "quick": options.quick})
@@ -109,7 +109,7 @@ def table_of(cell: Record) -> Table:
 
 
 def ratio(cell: Record, one: str, other: str, column: int, *, inverse: bool = False) -> str:
-    """``one`` over ``other``, compared round by round: the median and its quartiles."""
+    """Return the ratio of ``one`` to ``other``, taken round by round: the median and its quartiles."""
     pairs = [(a[column], b[column]) for a, b in zip(cell["times"][one], cell["times"][other], strict=True)]
     spread = Quartiles.of([b / a if inverse else a / b for a, b in pairs])
     return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
@@ -132,7 +132,7 @@ def wire_table(records: list[Record]) -> Table:
 
 
 def hot_table(ways: dict[str, Record]) -> Table:
-    """Return rows and processor time of the fullest rank, with ratios within rounds."""
+    """Return a table of the fullest rank's rows and processor time, with ratios taken within rounds."""
     rows = []
     for name, way in ways.items():
         wall, fullest, both = (list(column) for column in zip(*way["times"], strict=True))

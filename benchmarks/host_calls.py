@@ -14,7 +14,7 @@ from pymoe.bench.timing import Quartiles, WallTimer, measure
 from pymoe.nn import MoE
 
 ROW = 50
-"""Calls in a row, in a loop of Python: the first ones after another candidate find cold caches."""
+"""Calls in a row within a Python loop: the first calls after another candidate find cold caches."""
 
 Call = Callable[[], object]
 Key = TypeVar("Key")

@@ -28,7 +28,7 @@ WAYS = ("raw", "Python", "recorded")
 LAYER_WAYS = ("native calls", "no gradients", "recorded", "forward + backward")
 
 Candidates = dict[tuple[str, str], Call]
-"""By what is called and the way."""
+"""Functions to time, keyed by what is called and by the way it is called."""
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def operator_calls() -> Candidates:
-    """Return every operator's calls with one token, and that of the unit."""
+    """Return every operator's calls with one token, and the call of the unit, ``torch.add``."""
     torch.manual_seed(0)
     native: Any = torch.ops.pymoe
     x, logits, weight = torch.randn(1, HIDDEN), torch.randn(1, EXPERTS), torch.randn(EXPERTS, 2 * FFN, HIDDEN)
@@ -99,7 +99,7 @@ def layer_calls() -> Candidates:
 
 
 def calls_of(layer: MoE, x: torch.Tensor, ones: torch.Tensor) -> dict[str, Call]:
-    """Return the calls of one layer with so many tokens."""
+    """Return the calls of one layer with this many tokens."""
     leaf = x.clone().requires_grad_()
     return {
         "native calls": native_calls(layer, x),
@@ -110,7 +110,7 @@ def calls_of(layer: MoE, x: torch.Tensor, ones: torch.Tensor) -> dict[str, Call]
 
 
 def as_tables(records: list[dict[str, Any]]) -> tuple[Table, Table]:
-    """Return the table of operators, and that of the layer."""
+    """Return the table of operators and the table of the layer."""
     median = {(one["call"], one["way"]): one["median"] for one in records}
     unit = median[UNIT, "Python"]
     names = list(dict.fromkeys(one["call"] for one in records))

@@ -36,7 +36,7 @@ Figures = dict[str, float]
 
 
 def main() -> int:
-    """Run the turns; 1 if a run of the benchmark failed or the trees share no figure."""
+    """Run the turns; return 1 if a run of the benchmark failed or the trees share no figure."""
     options = parse()
     start = time.perf_counter()
     load_before = environment()["load"]
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(tree: Path, benchmark: str, arguments: list[str]) -> Figures:
-    """Run a benchmark of ``tree`` in a process of its own; raises RuntimeError with its last words if it fails."""
+    """Run a benchmark of ``tree`` in a process of its own; raise RuntimeError with its last output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments, "--output", folder],
@@ -132,13 +132,13 @@ def identity(record: Any) -> list[str]:
 
 
 def is_name(key: str, value: Any) -> bool:
-    """Return whether an entry of a record says what was measured, not how it went."""
+    """Return whether an entry of a record says what was measured rather than what the result was."""
     counted = isinstance(value, int) and not isinstance(value, bool) and key != "rounds"
     return counted or (isinstance(value, str) and key not in ("verdict", "failure"))
 
 
 def compared(turns: list[dict[str, Figures]], wanted: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Return a record for each figure that every run has and whose name ``wanted`` finds."""
+    """Return a record for each figure that every run has and whose name matches ``wanted``."""
     common = set.intersection(*(set(one) for turn in turns for one in turn.values()))
     return [
         {
@@ -153,7 +153,7 @@ def compared(turns: list[dict[str, Figures]], wanted: re.Pattern[str]) -> list[d
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    """Return one row a figure."""
+    """Return a table with one row per figure."""
     rows = [
         [
             record["figure"],

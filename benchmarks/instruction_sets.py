@@ -25,7 +25,7 @@ from benchmarks.common.run import Run, parser_of
 
 ISAS = ("baseline", "v3", "v4", "v4_bf16", "amx")
 SPAN = 0.1
-"""Seconds that a value rests on at least."""
+"""Least seconds of measurement behind each value."""
 
 
 def lines(most_bytes: float) -> list[Any]:
@@ -109,7 +109,7 @@ def made_by(result: dict[str, Any]) -> str:
 
 
 def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> dict[str, list[float]]:
-    """Have children prepare what stands at their names; return by name the seconds of a call in each round."""
+    """Have children prepare the cases under the given names; return each name's seconds per call in each round."""
     first = {isa: children[isa].ask(["prepare", one]) for isa, one in what.items()}
     calls = {isa: max(1, math.ceil(SPAN / max(seconds, 1e-7))) for isa, seconds in first.items()}
     seconds: dict[str, list[float]] = {isa: [] for isa in what}
@@ -121,7 +121,7 @@ def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> d
 
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
-    """Return a record of one line: seconds and the ratios to v3, as medians and quartiles."""
+    """Return a record of one line: seconds and ratios to v3, as medians and quartiles."""
     from pymoe.bench.timing import Quartiles
 
     seconds = in_turns(children, dict.fromkeys(children, name), rounds)

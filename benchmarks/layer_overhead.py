@@ -27,7 +27,7 @@ from pymoe.nn import MoE
 BLOCK = Block("tiny", hidden=64, ffn=64, experts=8, choices=2, build=mixtral)
 TOKENS = (1, 16)
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pymoe")
-"""How transformers runs the experts of its blocks."""
+"""The ways in which transformers runs the experts of its blocks."""
 
 Candidates = dict[str, Call]
 
@@ -90,7 +90,7 @@ def training(tokens: int) -> Candidates:
 
 
 def blocks() -> dict[str, nn.Module]:
-    """Return a block of transformers for every implementation of its experts; none where transformers is missing."""
+    """Return a transformers block for every implementation of its experts; none if transformers is not installed."""
     if util.find_spec("transformers") is None:
         return {}
     import pymoe.integrations.transformers  # noqa: F401  # registers the last of them
@@ -107,7 +107,7 @@ def blocks() -> dict[str, nn.Module]:
 
 
 def as_table(records: list[dict[str, Any]]) -> Table:
-    """Return a row for every candidate, a column for every mode and number of tokens."""
+    """Return a table with a row for every candidate and a column for every mode and number of tokens."""
     columns = [(mode, tokens) for mode in ("inference", "training") for tokens in TOKENS]
     cells = {(one["name"], one["mode"], one["tokens"]): f"{one['median']:.0f}" for one in records}
     names = dict.fromkeys(one["name"] for one in records)

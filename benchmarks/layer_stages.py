@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def stages_of(one: Built, x_TH: Tensor, index: Tensor, weights: Tensor) -> Calls:
-    """Return each operator of the experts of a block by its name, and ``one call``, which runs all of them."""
+    """Return each operator of a block's experts by name, and ``one call``, which runs all of them."""
     experts: Any = one.experts
     w_in, w_out = (weight.detach() for weight in one.touched)
     if getattr(experts, "is_transposed", False):
@@ -119,7 +119,7 @@ def stages_of(one: Built, x_TH: Tensor, index: Tensor, weights: Tensor) -> Calls
 
 
 def flops_of(one: Built, index: Tensor) -> int:
-    """Return the operations of the products of the chosen experts, two a weight and row."""
+    """Return the floating-point operations of the chosen experts' products: two per weight and row."""
     return 2 * index.numel() * one.block.per_expert
 
 
@@ -136,7 +136,7 @@ def markdown(result: Record) -> str:
 
 
 def table(cases: list[Record]) -> Table:
-    """Return one row a case."""
+    """Return a table with one row per case."""
     rows = []
     for case in cases:
         median = {name: spread["median"] for name, spread in case["seconds"].items()}

@@ -37,14 +37,14 @@ from pymoe.bench.timing import WallTimer
 Record = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
-"""The processor's features that products of matrices are made of."""
+"""Processor features that speed up products of matrices."""
 RENDERED = Path(__file__).parent / "results" / "model_layers.md"
 LARGE = 1 << 24
-"""Weights from which the bandwidth is measured with all of its bytes."""
+"""From this many weights on, bandwidth is measured over all of the block's bytes."""
 
 
 def main() -> int:
-    """Measure every block by every clock; 1 if a process failed or a result is wrong."""
+    """Measure every block by every clock; return 1 if a process failed or a result is wrong."""
     options = parse()
     if options.worker:
         work(options)
@@ -101,7 +101,9 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def in_process(block: str, clock: str, options: argparse.Namespace, result: Record) -> bool:
-    """Measure a block by a clock in a process of its own, and put what it found into ``result``; False if it failed."""
+    """Measure a block by a clock in a process of its own and add its results to ``result``; return False if it
+    failed.
+    """
     file = options.output / f"{block}_{clock}.json"
     file.unlink(missing_ok=True)
     arguments = ["--worker", str(file), "--blocks", block, "--clock", clock, "--dtypes", ",".join(options.dtypes)]
@@ -112,7 +114,7 @@ def in_process(block: str, clock: str, options: argparse.Namespace, result: Reco
     if options.threads:
         arguments += ["--threads", str(options.threads)]
     variables = dict(os.environ)
-    if clock == "cpu":  # before torch is loaded, which makes its threads by it
+    if clock == "cpu":  # set before torch is loaded, which then sizes its thread pool
         variables |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "benchmarks.model_layers", *arguments], env=variables, check=False)
     if file.exists():
@@ -153,7 +155,7 @@ def kept(file: Path) -> Record:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measure one block by one clock in this process, and write what is found after every case."""
+    """Measure one block by one clock in this process, and write the results after every case."""
     (name,), clock = options.blocks, options.clock
     facts = environment()
     block: Block = {**BLOCKS, **TINY}[name].fitting(options.memory * 2**30)
@@ -180,7 +182,7 @@ def work(options: argparse.Namespace) -> None:
         made: dict[str, Contender] = {}
         for mode in options.modes:
             if mode == "train":
-                made.clear()  # copies of the weights make room for gradients
+                made.clear()  # frees the copied weights to make room for gradients
             for tokens in tokens_of(mode, options.tokens):
                 case = run_case(Plan(one, tokens, mode == "train", clock == "cpu", made), mode, effort)
                 cases.append({"clock": clock, "block": name} | case)
@@ -192,7 +194,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def pin() -> None:
-    """Keep this process on one core: the last that it may use, where interrupts are rarest."""
+    """Pin this process to one core: the last that it may use, as interrupts are rarest there."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 

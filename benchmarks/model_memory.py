@@ -30,7 +30,7 @@ ORDER = (WAYS[0], WAYS[1], COMMAND, WAYS[2])
 
 
 def main() -> int:
-    """Measure every way; 1 if a process failed."""
+    """Measure every way; return 1 if a process failed."""
     options = parse()
     if options.way:
         print(json.dumps(work(options)))

@@ -32,7 +32,9 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class SkewedShape(Shape):
-    """A shape whose experts' popularity falls like 1/rank; that of others is as a fresh router spreads tokens."""
+    """A shape in which the popularity of experts falls like 1/rank; in other shapes a fresh router spreads the
+    tokens.
+    """
 
     def __str__(self) -> str:
         return f"{super().__str__()} skewed"
@@ -56,12 +58,12 @@ bf16 a router that computes its logits in bf16 sends some tokens to other expert
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured."""
+    """How much time is spent on measuring."""
 
     budget: float
     rounds: tuple[int, int]
     limit: float
-    """Seconds for one call, beyond which a contender is timed by that call alone."""
+    """If one call takes more seconds, the contender is timed by that call only."""
 
 
 FULL = Effort(6.0, (3, 30), 8.0)
@@ -112,7 +114,7 @@ def parse() -> argparse.Namespace:
 def scenario(
     shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, timer: Timer, device: torch.device = CPU
 ) -> dict[str, Any]:
-    """Measure everyone on one shape; returns a record with a row for each contender, the floor first."""
+    """Measure all contenders on one shape; return a record with a row for each, starting with the floor."""
     print(f"\n{shape.name}: {shape} {name_of(dtype)}", file=sys.stderr, flush=True)
     x, grad = inputs_of(shape, dtype, device)
     layer = layer_of(shape, dtype, device)
@@ -130,10 +132,10 @@ def scenario(
             continue
         try:
             result, took = first_call(one, timer, device)
-        except Exception as error:  # a peer that fails here must not keep the others from being measured
+        except Exception as error:  # a peer that fails must not stop the measurement of the others
             absent.append(Absent(one.name, failure(error)))
             continue
-        if took > effort.limit and device.type == "cuda":  # it may have loaded kernels, or compiled them
+        if took > effort.limit and device.type == "cuda":  # the call may have loaded or compiled kernels
             took = first_call(one, timer, device)[1]
         verdicts[one.name] = judge(one, result, expected)
         running[one.name] = one
@@ -155,7 +157,7 @@ def scenario(
 
 
 def skew(layer: MoE, x: Tensor) -> None:
-    """Make the popularity of experts fall like 1/rank: all tokens share a direction, by which the router prefers."""
+    """Make the popularity of experts fall like 1/rank: all tokens share a direction that the router scores by rank."""
     direction = torch.full((layer.hidden_size,), layer.hidden_size**-0.5, device=x.device)
     popularity = -torch.arange(1, layer.num_experts + 1, device=x.device).float().log()
     with torch.no_grad():
@@ -164,7 +166,7 @@ def skew(layer: MoE, x: Tensor) -> None:
 
 
 def first_call(contender: Contender, timer: Timer, device: torch.device) -> tuple[Any, float]:
-    """Return what a contender returns, and the seconds until it is there."""
+    """Return a contender's result and the seconds until it is available."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     begin = timer.now()
@@ -174,7 +176,7 @@ def first_call(contender: Contender, timer: Timer, device: torch.device) -> tupl
 
 
 def in_fp64(task: Task) -> tuple[Tensor, ...]:
-    """:data:`PARTS` of the layer with the same weights in fp64."""
+    """Return :data:`PARTS` of the layer with the same weights in fp64."""
     layer = layer_of(task.shape, task.dtype, task.x.device, backend="reference").double()
     layer.load_state_dict(task.layer.state_dict())
     results = training_step(layer, task.x.detach().double().requires_grad_(), task.grad.double())()
@@ -184,7 +186,9 @@ def in_fp64(task: Task) -> tuple[Tensor, ...]:
 
 
 def judge(contender: Contender, result: Any, expected: tuple[Tensor, ...]) -> tuple[str, float]:
-    """``"close"`` or ``"WRONG"``, and the largest relative error over :data:`PARTS`; ``"-"`` for another function."""
+    """Return ``"close"`` or ``"WRONG"``, and the largest relative error over :data:`PARTS`; ``"-"`` for another
+    function.
+    """
     if contender.parts is None:
         return "-", 0.0
     worst = 0.0
@@ -214,7 +218,7 @@ def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Tim
 
 
 def ratio(mine: Timing, other: Timing) -> dict[str, float]:
-    """Return how many times as long as another: round by round, or of medians where a contender ran once."""
+    """Return the ratio of two timings: round by round, or of the medians if a contender ran only once."""
     if len(mine.seconds) == len(other.seconds):
         return asdict(mine.over(other))
     middle = mine.median / other.median
@@ -271,7 +275,7 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw time over the floor's, a panel a scenario."""
+    """Draw each time divided by the floor's, with one panel per scenario."""
     scenarios, facts = result["scenarios"], result["environment"]
     rows = (len(scenarios) + 1) // 2
     title = "Mixture-of-experts layer, forward + backward: time over the same operations in dense torch.mm"

@@ -30,9 +30,9 @@ from pymoe.bench.timing import Quartiles
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
 QUICK_ROUNDS = 5
 SLOW, SLOW_ROUNDS = 0.1, 3
-"""Ways that take more seconds than this get no more rounds than that: what sleeps for long hardly varies."""
+"""Ways that take more than SLOW seconds get only SLOW_ROUNDS rounds, as long sleeps hardly vary."""
 TOLERANCE = 1e-5
-"""Largest relative error of outputs and gradients (fp32, Frobenius norm): sums may be made in another order."""
+"""Largest allowed relative error of outputs and gradients (fp32, Frobenius norm): the order of sums may differ."""
 HANDOVERS = 300
 Record = dict[str, Any]
 PASSES = ("forward", "backward")
@@ -41,7 +41,7 @@ Times = dict[tuple[int, str], list[tuple[float, ...]]]
 
 
 def main() -> int:
-    """Measure; 1 if somebody's gradients are wrong."""
+    """Run the measurements; return 1 if any way's gradients are wrong."""
     options = parse()
     torch.set_num_threads(1)
     kinds = [kind for kind in KINDS if kind.name in options.kinds]
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) -> None:
-    """Time all ways and numbers of calls in turns; adds to the result's records, overheads and ratios."""
+    """Time all ways and numbers of calls in turns; add to the result's records, overheads and ratios."""
     verdicts = {}
     for count in counts:
         expected = results(kind, count, SYSTEMS[0])
@@ -119,7 +119,7 @@ def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) ->
 
 
 def timed(kind: Kind, count: int, system: System) -> tuple[float, ...]:
-    """Seconds of the forward pass and of the backward pass of all calls; then the processor's, of all threads."""
+    """Return wall seconds of the forward and the backward pass of all calls, then processor seconds of all threads."""
     calls = kind.arguments(count)
     grads = [torch.ones(kind.shape) for _ in calls]
     total = [0.0] * 4
@@ -137,7 +137,7 @@ def timed(kind: Kind, count: int, system: System) -> tuple[float, ...]:
 
 
 def now() -> tuple[float, float]:
-    """Return time, and the processor's time of this process."""
+    """Return the wall time and this process's processor time."""
     return time.perf_counter(), time.process_time()
 
 
@@ -149,7 +149,7 @@ def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def judge(kind: Kind, count: int, system: System, expected: list[Tensor]) -> tuple[str, float]:
-    """Return the verdict compared with the loop, and the largest relative error. It warms up, too."""
+    """Return the verdict compared with the loop, and the largest relative error. This run also warms up."""
     found = results(kind, count, system)
     worst = max(relative_error(got, wanted) for got, wanted in zip(found, expected, strict=True))
     return verdict(worst, TOLERANCE), worst
@@ -180,7 +180,7 @@ def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]
 
 
 def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Return times over that of one call of the loop, round by round."""
+    """Return times divided by the loop's time for one call, round by round."""
     found = []
     for count in counts:
         for system in SYSTEMS:
@@ -193,7 +193,7 @@ def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
 
 
 def handover(rounds: int) -> Record:
-    """Return the seconds until another thread goes on, between two Python threads and to a worker of the runtime."""
+    """Return the seconds of a handover, between two Python threads and to a worker of the runtime."""
     ways = {"python": between_threads, "worker": to_worker}
     found = [[way(HANDOVERS) for way in ways.values()] for _ in range(rounds)]
     return {

@@ -35,29 +35,29 @@ class Contender:
     name: str
     version: str
     step: Callable[[], Tensors]
-    """Forward and backward."""
+    """Runs forward and backward."""
     parts: Callable[[Tensors], Tensors] | None
-    """Puts what ``step`` returns in the order of :data:`PARTS`; None for what computes something else."""
+    """Puts the result of ``step`` into the order of :data:`PARTS`; None if the contender computes something else."""
     computes_in: torch.dtype
-    """The narrowest dtype it multiplies in, which decides how exact it can be."""
+    """The narrowest dtype in which the contender multiplies, which limits its accuracy."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A layer that cannot run here."""
+    """A layer that cannot run here, with the reason."""
 
     name: str
     reason: str
 
 
 class LeftOut(Exception):
-    """Says why somebody who could be asked is not: no failure, and printed without its type."""
+    """Raised when a contender is left out on purpose: this is no failure, and is printed without its type."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What everyone is given."""
+    """The shape, dtype, weights and inputs that every contender is given."""
 
     shape: Shape
     dtype: torch.dtype
@@ -80,7 +80,7 @@ def contenders(task: Task) -> Iterator[Contender | Absent]:
 
 
 def made(name: str, make: Callable[[], Contender | Absent]) -> Contender | Absent:
-    """Return a peer, or why there is none: another version of it may want to be called otherwise."""
+    """Return a peer, or the reason why there is none: another version of the peer may have another interface."""
     try:
         return make()
     except Exception as error:
@@ -95,7 +95,7 @@ def failure(error: Exception) -> str:
 
 
 def floor(task: Task) -> Contender:
-    """Return the same operations in dense ``torch.mm``, into memory that is there already."""
+    """Return a contender that runs the same operations in dense ``torch.mm``, into memory allocated beforehand."""
     kind = task.floor.kind.removeprefix("mm ")
     note = "" if kind == name_of(task.dtype) else f"in {kind}, which is faster here than {name_of(task.dtype)}"
     return Contender("torch.mm, dense", torch.__version__, task.floor.run, None, task.dtype, note)
@@ -114,7 +114,7 @@ def pymoe(task: Task, backend: str) -> Contender:
 
 
 def torch_alone(task: Task) -> Contender:
-    """Return what one writes without any library for it: sort, index, ``grouped_mm``, ``index_add``."""
+    """Return the layer as one would write it in plain torch: sort, index, ``grouped_mm``, ``index_add``."""
     step = training_step(task.layer, task.x, task.grad, with_torch_alone(task.layer))
     return Contender("torch alone", torch.__version__, step, in_order(task.layer, task.layer), task.dtype)
 
@@ -127,7 +127,9 @@ def free_gib(device: torch.device) -> float:
 
 
 def dense_ffn(task: Task) -> Contender:
-    """A dense swiglu network of equal operations for a token: K times the width, every weight used by every token."""
+    """Return a dense swiglu network with as many operations per token: K times the width, every weight used by
+    every token.
+    """
 
     class SwiGLU(nn.Module):
         def forward(self, inner: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ def transformers(task: Task, implementation: str) -> Contender | Absent:
         return Absent(name, f"not installed ({error}): pip install -e '.[peers]'")
     shape = task.shape
     if implementation == "batched_mm":
-        # It copies the weights of every slot, and keeps the copies and their gradients.
+        # This implementation copies the weights of every slot, and keeps the copies and their gradients.
         needed = 2 * shape.slots * 3 * shape.ffn * shape.hidden * task.x.element_size() / 2**30
         if needed > free_gib(task.x.device) / 3:
             return Absent(name, f"copies the weights for every slot, here about {needed:.0f} GiB")
@@ -236,7 +238,7 @@ def torchtitan(task: Task) -> Contender | Absent:
     step = training_step(layer, task.x, task.grad)
 
     def quiet_step() -> Tensors:
-        with warnings.catch_warnings():  # it asks for fp32 autocast, which the CPU does not have
+        with warnings.catch_warnings():  # torchtitan asks for fp32 autocast, which the CPU lacks
             warnings.simplefilter("ignore", UserWarning)
             return step()
 
@@ -251,14 +253,14 @@ def parameters_of(layer: MoE) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]
 
 
 def in_order(layer: nn.Module, owner: MoE) -> Callable[[Tensors], Tensors]:
-    """Return how the results of a step of ``layer``, whose parameters are those of ``owner``, become :data:`PARTS`."""
+    """Return a function that puts a step's results into the order of :data:`PARTS`; ``owner`` holds the parameters."""
     position = {id(parameter): i for i, parameter in enumerate(layer.parameters(), 2)}
     order = [position[id(parameter)] for parameter in parameters_of(owner)]
     return lambda results: (results[0], results[1], *(results[i] for i in order))
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``float32`` and so on."""
+    """Return the name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,1 +1,1 @@
-"""What all benchmarks share: runs and their files, targets, pictures, and processes that answer lines of JSON."""
+"""Code that all benchmarks share: runs and their files, targets, pictures, and processes that answer lines of JSON."""

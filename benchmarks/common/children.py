@@ -17,11 +17,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ANSWER_LIMIT_S = 600.0
-"""Seconds after which a child that does not answer hangs; on a busy machine a start alone takes minutes."""
+"""Seconds after which a child that does not answer counts as hung; on a busy machine, starting alone takes minutes."""
 
 
 class ChildError(RuntimeError):
-    """A child failed, ended, or did not answer."""
+    """Raised when a child fails, ends early, or does not answer."""
 
 
 class Child:
@@ -54,7 +54,7 @@ class Child:
         )
 
     def send(self, request: Any) -> None:
-        """Send a request, whose answer :func:`answers` or :meth:`answer` gives."""
+        """Send a request; :func:`answers` or :meth:`answer` returns the reply."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -86,7 +86,7 @@ class Child:
         return json.loads(line)
 
     def end(self, patience: float = 10.0) -> None:
-        """Close its standard input, and end the process if it does not end by itself."""
+        """Close the child's standard input, and kill the process if it does not end by itself."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""What is the same for all who are compared: the verdict on results, and the order of turns."""
+"""Rules that apply to every contender: the verdict on results, and the order of turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Item = TypeVar("Item")
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of ``expected``; 0 only where all elements are equal."""
+    """Return the Frobenius norm of the difference divided by the norm of ``expected``; 0 only if all elements are
+    equal.
+    """
     if torch.equal(found, expected):
         return 0.0
     error = float((found - expected).norm() / expected.norm())
@@ -21,11 +23,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def verdict(error: float, tolerance: float) -> str:
-    """Return ``"exact"`` for no error, ``"close"`` for one within the tolerance, otherwise ``"WRONG"``."""
+    """Return ``"exact"`` for no error, ``"close"`` for an error within the tolerance, otherwise ``"WRONG"``."""
     return "exact" if error == 0 else "close" if error <= tolerance else "WRONG"
 
 
 def from_turn(items: Sequence[Item], turn: int) -> list[Item]:
-    """Return the items in the order of a round: every round begins with another one."""
+    """Return the items in the order of a round: each round begins with a different item."""
     first = turn % len(items) if items else 0
     return [*items[first:], *items[:first]]

@@ -1,4 +1,4 @@
-"""The floor of everything that is handed from thread to thread: the seconds until another thread goes on."""
+"""The lower bound on handing work from thread to thread: the seconds until the other thread continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pymoe._runtime import WorkerPool
 
 
 def between_threads(turns: int) -> float:
-    """Return the seconds from one Python thread to another, by two queues."""
+    """Return the seconds that a handover between two Python threads takes, using two queues."""
     there: queue.SimpleQueue[bool] = queue.SimpleQueue()
     back: queue.SimpleQueue[bool] = queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Pictures of runs: panels with a common look, lines with quartiles, and a caption that says what computed."""
+"""Pictures of runs: panels with a common look, lines with quartiles, and a caption that names the machine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def picture(
 
 
 def line(panel: Any, x: Sequence[float], spreads: Sequence[Record], scale: float = 1.0, **style: Any) -> None:
-    """Draw medians as a line with markers, and quartiles as a band of its colour."""
+    """Draw medians as a line with markers, and quartiles as a band of the same colour."""
     middle, low, high = ([one[key] * scale for one in spreads] for key in ("median", "low", "high"))
     (drawn,) = panel.plot(x, middle, **{"ms": 4, "lw": 1.2, **style})
     panel.fill_between(x, low, high, color=drawn.get_color(), alpha=0.15, lw=0)
 
 
 def doubling(panel: Any, counts: Sequence[int]) -> None:
-    """Give a panel logarithmic axes with ``counts`` below it."""
+    """Give a panel logarithmic axes and label its x axis with ``counts``."""
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.grid(alpha=0.25)

@@ -19,7 +19,7 @@ from pymoe.bench.report import Table, plain, write_json
 
 Record = dict[str, Any]
 Sections = Iterable[tuple[str, Table]]
-"""Tables with their headings."""
+"""Tables, each with its heading."""
 
 
 def parser_of(module: str, about: str) -> argparse.ArgumentParser:
@@ -64,14 +64,14 @@ class Run:
         self.result: Record = {"command": command(module), "environment": environment(), "settings": settings, **parts}
 
     def keep(self, markdown: Callable[[Record], str]) -> None:
-        """Write the files, so that a run that is ended keeps what it has."""
+        """Write the files now, so that an interrupted run keeps its results so far."""
         self.result["settings"]["load_after"] = environment()["load"]
         self.result["wall_seconds"] = round(time.perf_counter() - self._start, 1)
         save(self.result, markdown(self.result), self.stem)
 
 
 def command(module: str) -> str:
-    """Return the command line that runs ``benchmarks.module`` as this process does, without its ``--output``."""
+    """Return the command line that repeats this run of ``benchmarks.module``, without its ``--output``."""
     arguments = sys.argv[1:]
     if "--output" in arguments:
         at = arguments.index("--output")
@@ -86,7 +86,7 @@ def save(result: Record, markdown: str, stem: Path) -> None:
 
 
 def illustrate(result: Record, draw: Callable[[Record, Path], None], stem: Path) -> None:
-    """Draw ``stem``.png if matplotlib is installed, and print which files there are."""
+    """Draw ``stem``.png if matplotlib is installed, and print the names of the files that exist."""
     print(f"\n{result['wall_seconds']} s; {stem}.json, {stem.name}.md", end="")
     try:
         draw(result, stem.with_suffix(".png"))
@@ -139,5 +139,5 @@ def spread_of(found: Record, form: str, scale: float = 1.0) -> str:
 
 
 def closeness(one: Record) -> str:
-    """Return a verdict on results, with the largest error if they are not exact."""
+    """Return a verdict on results, with the largest error unless they are exact."""
     return f"close {one['error']:.0e}" if one["verdict"] == "close" else str(one["verdict"])

@@ -1,4 +1,4 @@
-"""Targets: figures that pymoe is held to, each within one run, and whether the run reached them."""
+"""Targets: figures that pymoe must reach within one run, and whether the run reached them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pymoe.bench.report import Table
 Record = dict[str, Any]
 WORDS = {True: "met", False: "missed", None: "not measured"}
 FORMS = {"": ("{:.3g}", 1.0), "%": ("{:.1f} %", 100.0), "us": ("{:.1f} us", 1e6)}
-"""How figures are shown, by their unit, and the factor by which they are multiplied."""
+"""For each unit, the format in which figures are shown and the factor by which they are multiplied."""
 
 
 def checked_target(what: str, relation: str, limit: float, found: Record | None, unit: str = "") -> Record:
-    """Return a target: the median of ``found`` is to satisfy ``relation`` (``">="`` or ``"<="``) with ``limit``.
+    """Return a target: the median of ``found`` must satisfy ``relation`` (``">="`` or ``"<="``) with ``limit``.
 
     ``met`` says whether it does; None where the figure was not measured.
     """

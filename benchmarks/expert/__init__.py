@@ -1,1 +1,1 @@
-"""Parts of benchmarks/expert_parallel.py."""
+"""The parts of benchmarks/expert_parallel.py."""

@@ -1,4 +1,4 @@
-"""A load of which some experts get most rows, on two processes: as it is, with clones, and with experts moved."""
+"""A skewed load on two processes, where some experts get most rows: unchanged, with clones, and with experts moved."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from pymoe.ep.placement import place
 AS_IT_IS = "as it is"
 WAYS = {AS_IT_IS: 0, "1 clone a rank": 1, "2 clones a rank": 2, "placed": 0}
 SKEW = 0.3
-"""To the logit of the i-th expert -SKEW * log(i) is added: those of the first rank get 80 % of the rows."""
+"""The logit of the i-th expert is lowered by SKEW * log(i), which sends 80 % of the rows to the experts of the
+first rank.
+"""
 
 
 def rank_main(rank: int, folder: str, cell: Cell, rounds: int) -> None:
-    """Measure all ways in turn; rank 0 writes for each the rounds and the rows of both ranks."""
+    """Measure all ways in turn; rank 0 writes the rounds and both ranks' rows for each way."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_hot", rank=rank, world_size=2)
     everyone = dist.group.WORLD
@@ -40,7 +42,7 @@ def rank_main(rank: int, folder: str, cell: Cell, rounds: int) -> None:
     ep.redistribute(layers["placed"], place(torch.tensor(layers["placed"].last_loads).sum(0), 2))
     times: dict[str, list[list[float]]] = {name: [] for name in WAYS}
     results: dict[str, tuple[Tensor, Tensor]] = {}
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(rounds + 1):  # the first round warms up
         for name in list(WAYS)[:: -1 if number % 2 else 1]:
             seconds, results[name] = step(layers[name], rows)
             both: list[Any] = [None, None]
@@ -63,7 +65,9 @@ def rank_main(rank: int, folder: str, cell: Cell, rounds: int) -> None:
 
 
 def step(layer: Any, rows: Tensor) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
-    """Return forward and backward: seconds of wall and of this process's processor; output and input gradient."""
+    """Run forward and backward; return wall seconds, this process's processor seconds, the output and the input
+    gradient.
+    """
     x = rows.detach().clone().requires_grad_()
     direction = torch.ones_like(x)
     for parameter in layer.parameters():

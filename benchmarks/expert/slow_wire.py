@@ -25,7 +25,7 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 512, 64, 8, 2
 
 
 class Wire:
-    """Replaces the exchanges of this process."""
+    """A virtual wire that replaces the exchanges of this process."""
 
     def __init__(self, seconds_of_all: float) -> None:
         self._cost, self._free = seconds_of_all / (TOKENS * TOP_K), 0.0
@@ -46,7 +46,7 @@ class Wire:
 
 
 class Sleep(torch.autograd.Function):
-    """Takes some seconds forward, and twice as many backward."""
+    """A function that takes a given time forward, and twice as long backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:  # type: ignore[override]
@@ -61,7 +61,7 @@ class Sleep(torch.autograd.Function):
 
 
 def best(wire: float, compute: float, chunks: int) -> float:
-    """Return the shortest time of the order in which chunks travel there, are computed and travel back."""
+    """Return the shortest time in which all chunks can be sent, computed and sent back in this order."""
     arrivals = [wire * (chunk + 1) / chunks for chunk in range(chunks)]
     clock, free = 0.0, wire
     for arrival in arrivals:
@@ -71,7 +71,7 @@ def best(wire: float, compute: float, chunks: int) -> float:
 
 
 def rank_main(rank: int, folder: str, chunks: tuple[int, ...], wire: float, compute: float, rounds: int) -> None:
-    """Measure; rank 0 writes the median seconds of forward and backward by number of chunks, of the slower rank."""
+    """Measure; rank 0 writes the slower rank's median seconds of forward and backward for each number of chunks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_wire", rank=rank, world_size=2)
     Wire(wire)

@@ -47,7 +47,7 @@ class TorchExpertParallel(nn.Module):
 
     @staticmethod
     def _by_expert(counts: Tensor) -> Tensor:
-        """Return the places of the first expert's rows among those that came rank by rank, then of the second's, ..."""
+        """Return an order that groups rows by expert: the rows arrive grouped by rank."""
         experts = torch.arange(counts.shape[1]).repeat(counts.shape[0]).repeat_interleave(counts.flatten())
         return torch.argsort(experts, stable=True)
 

@@ -1,4 +1,4 @@
-"""What two processes do: steps of every system in turn, forward and backward, and how long that takes them."""
+"""The work of the two processes: timed forward and backward steps of every system, in turn."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OURS: dict[str, dict[str, Any]] = {
     "pymoe, EP 2, padded": {"transport": "padded"},
 }
 ROOM = 1.5
-"""Of a rank in padded buffers, over what it receives of an even load."""
+"""The capacity of a rank with padded buffers, as a multiple of the rows it receives under an even load."""
 SYSTEMS = (ALONE, *OURS, PEER, PEER_MOVES)
 ON_ONE_RANK = (ALONE, "pymoe, EP 1")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A layer, and the tokens of both ranks together."""
+    """A layer to measure, and the number of tokens on both ranks together."""
 
     tokens: int
     hidden: int
@@ -59,7 +59,7 @@ class Cell:
 
 
 class Bytes:
-    """What this process sends to the other in exchanges of rows and of what travels beside them."""
+    """Counts the bytes that this process sends to the other one, separately for rows and for everything else."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -74,7 +74,7 @@ class Bytes:
 
 
 class Waits:
-    """Seconds that this process waits for others: what the layer's exchanges and count exchanges take it."""
+    """Counts the seconds that this process waits for others in the layer's exchanges of rows and of counts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -92,7 +92,7 @@ class Waits:
 
 
 def rank_main(rank: int, folder: str, cells: list[Cell], rounds: int) -> None:
-    """Measure all cells; rank 0 writes what both have found."""
+    """Measure all cells; rank 0 writes the results of both ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     waits, traffic = Waits(), Bytes()
@@ -134,7 +134,7 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) ->
     times: dict[str, list[list[float]]] = {name: [] for name in SYSTEMS}
     results: dict[str, tuple[Tensor, Tensor]] = {}
     sent: dict[str, int] = {}
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(rounds + 1):  # the first round warms up
         for name in SYSTEMS[:: -1 if number % 2 else 1]:
             works = name not in ON_ONE_RANK or rank == 0
             rows = all_rows if name in ON_ONE_RANK else own_rows
@@ -153,7 +153,9 @@ def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) ->
 
 
 def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...], tuple[Tensor, Tensor]]:
-    """Return forward and backward: seconds of this process (see measure); output and input gradient."""
+    """Run forward and backward; return this process's seconds (see :func:`measure`), the output and the input
+    gradient.
+    """
     x = rows.detach().clone().requires_grad_()
     direction = torch.ones_like(x)
     for parameter in layer.parameters():
@@ -165,14 +167,14 @@ def step(layer: nn.Module, rows: Tensor, waits: Waits) -> tuple[tuple[float, ...
     y = layer(x)
     y.backward(direction)
     processor = time.process_time() - processor
-    transport = processor - (time.thread_time() - thread)  # no other thread than gloo's computes
+    transport = processor - (time.thread_time() - thread)  # only gloo's threads compute besides this one
     spent = (time.perf_counter() - wall, processor, waits.seconds, transport)
     assert x.grad is not None
     return spent, (y.detach(), x.grad)
 
 
 def verdicts(rank: int, results: dict[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
-    """Return the verdicts on outputs and input gradients of rank 0's tokens, compared with those of EP 1."""
+    """Return the verdicts on outputs and input gradients of rank 0's tokens, compared with the results of EP 1."""
     if rank:
         return {}
     count = results["pymoe, EP 2"][0].shape[0]

@@ -1,5 +1,5 @@
-// Faults that compute-sanitizer must report, one a run: canary memcheck|racecheck|initcheck|synccheck|none.
-// Where it does not report the planted fault, its silence about pymoe's kernels means nothing.
+// Contains faults that compute-sanitizer must report, one per run: canary memcheck|racecheck|initcheck|synccheck|none.
+// If a tool misses its planted fault, a clean report on pymoe's kernels means nothing.
 #include <cstdio>
 #include <cstring>
 
@@ -9,7 +9,7 @@ __global__ void pymoe_canary_memcheck(int* values, int size) { values[size + thr
 
 __global__ void pymoe_canary_racecheck(int* values) {
   __shared__ int tile[64];
-  tile[threadIdx.x] = static_cast<int>(threadIdx.x);  // no barrier before another warp's element is read
+  tile[threadIdx.x] = static_cast<int>(threadIdx.x);  // no barrier before reading another warp's element
   values[threadIdx.x] = tile[63 - threadIdx.x];
 }
 

@@ -24,11 +24,11 @@ import torch
 from benchmarks.gpu.stages import ROOT, write_json
 
 STRIDE = 7
-"""Samples are taken in steps of this, so that whatever the time allows is spread over all of them."""
+"""Samples are taken with this stride, so that the ones that fit into the time are spread over all of them."""
 
 
 def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
-    """(name, specification, dtype, sample), in the same order in every process."""
+    """Yield (name, specification, dtype, sample), in the same order in every process."""
     sys.path.insert(0, str(ROOT / "tests"))
     from specs import all_specs, samples_of
 
@@ -44,7 +44,7 @@ def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
 
 
 def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return outputs and gradients of the native operator for a sample on ``device``, on the CPU."""
+    """Run the native operator for a sample on ``device``; return its outputs and gradients on the CPU."""
     from specs import with_grad
 
     from pymoe.bench.calls import gradients, map_tensors, mapped, same_layout_copy
@@ -76,7 +76,9 @@ def emulated(file: Path, seconds: float) -> None:
 
 
 def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return a record a specification: how many calls and tensors, how many agree in every bit, and what is wrong."""
+    """Return one record per specification: how many calls and tensors were compared, how many agree bit for bit,
+    and errors.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     from specs.comparison import assert_close, assert_same_bits
 

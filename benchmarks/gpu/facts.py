@@ -1,4 +1,4 @@
-"""Facts of a GPU machine, without its name and its paths; each is asked for in a process that may fail."""
+"""Facts about a GPU machine, without its name or paths; each is queried in a process of its own, which may fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKAGES = ("pytest", "xdist", "hypothesis", "pybind11", "ninja", "transformers"
 
 
 def output_of(*command: str, seconds: float = 60.0) -> str:
-    """Return what a command prints; nothing where it fails or does not exist."""
+    """Return the output of a command; an empty string if it fails or does not exist."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -40,7 +40,7 @@ def output_of(*command: str, seconds: float = 60.0) -> str:
 
 
 def cuda_home() -> str | None:
-    """Return the toolkit's folder, as setup.py looks for it."""
+    """Return the CUDA toolkit's folder, found in the same way as in setup.py."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
     found = [str(Path(nvcc).resolve().parents[1])] if nvcc else []

@@ -30,7 +30,7 @@ def main() -> int:
     def over() -> bool:
         return time.monotonic() - start > options.seconds
 
-    for spec in all_specs():  # every kernel once, whatever the time
+    for spec in all_specs():  # run every kernel once, however long it takes
         for call in spec.raw_calls(generator()) if spec.raw_calls else ():
             arguments = map_tensors(call.args, lambda value: value.to(device))
             getattr(torch.ops.pymoe, call.operator)(*arguments)

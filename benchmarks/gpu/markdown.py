@@ -1,4 +1,4 @@
-"""REPORT.md: what the stages of gpu_report found, from the files that they wrote."""
+"""Writes REPORT.md: the results of gpu_report's stages, read from the files that they wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: str) -> str:
-    """Return the whole report; a stage that wrote nothing has its line and no more."""
+    """Return the whole report; a stage that wrote no results gets a single line."""
     lines = [f"# pymoe on {machine['gpu'] or 'a machine without a GPU'}", "", *about(machine)]
     if note:
         lines += ["", note]
@@ -70,7 +70,7 @@ def row(*cells: object) -> str:
 
 
 def heading(text: str, numbers: str = "") -> list[str]:
-    """Return a table's heading; columns named in ``numbers`` are set to the right."""
+    """Return a table's heading; columns named in ``numbers`` are right-aligned."""
     names = text.split(", ")
     return [row(*names), "|" + "|".join("--:" if name in numbers.split(", ") else "---" for name in names) + "|"]
 

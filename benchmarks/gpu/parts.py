@@ -29,11 +29,11 @@ VIEWS = {
     "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "narrow", "new_empty", "permute",
     "select", "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
 }  # fmt: skip
-"""Operators of torch that launch nothing."""
+"""Operators of torch that launch no kernel."""
 
 
 def router_product(device: torch.device, budget: float) -> dict[str, Any]:
-    """Time the product; return microseconds with their spread, and how far the logits lie from float64's."""
+    """Time the product; return microseconds with their spread, and the error of the logits compared with float64."""
     tokens, hidden, experts = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     torch.manual_seed(0)
     router = Router(hidden, experts, 8, device=device, dtype=torch.bfloat16)
@@ -68,7 +68,7 @@ def router_product(device: torch.device, budget: float) -> dict[str, Any]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that are called inside, but for those that launch nothing."""
+    """Counts the operators that are called inside the context, except those that launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Operators(TorchDispatchMode):
 
 
 def launched(device: torch.device, function: Callable[[], Any]) -> Counter[str]:
-    """Count the kernels and memory operations that a call puts on the GPU, by name; on the CPU, operators."""
+    """Count the kernels and memory operations that a call launches on the GPU, by name; on the CPU, count operators."""
     if device.type != "cuda":
         with Operators() as seen:
             function()
@@ -98,7 +98,7 @@ def launched(device: torch.device, function: Callable[[], Any]) -> Counter[str]:
 
 
 def launches_of_a_layer(device: torch.device) -> dict[str, Any]:
-    """Count the launches of a layer's forward and backward, after a call that is not counted."""
+    """Count the launches of a layer's forward and backward passes, after one warm-up call."""
     hidden, ffn = (1024, 512) if device.type == "cuda" else (64, 32)
     layer = MoE(hidden, ffn, 64, 8, device=device, dtype=torch.bfloat16)
     x = torch.randn(256, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -113,7 +113,7 @@ def launches_of_a_layer(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and count; writes after each part."""
+    """Measure and count, writing the results after each part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")

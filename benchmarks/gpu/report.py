@@ -1,4 +1,4 @@
-"""The stages of ``benchmarks/gpu_report.sh``; see there, and benchmarks/README.md for what it writes."""
+"""The stages of ``benchmarks/gpu_report.sh``; benchmarks/README.md describes the files that it writes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from benchmarks.gpu.markdown import markdown
 from benchmarks.gpu.stages import PASSED, ROOT, SECONDS, Stage, run_stages, write_json
 
 LIMIT = {"cuda": 530.0, "cpu": 150.0}
-"""Seconds in all: below nine minutes."""
+"""Limit in seconds on the whole report: below nine minutes on a GPU."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stages and write the report; 0 if all passed, 1 if not, 2 for a wrong call, 3 without a GPU."""
+    """Run the stages and write the report; return 0 if all passed, 1 if not, 2 for a wrong call, 3 without a GPU."""
     options = parse(arguments)
     if options.output and any(options.output.glob("*.json")) and not (options.output / "machine.json").exists():
         print(f"gpu_report: {options.output} holds JSON that no report wrote, and a report clears its folder")
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.output or default_folder(options.device, machine)
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.json"), *folder.glob("*.unfinished")):
-        old.unlink()  # of an earlier report
+        old.unlink()  # left by an earlier report
     write_json(folder / "machine.json", machine)
     if options.device == "cuda" and not machine["gpu"]:
         reason = f"torch {machine['torch']} sees no GPU" if machine["torch"] else "no working torch was found"
@@ -70,26 +70,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_folder(device: str, machine: dict[str, Any]) -> Path:
-    """Return a folder that keeps the results of a GPU, or one for a rehearsal, which are not kept."""
+    """Return the default folder: results from a GPU are kept, those of a rehearsal on the CPU are not."""
     if device == "cuda" and machine["gpu"]:
         return ROOT / "build" / f"gpu_{slug(machine['gpu'])}"
     return ROOT / "build" / "gpu_report"
 
 
 def chosen(name: str, pattern: str) -> bool:
-    """Return whether ``--stages`` asks for it."""
+    """Return whether ``--stages`` selects this stage."""
     return bool(re.search(pattern, name))
 
 
 def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage]:
-    """Every stage with the seconds that are kept for it and the most that it may take; on the CPU a part of each."""
+    """Return every stage with its reserved seconds and its time limit; on the CPU both are scaled down."""
     gpu = device == "cuda"
     no_compiler = "" if shutil.which("g++") or shutil.which("c++") else "no C++ compiler was found"
     no_nvcc = "nvcc was not found" if gpu and not cuda_home() else ""
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     for_gpu = {"PYMOE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": machine["capability"]} if gpu else {}
     if gpu:
-        for_gpu["NVCC_APPEND_FLAGS"] = "-lineinfo"  # so that compute-sanitizer names lines
+        for_gpu["NVCC_APPEND_FLAGS"] = "-lineinfo"  # lets compute-sanitizer name source lines
     emulator = [sys.executable, "tests/cuda_on_cpu/library.py"]
     equality = module("benchmarks.gpu.equality", "--device", device, "--output", folder / "equality.json")
     sanitizer = module("benchmarks.gpu.sanitize", "--output", folder / "sanitizer.json")
@@ -129,12 +129,12 @@ LINES = {
     "layer": ("^MoE", "^MoE T2048"),
     "operators": (f"^(?!MoE|{WITH_TARGETS})", "^build_routing"),
 }
-"""The lines of each run of the benchmark: on a GPU, and on the CPU."""
+"""The benchmark lines that each run measures: on a GPU, and on the CPU."""
 BUDGETS = {"design_rows": 1.0, "layer": 2.0, "operators": 0.3}
 
 
 def measurement(name: str, about: str, device: str, folder: Path, reserved: float, most: float) -> Stage:
-    """Return a run of pymoe.bench, which keeps what it has measured so far."""
+    """Return a stage that runs pymoe.bench, which saves its results as it goes."""
     gpu = device == "cuda"
     lines = LINES[name][0 if gpu else 1]
     command = module("pymoe.bench", "run", "--device", device, "--filter", lines, "--json", folder / f"{name}.json")
@@ -153,13 +153,13 @@ TESTS = {
 """The tests of each run: on a GPU, and on the CPU."""
 PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 COMPILED_IN_PLACE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Or each of many test processes would start as many others as there are cores."""
+"""Without this, each of many test processes would start as many compiler processes as there are cores."""
 
 
 def tests(
     name: str, about: str, device: str, machine: dict[str, Any], folder: Path, reserved: float, most: float
 ) -> Stage:
-    """Return a run of pytest, over as many processes as help where pytest-xdist is installed."""
+    """Return a stage that runs pytest, in several processes if pytest-xdist is installed."""
     gpu = device == "cuda"
     files = TESTS[name][0 if gpu else 1].split()
     paths = [f"tests/{one}" if re.search(r"/|\.py$", one) else f"tests/ops/test_{one}.py" for one in files]

@@ -30,7 +30,7 @@ Run = Callable[[Sequence[str], float], "tuple[int | None, str]"]
 
 
 def reports(text: str) -> list[str]:
-    """Return the reports in the output of a tool: what was found, with the lines that belong to it."""
+    """Return the reports in the output of a tool, each with the lines that belong to it."""
     found: list[list[str]] = []
     for line in text.splitlines():
         if REPORT.match(line):
@@ -79,7 +79,7 @@ def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[st
 
 def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
     """Return exit status (None after ``seconds``) and output of a command."""
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation with its own end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # gives every tensor its own allocation
     try:
         done = subprocess.run(
             list(command), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -92,21 +92,21 @@ def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
 
 
 def watch(tool: str, sanitizer: str, canary: str, seconds: float, run: Run) -> dict[str, Any]:
-    """Run one tool: its canary, then the grid."""
+    """Run one tool: first on its canary, then on the grid."""
     command = [sanitizer, "--tool", tool]
     if tool == "racecheck":
         command += ["--racecheck-report", "all"]
     start = time.monotonic()
     _, planted = run([*command, canary, tool], seconds / 3)
     left = 0.95 * (seconds - (time.monotonic() - start))
-    # What a tool takes to start a Python with torch is not in the seconds of the grid.
+    # The seconds given to the grid do not include the time a tool takes to start Python with torch.
     grid = [sys.executable, "-m", "benchmarks.gpu.grid", "--seconds", f"{max(left / 3, 1.0):.1f}"]
     status, text = (0, "") if not reports(planted) else run([*command, *grid], left)
     return judge(tool, planted, status, text)
 
 
 def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run = run) -> list[dict[str, Any]]:
-    """Run every tool, side by side: most of their time goes into starting torch. Write after each."""
+    """Run all tools in parallel, as most of their time goes into starting torch. Write the results after each."""
     records: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(len(TOOLS)) as pool:
         for done in as_completed([pool.submit(watch, tool, sanitizer, canary, seconds, run) for tool in TOOLS]):
@@ -118,7 +118,7 @@ def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run
 
 
 def main() -> int:
-    """0 if every tool works here and none reports a fault of pymoe's."""
+    """Run the tools; return 0 if every tool works here and none reports a fault in pymoe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--output", type=Path, required=True)

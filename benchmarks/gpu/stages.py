@@ -22,25 +22,25 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 40
 SECONDS = "{seconds}"
-"""In a command: the time that it is given, less a margin to write what it found."""
+"""Placeholder in a command for the seconds the stage is given, less a margin for writing its results."""
 PASSED, FAILED, TIMED_OUT, DID_NOT_RUN = "passed", "failed", "timed out", "did not run"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, which writes what it finds out into a file of its own, as it goes."""
+    """One command, which writes its results to a file of its own as it goes."""
 
     name: str
     about: str
     command: Sequence[str]
     reserved: float
-    """Seconds that are kept for it."""
+    """Seconds that are reserved for this stage."""
     most: float
-    """Seconds that it may take where others left time over."""
+    """Most seconds that this stage may take if others left time over."""
     after: tuple[str, ...] = ()
-    """Stages that must have passed, or this one cannot run."""
+    """Stages that must pass before this one can run."""
     missing: str = ""
-    """Why it cannot run at all on this machine."""
+    """The reason why this stage cannot run on this machine; empty if it can."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def run_stages(stages: Sequence[Stage], folder: Path, limit: float, reserve: float = 0.0) -> list[Outcome]:
-    """Run ``stages`` within ``limit`` seconds; writes ``stage_NAME.json`` into ``folder`` as each one ends."""
+    """Run ``stages`` within ``limit`` seconds; write ``stage_NAME.json`` into ``folder`` as each one ends."""
     start = time.monotonic()
     outcomes: list[Outcome] = []
     for number, stage in enumerate(stages):
@@ -92,7 +92,7 @@ def refused(stage: Stage, before: Sequence[Outcome], allowed: float) -> Outcome 
 
 
 def run(stage: Stage, allowed: float) -> Outcome:
-    """Run a stage for at most ``allowed`` seconds; every process that it started ends with it."""
+    """Run a stage for at most ``allowed`` seconds; end every process that it started along with it."""
     print(f"=== {stage.name}: {stage.about} (at most {allowed:.0f} s)", flush=True)
     start = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **stage.environment}
@@ -113,13 +113,13 @@ def run(stage: Stage, allowed: float) -> Outcome:
         status, reason = TIMED_OUT, f"after {allowed:.0f} s"
         text = stop(process)
     finally:
-        end_group(process, signal.SIGKILL)  # what it left behind
+        end_group(process, signal.SIGKILL)  # end any processes that the stage left behind
     tail = [scrubbed(line) for line in text.splitlines()[-TAIL_LINES:]]
     return Outcome(stage.name, stage.about, status, reason, round(time.monotonic() - start, 1), tail=tail)
 
 
 def stop(process: subprocess.Popen[str]) -> str:
-    """End a process and those that it started; returns what it printed."""
+    """End a process and its children; return what it printed."""
     end_group(process, signal.SIGTERM)
     try:
         return process.communicate(timeout=3)[0]
@@ -127,7 +127,7 @@ def stop(process: subprocess.Popen[str]) -> str:
         end_group(process, signal.SIGKILL)
     try:
         return process.communicate(timeout=3)[0]
-    except subprocess.TimeoutExpired as error:  # someone outside the group holds the pipe
+    except subprocess.TimeoutExpired as error:  # a process outside the group holds the pipe
         output = error.stdout or ""
         return output.decode(errors="replace") if isinstance(output, bytes) else output
 
@@ -154,7 +154,7 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])/(?:[\w.+@=-]+/)+(?=[\w.+@=-])")
 
 
 def scrubbed(text: str) -> str:
-    """``text`` without the paths and the name of this machine: of an absolute path the last part remains."""
+    """Return ``text`` without this machine's name and paths: only the last part of an absolute path remains."""
     for place, name in PLACES:
         if len(place) > 1:
             text = text.replace(place, name)
@@ -162,7 +162,7 @@ def scrubbed(text: str) -> str:
 
 
 def scrubbed_value(value: Any) -> Any:
-    """:func:`scrubbed`, in everything that JSON holds."""
+    """Apply :func:`scrubbed` to every string in a JSON value."""
     if isinstance(value, str):
         return scrubbed(value)
     if isinstance(value, Mapping):

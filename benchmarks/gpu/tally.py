@@ -19,7 +19,7 @@ counts: Counter[str] = Counter()
 failures: list[dict[str, str]] = []
 last = 0.0
 worker = False
-"""Is this one of the processes that pytest-xdist starts?"""
+"""Whether this is a worker process of pytest-xdist."""
 
 
 def keep(finished: bool) -> None:
@@ -29,7 +29,7 @@ def keep(finished: bool) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the tally; with pytest-xdist the process that starts the others counts for all."""
+    """Register the tally; with pytest-xdist, only the controlling process counts, for all workers."""
     global worker
     worker = hasattr(config, "workerinput")
 

@@ -1,1 +1,1 @@
-"""The expert blocks of published models, timed: what ``python -m benchmarks.model_layers`` is made of."""
+"""The code behind ``python -m benchmarks.model_layers``, which times the expert blocks of published models."""

@@ -18,9 +18,9 @@ from benchmarks.peers import LeftOut
 from pymoe.nn import MoE
 
 PATTERN = 1_048_573
-"""Random numbers that the weights repeat; a prime, so that no two experts have the same weights."""
+"""Count of random numbers, which the weights repeat; it is prime, so that no two experts have the same weights."""
 COPIES = 3
-"""How often the float32 weights must fit into the memory that a run may take: weights, gradients, quantised copies."""
+"""How many copies of the float32 weights must fit into a run's memory: weights, gradients, quantised copies."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Block:
     experts: int
     choices: int
     build: Callable[[Block], nn.Module]
-    """Makes the block of transformers."""
+    """Builds the transformers block."""
     options: Mapping[str, Any] | None = field(default_factory=dict)
-    """What :class:`pymoe.nn.MoE` is given to compute the same; None where no option of it does."""
+    """Options with which :class:`pymoe.nn.MoE` computes the same; None if no options do."""
     router: str = "gate"
-    """The attribute of the block that is its router."""
+    """The name of the block's attribute that holds its router."""
     shared: int = 0
-    """Experts of width F that every token passes through."""
+    """Number of experts of width F that every token passes through."""
     divisors: tuple[int, int] = (1, 1)
-    """What H and F are divided by where memory does not hold the block."""
+    """Divisors of H and F that are used where the whole block does not fit into memory."""
 
     def __str__(self) -> str:
         shared = f" and {self.shared} shared" if self.shared else ""
@@ -49,20 +49,22 @@ class Block:
 
     @property
     def per_expert(self) -> int:
-        """Weights of one expert: those of gate, up and down."""
+        """Return the number of weights of one expert: gate, up and down."""
         return 3 * self.hidden * self.ffn
 
     @property
     def weights(self) -> int:
-        """Weights of all experts."""
+        """Return the number of weights of all experts."""
         return (self.experts + self.shared) * self.per_expert
 
     def flops(self, tokens: int, train: bool) -> int:
-        """Floating-point operations of the experts' products: two a weight and row forward, four backward."""
+        """Return the floating-point operations of the experts' products: two per weight and row forward, four
+        backward.
+        """
         return (6 if train else 2) * tokens * (self.choices + self.shared) * self.per_expert
 
     def fitting(self, memory: float) -> Block:
-        """Return the block that ``memory`` bytes hold: itself, or the scaled one, whose title says so."""
+        """Return a block that fits into ``memory`` bytes: this one, or a smaller one whose title says so."""
         if COPIES * 4 * self.weights <= memory or self.divisors == (1, 1):
             return self
         of_hidden, of_ffn = self.divisors
@@ -105,7 +107,7 @@ qwen3 = of_transformers(
     norm_topk_prob=True,
 )
 gpt_oss = of_transformers("gpt_oss", "GptOssConfig", "GptOssMLP", "intermediate_size", "num_local_experts")
-"""Biases, a clamped swiglu over interleaved columns, weights of shape (E, in, out)."""
+"""GPT-OSS has biases, a clamped swiglu over interleaved columns, and weights of shape (E, in, out)."""
 mixtral = of_transformers(
     *("mixtral", "MixtralConfig", "MixtralSparseMoeBlock", "intermediate_size", "num_local_experts")
 )
@@ -117,7 +119,7 @@ deepseek = of_transformers(
     norm_topk_prob=True,
     routed_scaling_factor=2.5,
 )
-"""Sigmoid scores, the best four of eight groups, scaled weights, a shared expert."""
+"""DeepSeek-V3 has sigmoid scores, the best four of eight groups, scaled weights, and a shared expert."""
 DEEPSEEK = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5, "num_shared_experts": 1}
 BLOCKS = {
     "olmoe": Block("OLMoE-1B-7B", 2048, 1024, 64, 8, olmoe, {"renormalize": False}),
@@ -130,7 +132,7 @@ TINY = {
     f"tiny-{name}": replace(one, title=f"tiny {one.title}", hidden=64, ffn=32, experts=16, choices=min(one.choices, 4))
     for name, one in BLOCKS.items()
 }
-"""The same blocks in a size for trying things out."""
+"""The same blocks in a tiny size, for trying things out."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ class Built:
 
     @property
     def experts(self) -> nn.Module:
-        """Return the experts of the block: parameters ``gate_up_proj`` and ``down_proj``, and biases if it has them."""
+        """Return the experts of the block: parameters ``gate_up_proj`` and ``down_proj``, and biases if there are
+        any.
+        """
         found: nn.Module = self.module.experts
         return found
 
@@ -159,7 +163,7 @@ class Built:
         return (result[0] if isinstance(result, tuple) else result)[0]
 
     def under(self, implementation: str) -> Callable[[Tensor], Tensor]:
-        """Return :meth:`forward` with one of transformers' implementations of experts."""
+        """Return :meth:`forward` using one of transformers' implementations of experts."""
         config: Any = self.experts.config
 
         def forward(x_TH: Tensor) -> Tensor:
@@ -169,7 +173,7 @@ class Built:
         return forward
 
     def sharing(self) -> Built:
-        """Return another module on the same parameters, whose experts run on pymoe and may be replaced."""
+        """Return another module with the same parameters, whose experts run on pymoe and may be replaced."""
         with torch.device("meta"):
             module = self.block.build(self.block)
         module.load_state_dict(self.module.state_dict(), assign=True)
@@ -178,12 +182,12 @@ class Built:
 
     @property
     def touched(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return the two weights, (E, ., .) each, of which a token touches those of its experts."""
+        """Return the two weights, (E, ., .) each; a token reads the parts that belong to its experts."""
         return self.experts.gate_up_proj, self.experts.down_proj
 
 
 def built(block: Block, dtype: torch.dtype, seed: int = 0) -> Built:
-    """Build a block with weights that keep the scale of activations; biases of routers are zero."""
+    """Build a block with weights that keep the scale of activations; the biases of routers are zero."""
     with torch.device("meta"):
         module = block.build(block)
     module = module.to(dtype).to_empty(device="cpu").eval()
@@ -205,7 +209,7 @@ def built(block: Block, dtype: torch.dtype, seed: int = 0) -> Built:
 
 
 def fill(parameter: Tensor, pattern: Tensor, scale: float) -> None:
-    """Repeat ``pattern`` times ``scale`` through ``parameter``."""
+    """Fill ``parameter`` with repetitions of ``pattern`` times ``scale``."""
     scaled, flat = pattern * scale, parameter.view(-1)
     for start in range(0, flat.numel(), len(scaled)):
         part = flat[start : start + len(scaled)]

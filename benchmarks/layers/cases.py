@@ -1,4 +1,6 @@
-"""One case: a block in a dtype with a number of tokens, everyone in turns, beside the limits and the exact values."""
+"""Measures one case: a block, a dtype and a number of tokens, with all contenders in turns, next to limits and
+exact values.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,23 @@ Record = dict[str, Any]
 MODES: Mapping[str, tuple[int, ...]] = {"decode": (1, 4, 16), "prefill": (128, 512, 2048), "train": (512,)}
 """Tokens of a call."""
 MOST_DECODED = 64
-"""Tokens up to which a call counts as decoding."""
+"""Most tokens for which a call counts as decoding."""
 TIMES_THE_CACHE = 4
-"""What a cycle through the inputs of decoding touches, in the smallest weights that are measured (4 bits)."""
+"""The inputs of decoding together read this many times the cache, counted in the smallest weights (4 bits)."""
 MOST_INPUTS = 24
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How a case is measured."""
+    """How much time is spent on a case."""
 
     timer: Timer
     reader: Reader
     budget: float = 5.0
-    """Seconds a case, all contenders together, after warm-up."""
+    """Seconds per case for all contenders together, after warm-up."""
     rounds: tuple[int, int] = (3, 60)
     limit: float = 20.0
-    """Seconds of a first call beyond which a contender is timed by that call alone, in training by the second."""
+    """If the first call takes more seconds, it is the only one that is timed; in training, the second is."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class AfterOne:
 
 
 def tokens_of(mode: str, chosen: tuple[int, ...]) -> list[int]:
-    """Return the tokens of the calls of a mode: its own, or those of ``chosen`` that are of its kind."""
+    """Return the numbers of tokens for a mode: its defaults, or the ones in ``chosen`` that suit the mode."""
     if not chosen:
         return list(MODES[mode])
     return [tokens for tokens in chosen if (tokens <= MOST_DECODED) == (mode == "decode")]
@@ -96,9 +98,9 @@ def run_case(plan: Plan, mode: str, effort: Effort) -> Record:
             try:
                 calls = [step_of(contender, x, grad) for x in inputs]
                 error, took = first_call(plan, contender, calls[0], inputs[0], grad, effort.timer)
-                if train and took > effort.limit:  # the first step also found fresh pages for its gradients
+                if train and took > effort.limit:  # the first step also had to allocate pages for its gradients
                     took = effort.timer(calls[0], 1)
-            except Exception as problem:  # one that fails here must not keep the others from being measured
+            except Exception as problem:  # a contender that fails must not stop the measurement of the others
                 absent.append(Absent(contender.name, failure(problem)))
                 continue
             verdict = "close" if error <= contender.tolerance else "WRONG"
@@ -138,7 +140,9 @@ def run_case(plan: Plan, mode: str, effort: Effort) -> Record:
 
 
 def inputs_of(plan: Plan) -> list[Tensor]:
-    """Return tokens that choose other experts, (T, H) each: so many that no cache holds what a cycle touches."""
+    """Return inputs of shape (T, H) that choose different experts, enough of them that no cache holds all the
+    weights.
+    """
     block = plan.one.block
     count = 2
     if plan.tokens <= MOST_DECODED:
@@ -152,7 +156,7 @@ def inputs_of(plan: Plan) -> list[Tensor]:
 
 
 def step_of(contender: Contender, x: Tensor, grad: Tensor | None) -> Callable[[], tuple[Tensor, ...]]:
-    """Return the call that is timed: forward, and with ``grad`` backward to the input and all parameters."""
+    """Return the call to time: forward and, with ``grad``, backward to the input and all parameters."""
     if grad is not None:
         return training_step(contender.layer, x, grad, contender.forward)
     return lambda: (contender.forward(x),)
@@ -166,7 +170,7 @@ def first_call(
     grad: Tensor | None,
     timer: Timer,
 ) -> tuple[float, float]:
-    """Return the relative error of the first call's results, and the seconds that it took."""
+    """Return the relative error of the first call's results and the seconds that it took."""
     begin = timer.now()
     output, *gradients = step()
     took = timer.now() - begin
@@ -197,7 +201,9 @@ def timed(
     train: bool,
     effort: Effort,
 ) -> dict[str, Timing]:
-    """Time contenders and limits in turns; those that are ``apart`` by themselves, the slowest by their first call."""
+    """Time contenders and limits in turns; time contenders marked ``apart`` separately, and the slowest by their
+    first call.
+    """
     timer = AfterOne(effort.timer) if train else effort.timer
     slow = {name for name, took in first.items() if took > effort.limit}
     timings = {name: Timing((first[name],), 1) for name in slow}

@@ -1,4 +1,4 @@
-"""Checkpoints of made-up models on disk, as the hub has them, and the memory that a process takes to load one."""
+"""Writes made-up checkpoints to disk in the hub's layout, and measures the memory that a process needs to load one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch import Tensor
 def write_qwen3_moe(
     folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 8
 ) -> int:
-    """Write random bfloat16 weights of a Qwen3-MoE, one tensor an expert and a file a layer; hold one layer at a time.
+    """Write random bfloat16 weights of a Qwen3-MoE: one tensor per expert, one file per layer, one layer in memory at a
+    time.
 
     Returns:
         The bytes of all weights.
@@ -98,12 +99,12 @@ class AnonymousMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes above the start."""
+        """Return the peak in bytes above the start."""
         return self._most - self._start
 
     @property
     def stays(self) -> int:
-        """Bytes above the start now."""
+        """Return the current number of bytes above the start."""
         return anonymous() - self._start
 
     def _watch(self) -> None:

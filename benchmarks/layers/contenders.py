@@ -24,41 +24,41 @@ TRANSFORMERS = ("transformers eager", "transformers grouped_mm", "transformers b
 PYMOE = ("pymoe in transformers", "pymoe.nn.MoE")
 KT_KERNEL = "kt-kernel"
 SHARE_OF_MEMORY = 1 / 3
-"""Of the free memory, what copies of weights may take."""
+"""The share of free memory that copies of weights may take."""
 MOST_WRITTEN = 24e9
-"""Bytes that a training step of eager may write to gradients."""
+"""Most bytes that a training step of eager may write to gradients."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 QUANTISED_TOLERANCE = {8: 0.1, 4: 0.3}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Someone who computes the block."""
+    """An implementation that computes the block."""
 
     name: str
     forward: Callable[[Tensor], Tensor]
-    """From (T, H) to (T, H)."""
+    """Maps (T, H) to (T, H)."""
     layer: nn.Module
-    """Holds the parameters whose gradients a training step makes."""
+    """The module whose parameters get gradients in a training step."""
     choice: Choice
-    """The choice of experts that it makes."""
+    """Returns the experts that this contender chooses."""
     tolerance: float
-    """Relative error beyond which it counts as wrong."""
+    """Relative error above which a result counts as wrong."""
     apart: bool = False
-    """It keeps threads of its own busy between calls, and is therefore timed after the others."""
+    """Whether the contender keeps its own threads busy between calls; if so, it is timed after the others."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What everyone is asked to do."""
+    """The task that every contender is given."""
 
     one: Built
     tokens: int
     train: bool
     processor_time: bool = False
-    """Processor time is counted, of all threads."""
+    """Whether to count the processor time of all threads instead of wall time."""
     made: dict[str, Contender] = field(default_factory=dict)
-    """Contenders with copies of the weights, which later calls for the same block find again."""
+    """Contenders that hold copies of the weights, cached for later calls with the same block."""
 
 
 Maker = Callable[[], Contender]
@@ -81,7 +81,7 @@ def contenders(plan: Plan) -> Iterator[Contender | Absent]:
 
 
 def of_transformers(plan: Plan, name: str) -> Contender:
-    """Return one of transformers' own implementations."""
+    """Return a contender for one of transformers' own implementations."""
     one, block = plan.one, plan.one.block
     implementation = name.split()[-1]
     size = one.dtype.itemsize
@@ -104,13 +104,13 @@ def in_transformers(plan: Plan) -> Contender:
 
 
 def whole_layer(plan: Plan) -> Contender:
-    """:class:`pymoe.nn.MoE` with its own router in place of the block."""
+    """Return :class:`pymoe.nn.MoE`, with its own router, in place of the block."""
     layer = pymoe_layer(plan)
     return Contender(PYMOE[1], layer, layer, choice_of(layer), TOLERANCE[plan.one.dtype])
 
 
 def quantised(plan: Plan, bits: int) -> Contender:
-    """The same with quantised experts; where the layer has no counterpart, the block behind transformers' router."""
+    """Return the layer with quantised experts; if no layer matches, the block behind transformers' router."""
     name, tolerance = f"pymoe int{bits}", QUANTISED_TOLERANCE[bits]
     layer: nn.Module
     if plan.one.block.options is None:

@@ -17,25 +17,25 @@ from torch import Tensor
 from benchmarks.layers.blocks import Built
 
 TOKENS = 8
-"""Tokens whose rows are compared."""
+"""Number of tokens whose rows are compared."""
 Choice = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From (T, H) tokens to (T, K) experts and (T, K) weights."""
+"""Maps (T, H) tokens to (T, K) experts and (T, K) weights."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is compared of one call."""
+    """The exact values with which one call is compared."""
 
     tokens: Tensor
-    """Indices of tokens."""
+    """Indices of the compared tokens."""
     experts: tuple[int, ...]
-    """Experts whose weights' gradients are compared."""
+    """Experts whose weight gradients are compared."""
     output: Tensor
     """(tokens, H)."""
     grad_x: Tensor | None = None
-    """(tokens, H), in training."""
+    """Input gradients of shape (tokens, H); only in training."""
     grad_weights: tuple[tuple[Tensor, Tensor], ...] = ()
-    """For each expert the gradients of ``gate_up_proj`` and ``down_proj``."""
+    """For each compared expert, the gradients of ``gate_up_proj`` and ``down_proj``."""
 
     def error(self, output: Tensor, grad_x: Tensor | None = None, grads: tuple[Tensor, Tensor] | None = None) -> float:
         """Return the largest relative error: Frobenius norm of the difference over that of the exact values.
@@ -53,16 +53,18 @@ class Sample:
             for expert, wanted in zip(self.experts, self.grad_weights, strict=True):
                 pairs += [(got[expert], one) for got, one in zip(grads, wanted, strict=True)]
         errors = [relative(got.detach(), wanted.detach()) for got, wanted in pairs]
-        return max(errors, key=lambda one: (one != one, one))  # NaN is the largest
+        return max(errors, key=lambda one: (one != one, one))  # NaN counts as the largest
 
 
 def relative(got: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over that of ``wanted``."""
+    """Return the norm of the difference divided by the norm of ``wanted``."""
     return float((got.to(wanted.dtype) - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def sample(one: Built, choice: Choice, x: Tensor, grad: Tensor | None = None) -> Sample:
-    """Compute the exact values for a call with tokens ``x`` (T, H); in training, ``grad`` is that of the output."""
+    """Compute the exact values for a call with tokens ``x`` (T, H); in training, ``grad`` is the gradient of the
+    output.
+    """
     wide = torch.float64 if one.dtype == torch.float32 else torch.float32
     count = len(x)
     tokens = torch.linspace(0, count - 1, min(TOKENS, count)).round().long()
@@ -83,7 +85,7 @@ def sample(one: Built, choice: Choice, x: Tensor, grad: Tensor | None = None) ->
 
 
 def mixture(one: Built, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return (T, H): every token through its experts, one expert at a time, and through the shared ones."""
+    """Return (T, H): every token passed through its experts, one expert at a time, and through the shared ones."""
     output = torch.zeros_like(x)
     for expert in index.unique().tolist():
         token, place = (index == expert).nonzero(as_tuple=True)
@@ -97,7 +99,7 @@ def mixture(one: Built, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def through(one: Built, expert: int, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """Return the rows ``x`` after the two products of an expert, with its biases, and the gate between them."""
+    """Apply an expert to the rows ``x``: two products with biases, and the gate between them."""
     experts = one.experts
     if not experts.is_transposed:
         w_in, w_out = w_in.T, w_out.T
@@ -113,7 +115,7 @@ def through(one: Built, expert: int, x: Tensor, w_in: Tensor, w_out: Tensor) -> 
 def weight_gradients(
     one: Built, expert: int, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the two weights of an expert, to which all of its tokens add."""
+    """Return the gradients of an expert's two weights, summed over all of its tokens."""
     token, place = (index == expert).nonzero(as_tuple=True)
     w_in, w_out = (weight[expert].detach().to(wide).requires_grad_() for weight in one.touched)
     rows = through(one, expert, x[token].to(wide), w_in, w_out) * weights[token, place, None].to(wide)

@@ -26,7 +26,7 @@ VARIANTS = {
     "avx512_bf16": ({"avx512_bf16"}, "AMXBF16_MOE"),
     "avx2": ({"avx2"}, "AVX2BF16_MOE"),
 }
-"""Builds of the extension, widest first: the processor's flags that they need, and the class that multiplies bf16."""
+"""Builds of the extension, widest first: the processor flags that each needs, and the class that multiplies bf16."""
 
 
 class KtExperts:

@@ -21,7 +21,7 @@ READ_BYTES = 1 << 29
 PART_BYTES = 1 << 24
 COLUMNS = 1 << 14
 Reader = Callable[[Tensor], object]
-"""Reads a contiguous vector of int64 once."""
+"""A function that reads a contiguous vector of int64 once."""
 
 
 def product_with_vector(memory: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ class Bandwidth:
     """The fastest way to read memory that is in no cache."""
 
     name: str
-    """One of :data:`READERS`."""
+    """The reader's name in :data:`READERS`."""
     rates: Mapping[str, float]
-    """Bytes per second of all of them, medians."""
+    """Median bytes per second of every reader."""
 
     @property
     def reader(self) -> Reader:
@@ -55,7 +55,7 @@ class Bandwidth:
 
 
 def fastest_reader(timer: Timer, total: int = READ_BYTES, budget: float = 2.0) -> Bandwidth:
-    """Measure all readers over ``total`` bytes on the threads that torch has."""
+    """Measure all readers over ``total`` bytes, on as many threads as torch has."""
     part = min(PART_BYTES, total)
     memory = torch.zeros(total // part, part // 8, dtype=torch.int64).fill_(0x3C003C003C003C00)
 
@@ -70,7 +70,7 @@ def fastest_reader(timer: Timer, total: int = READ_BYTES, budget: float = 2.0) -
 
 
 def weights_read(one: Built, index: Tensor) -> list[Tensor]:
-    """Return the weights that tokens with the choices ``index`` (T, K) touch, as vectors of int64, each once."""
+    """Return the weights that tokens with the choices ``index`` (T, K) read, as vectors of int64, each once."""
     found = [weight.detach()[expert] for expert in index.unique().tolist() for weight in one.touched]
     if one.block.shared:
         found += [weight.detach() for weight in one.module.shared_experts.parameters()]
@@ -109,7 +109,7 @@ def dense_products(one: Built, tokens: int, train: bool) -> Callable[[], None]:
 
 
 def last_level_cache() -> int:
-    """Return the bytes of the largest cache of the first processor; 32 MiB where the system does not say."""
+    """Return the bytes of the first processor's largest cache; 32 MiB if the system does not report any."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()

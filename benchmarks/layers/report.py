@@ -10,13 +10,15 @@ from pymoe.bench.report import Table, time_with_spread
 
 Record = dict[str, Any]
 SPEED_UP = 1.0
-"""Over the best of transformers' implementations, everywhere."""
+"""Least speed-up over the best of transformers' implementations, in every case."""
 OF_READ = 0.75
-"""Decoding: the time of reading every touched weight once, over pymoe's."""
+"""Decoding: least ratio of the time for reading every touched weight once to pymoe's time."""
 OF_MM = ((64.0, 0.9), (8.0, 0.65))
-"""Prefill and training, from that many rows an expert on: the time of the same operations in dense ``torch.mm``."""
+"""Prefill and training: pairs of rows per expert and the least ratio of the time in dense ``torch.mm`` to pymoe's
+time.
+"""
 QUANTISED = {"pymoe int8": 2.5, "pymoe int4": 3.5}
-"""Decoding: times as fast as pymoe in float32."""
+"""Decoding: least speed-up of each quantised layer over pymoe in float32."""
 CLOCKS = {
     "wall": "Wall time, all threads",
     "cpu": "Processor time, one thread on one core",
@@ -38,7 +40,9 @@ def row_of(case: Record, *names: str) -> Record | None:
 
 
 def ours(case: Record) -> Record | None:
-    """Return the row that is held to the targets: behind transformers' router, or the whole layer where that is not."""
+    """Return the row that the targets apply to: pymoe behind transformers' router or, without such a row, the whole
+    layer.
+    """
     return row_of(case, *PYMOE)
 
 
@@ -48,7 +52,7 @@ def limit_of(case: Record) -> str:
 
 
 def over_fp32(case: Record, cases: list[Record], name: str) -> float | None:
-    """Return how many times as fast as pymoe in float32 ``name`` is; None where either was not measured."""
+    """Return the speed-up of ``name`` over pymoe in float32; None if either was not measured."""
     mine = row_of(case, name)
     same = ("clock", "block", "mode", "tokens")
     other = (one for one in cases if one["dtype"] == "float32" and all(one[key] == case[key] for key in same))
@@ -76,7 +80,7 @@ def missed(case: Record, cases: list[Record]) -> list[str]:
 
 
 def wanted_share(case: Record) -> float | None:
-    """Return the share of the limit that a case should reach; None where none is asked for."""
+    """Return the share of the limit that a case should reach; None if it has no such target."""
     if case["mode"] == "decode":
         return OF_READ
     return next((share for rows, share in OF_MM if case["rows_per_expert"] >= rows), None)
@@ -126,7 +130,7 @@ def call_of(case: Record) -> str:
 
 
 def summary(cases: list[Record]) -> Table:
-    """Return one row a case: pymoe compared with the best of transformers and the limit."""
+    """Return a table with one row per case: pymoe compared with the best of transformers and with the limit."""
     rows = []
     for case in cases:
         row, whole = ours(case), row_of(case, PYMOE[1])
@@ -164,7 +168,7 @@ def share(row: Record | None, limit: str) -> str:
 
 
 def details(cases: list[Record]) -> Table:
-    """Return one row a case, a column for each contender and limit."""
+    """Return a table with one row per case and a column for each contender and limit."""
     names = [name for name in (*TRANSFORMERS, *PYMOE, *QUANTISED, KT_KERNEL) if any(row_of(c, name) for c in cases)]
     limits = [name for name in LIMITS if any(name in case["limits"] for case in cases)]
     rows = [

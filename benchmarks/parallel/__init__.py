@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks.parallel_backward``: the calls, those who make them, and what is said of the times."""
+"""Parts of ``benchmarks.parallel_backward``: the calls, the ways to make them, and the report on times."""

@@ -1,4 +1,4 @@
-"""The calls, and the ways to make many of them with a backward pass."""
+"""The calls, and ways to make many of them with a backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOP, AUTOGRAD, PYMOE = "serial loop", "plain autograd", "pymoe map"
 
 
 class Waits(torch.autograd.Function):
-    """A product that is a while away in both passes, as if another machine made it."""
+    """A product that sleeps in both passes, as if another machine computed it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class Kind:
     function: Any
     shape: tuple[int, ...]
     workers: int | None
-    """None: the default, under which the pool gets more threads while calls wait."""
+    """Number of workers; None is the default, under which the pool gets more threads while calls wait."""
     repeats: int
-    """Passes in a row that one value rests on."""
+    """Number of consecutive passes behind one value."""
     rounds: int
-    """Values behind a median, of the most that a run takes: what is short is disturbed most."""
+    """Most values behind a median: short passes need more, as they are disturbed most."""
 
     def arguments(self, calls: int) -> list[tuple[Tensor, Tensor]]:
         """Return for every call a tensor of its own, and the weight that all share."""
@@ -95,7 +95,7 @@ Backward = Callable[[Outputs, Sequence[Tensor]], None]
 
 @dataclass(frozen=True)
 class System:
-    """A way to make calls: all forward passes, then all backward passes; gradients arrive in ``.grad``."""
+    """A way to make calls: all forward passes, then all backward passes; gradients end up in ``.grad``."""
 
     name: str
     about: str

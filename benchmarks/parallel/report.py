@@ -1,4 +1,4 @@
-"""The run as targets, tables and a picture."""
+"""Presents the run as targets, tables and a picture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Record = dict[str, Any]
 PASSES = ("forward", "backward")
 BY_PROCESSOR = ("forward_cpu", "backward_cpu")
 AT_ONCE = 1.1
-"""Most time of 8 calls that sleep, as a multiple of one call's time."""
+"""Most time that 8 sleeping calls may take, as a multiple of one call's time."""
 TINY = 50e-6
-"""Most seconds that the map adds to a call that does nothing, in a pass."""
+"""Most seconds per pass that the map may add to a call that does nothing."""
 STYLES = {LOOP: ("0.4", "o", "-"), AUTOGRAD: ("C0", "s", "--"), PYMOE: ("C2", "o", "-")}
 
 
@@ -35,13 +35,15 @@ def judged(result: Record) -> list[Record]:
 
 
 def record_of(records: list[Record], kind: str, calls: int, system: str) -> Record:
-    """Return the record of these calls; empty if they were not measured."""
+    """Return the record of these calls; an empty one if they were not measured."""
     wanted = {"kind": kind, "calls": calls, "system": system}
     return next((record for record in records if wanted.items() <= record.items()), {})
 
 
 def times_table(result: Record, kind: str) -> Table:
-    """Return a row for every number of calls and every way: times of both passes, and multiples of one call's."""
+    """Return a row for every number of calls and every way: times of both passes, also as multiples of one call's
+    time.
+    """
     rows = []
     for record in result["records"]:
         if record["kind"] != kind:
@@ -54,7 +56,9 @@ def times_table(result: Record, kind: str) -> Table:
 
 
 def overhead_table(result: Record) -> Table:
-    """Return microseconds that the map adds to each tiny call; those of the processor hardly see other work."""
+    """Return the microseconds that the map adds to each tiny call; processor times are hardly affected by other
+    work.
+    """
     rows = [
         [str(record["calls"]), *(spread_of(record[one], "{:.1f}", 1e6) for one in PASSES + BY_PROCESSOR)]
         for record in result["overheads"]
@@ -106,7 +110,7 @@ def markdown(result: Record) -> str:
 
 
 def draw(result: Record, file: Path) -> None:
-    """Draw a column for each kind of calls, forward above backward; dotted: as long as one call."""
+    """Draw a column for each kind of calls, forward above backward; a dotted line marks the time of one call."""
     kinds = result["kinds"]
     title = "Time of each pass over the number of calls (dotted: one call)"
     with picture(file, 2, len(kinds), (1.2 + 3.4 * len(kinds), 5.6), title, result, sharex=True) as (_, panels):

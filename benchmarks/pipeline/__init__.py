@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks.pipeline_schedules``: the work, those who pipeline it, and what is said of the times."""
+"""Parts of ``benchmarks.pipeline_schedules``: the work, the systems that pipeline it, and the report on times."""

@@ -1,4 +1,4 @@
-"""Counts the micro-batches that a stage holds: those whose saved tensors are alive, whatever anybody's books say."""
+"""Counts the micro-batches that a stage holds, by whether their saved tensors are alive."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Live:
-    """How many forwards there were whose saved tensors have not been freed, now and at most."""
+    """Counts the forward passes whose saved tensors have not been freed: the current number and the maximum."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._lock = threading.Lock()
 
     def one(self) -> AbstractContextManager[None]:
-        """Count the tensors that are saved for backward inside as those of one more micro-batch."""
+        """Count the tensors saved for backward inside the context as belonging to one more micro-batch."""
         mark = _Mark(self)
-        # An operator's own output would keep the graph alive that it is saved in.
+        # Saving an operator's own output would keep alive the graph that it is saved in.
         return saved_tensors_hooks(lambda tensor: (tensor.detach(), mark), _tensor)
 
     def add(self, change: int) -> None:
-        """Count one more, or one less."""
+        """Change the count by one, up or down."""
         with self._lock:
             self.now += change
             self.peak = max(self.peak, self.now)
 
 
 class _Mark:
-    """Lives as long as the saved tensors that hold it."""
+    """A mark that lives as long as the saved tensors that hold it."""
 
     def __init__(self, live: Live) -> None:
         self._live = live

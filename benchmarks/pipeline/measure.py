@@ -1,4 +1,4 @@
-"""Steps of all systems in turns: speed-ups over the sequential run, and what a stage and a micro-batch cost besides."""
+"""Times steps of all systems in turns: speed-ups over the sequential run, and overhead per stage and micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 @dataclass
 class Contender:
-    """A system in one cell: what it says of itself, and its samples."""
+    """A system in one cell: what it reports about itself, and its samples."""
 
     system: System
     running: Running | None = None
@@ -30,22 +30,22 @@ class Contender:
     failure: str = ""
     samples: list[Sample] | None = None
     own: list[float] | None = None
-    """Of each step, the share that it would have taken without anything but its actions, as long as they were."""
+    """For each step, the share of its time that its actions alone would have taken."""
     baseline: list[Sample] | None = None
-    """The sequential run beside each sample, where that is not the one of this process."""
+    """A sequential run for each sample, if the system does not use the one of this process."""
 
     def attempt(self, function: Callable[[], Any]) -> Any:
-        """Return what the function returns; None if it fails, after which this contender takes part no more."""
+        """Return the function's result; if it fails, return None and exclude this contender from now on."""
         try:
             return function()
-        except Exception as error:  # a peer that fails must not keep the others from being measured
-            text = re.sub(r"\[/\S+\] ", "", str(error))  # where the sources of some library lay
+        except Exception as error:  # a peer that fails must not stop the measurement of the others
+            text = re.sub(r"\[/\S+\] ", "", str(error))  # strips the path of a library's sources
             self.failure = f"{type(error).__name__}: {text}".split("\n")[0][:200]
             return None
 
 
 def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
-    """One case: correctness first, then times in interleaved rounds. The first of the systems is the sequential run."""
+    """Measure one case: correctness first, then times in interleaved rounds. The first system is the sequential run."""
     contenders = [Contender(system, samples=[], own=[]) for system in systems]
     for one in contenders:
         one.running = one.attempt(lambda one=one: one.system.open(case))
@@ -61,7 +61,7 @@ def cell(case: Case, systems: Sequence[System], rounds: int) -> Record:
 
 
 def take_turns(contenders: list[Contender], rounds: int) -> None:
-    """Have each take a step a round, every round beginning with another."""
+    """Have each contender take one step per round; every round begins with a different one."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -89,7 +89,7 @@ def take_turns(contenders: list[Contender], rounds: int) -> None:
 
 
 def note_own_share(one: Contender, sample: Sample) -> None:
-    """Note the share that the actions of the last step would have taken, if the system says how that step went."""
+    """Record the share that the last step's actions alone would have taken, if the system reports its actions."""
     record, plan = getattr(one.running, "record", None), getattr(one.running, "planned", None)
     if one.own is not None and record is not None and plan is not None:
         one.own.append(simulate(plan, mean_times(record())).makespan / sample[0])
@@ -126,7 +126,9 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
 
 
 def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: int) -> Record:
-    """What a step takes beyond the sequential run, by stage and micro-batch. ``systems``: each with its stages."""
+    """Return the time of a step beyond the sequential run, per stage and micro-batch. ``systems`` are given with
+    their stages.
+    """
     contenders = [Contender(system, samples=[], baseline=[]) for system, _ in systems.values()]
     for one in contenders:
         one.running = one.attempt(lambda one=one: one.system.open(case))

@@ -1,4 +1,4 @@
-"""Every schedule of pymoe in one process: a thread a worker."""
+"""Runs every schedule of pymoe in one process, with one thread per worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pymoe.pipe.schedules import Schedule
 
 
 def open_pipe(name: str, case: Case) -> InProcess:
-    """Return a ``Pipe`` that takes steps under the schedule ``name``, for as many workers as the case has."""
+    """Return a ``Pipe`` that takes steps under the schedule ``name``, with as many workers as the case has."""
     per_worker = VIRTUAL_STAGES if "virtual_stages" in schedules.options(name) else 1
     return open_plan(schedules.build(name, case.stages_of(per_worker), case.micro_batches), case)
 

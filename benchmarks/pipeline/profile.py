@@ -1,4 +1,4 @@
-"""Where the time of pymoe's steps goes: what keeps them from the ideal, and what the bookkeeping consists of."""
+"""Breaks down the time of pymoe's steps: what separates them from the ideal, and what the bookkeeping consists of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE = str(Path(__file__).parents[2])
 
 
 def pieces(case: Case, name: str = "1f1b") -> list[str]:
-    """Return a step's time as the sum of what it would take without any cost besides, and of what comes on top."""
+    """Return a step's time as the sum of its ideal time and of every cost on top."""
     plain, pipe = open_sequential(case), open_pipe(name, case)
     plan = pipe.planned
     assert plan is not None
@@ -64,14 +64,14 @@ def last_run(pipe: InProcess) -> Record:
 
 
 def on_one_worker(plan: Schedule) -> Schedule:
-    """Return the same actions in an order that one worker can run: nothing is handed from thread to thread."""
+    """Return the same actions in an order that one worker can run, without any handover between threads."""
     spans = [span for order in simulate(plan).spans for span in order]
     order = tuple(span.action for span in sorted(spans, key=lambda span: (span.end, span.start)))
     return Schedule(f"{plan.name}, one worker", plan.micro_batches, (0,) * plan.stages, (order,))
 
 
 def functions(case: Case, name: str = "1f1b") -> list[str]:
-    """What a stage and a micro-batch cost, by function: cProfile of steps whose actions all run on one thread."""
+    """Return the cost of a stage and micro-batch by function: cProfile of steps whose actions all run on one thread."""
     several = open_pipe(name, case)
     assert several.planned is not None
     one = open_plan(on_one_worker(several.planned), case)

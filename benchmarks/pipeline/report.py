@@ -1,4 +1,4 @@
-"""Runs over schedules and over captured models as targets, tables and a picture."""
+"""Presents runs over schedules and over captured models as targets, tables and a picture."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pymoe.bench.report import Table, time_with_spread
 Record = dict[str, Any]
 SCHEDULE = "pymoe 1f1b"
 SHARES = {2: 0.97, 4: 0.95}
-"""Least share of the ideal speed-up where stages sleep, by the number of workers."""
+"""Least share of the ideal speed-up for sleeping stages, by number of workers."""
 MICRO_BATCHES = (8, 16)
 COST = 60e-6
-"""Most seconds of the processor per stage and micro-batch, forward and backward, beyond the sequential run."""
+"""Most processor seconds per stage and micro-batch, forward and backward, beyond the sequential run."""
 COLUMNS = (
     *("system", "step", "speed-up", "ideal", "of ideal", "with its times", "processor, us"),
     *("live", "live, simulated", "gradients"),
@@ -26,7 +26,7 @@ LEFT = frozenset({"system", "live", "live, simulated", "gradients"})
 
 
 def judged(result: Record) -> list[Record]:
-    """Return each target, and whether it was reached."""
+    """Return each target and whether it was reached."""
     targets = []
     for workers, wanted in SHARES.items():
         for count in MICRO_BATCHES:
@@ -48,13 +48,13 @@ def judged(result: Record) -> list[Record]:
 
 
 def looked_up(records: list[Record], work: str, workers: int, micro_batches: int, system: str) -> Record:
-    """Return what was found of a system in a case; empty if it was not measured."""
+    """Return a system's results for a case; empty if it was not measured."""
     case = {"work": work, "workers": workers, "micro_batches": micro_batches}
     return next((record["systems"].get(system, {}) for record in records if record["case"] == case), {})
 
 
 def cell_table(record: Record) -> Table:
-    """Return a row for every system, with the columns of the figures that were taken of any of them."""
+    """Return a row for every system, with columns for the figures that were measured for at least one system."""
     cells = [cells_of(name, one) for name, one in record["systems"].items()]
     heading = [column for column in COLUMNS if any(column in own for own in cells)]
     rows = [[own.get(column, "-") for column in heading] for own in cells]
@@ -73,7 +73,7 @@ def cells_of(name: str, one: Record) -> dict[str, str]:
             cells["with its times"] = spread_of(own, "{:.1f} %", 100)
         if one.get("live"):
             cells["processor, us"] = spread_of(one["cpu"], "{:.0f}", 1e6)
-    if one.get("live"):  # it is counted in sequential models alone
+    if one.get("live"):  # counted only in sequential models
         cells["live"] = " ".join(map(str, one["live"]))
         if name != SEQUENTIAL and "planned_live" in one:
             cells["live, simulated"] = " ".join(map(str, one["planned_live"]))
@@ -81,7 +81,7 @@ def cells_of(name: str, one: Record) -> dict[str, str]:
 
 
 def bookkeeping_table(record: Record) -> Table:
-    """Return what a stage and a micro-batch cost besides, forward and backward together."""
+    """Return the overhead per stage and micro-batch, forward and backward together."""
     rows = []
     for name, one in record["systems"].items():
         if "cpu" not in one and name != SEQUENTIAL:

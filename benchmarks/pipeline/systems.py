@@ -1,4 +1,4 @@
-"""Those who run a step of the work: the sequential run, pymoe, and the peers, each with what it promises."""
+"""The systems that run a step of the work: the sequential run, pymoe, and the peers, each with its planned order."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pymoe.pipe.schedules import Record, Schedule
 
 SEQUENTIAL, TORCHGPIPE = "sequential", "torchgpipe"
 VIRTUAL_STAGES = 2
-"""Stages a worker, for schedules that have several."""
+"""Stages per worker, for schedules that have several."""
 
 
 class AbsentError(Exception):
-    """A peer that is not installed, or does not offer this case."""
+    """Raised when a peer is not installed or does not support a case."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a step gave before any is timed."""
+    """The results of a step that was run before any timing."""
 
     error: float
-    """The largest relative error of a parameter's gradient, against the sequential run."""
+    """The largest relative error of a parameter's gradient, compared with the sequential run."""
     live: list[int]
     """For every stage of a sequential model, the most micro-batches whose saved tensors were alive at once."""
 
@@ -38,13 +38,15 @@ class Running(Protocol):
     """A system that has been set up for a case."""
 
     planned: Schedule | None
-    """The actions of its workers, where there is such a plan."""
+    """The planned actions of its workers, if the system has such a plan."""
 
     def check(self) -> Check:
-        """Run a step, untimed, and look at what it gave."""
+        """Run a step without timing it, and return the check of its results."""
 
     def step(self) -> tuple[float, float]:
-        """Return seconds of a step, and of the processor in it (of all threads; nan where the system cannot say)."""
+        """Run a step; return its wall seconds and the processor seconds of all threads (nan if the system cannot
+        tell).
+        """
 
     def close(self) -> None:
         """End it."""
@@ -61,7 +63,7 @@ class System:
 
 
 class InProcess:
-    """A step is a function of inputs and targets, which leaves gradients in the stages' parameters."""
+    """Runs a step as a function of inputs and targets, which leaves gradients in the stages' parameters."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class InProcess:
         self.case, self.stages, self.planned = case, stages, planned
         self.x, self.y = case.batch()
         self.record = record
-        """Of the last step, as it went."""
+        """The record of the last step's actions."""
         self._step: Callable[[Tensor, Tensor], object] | None = step
 
     def run(self) -> None:
@@ -108,7 +110,7 @@ def open_sequential(case: Case) -> InProcess:
 
 
 def open_torchgpipe(case: Case) -> InProcess:
-    """Open torchgpipe, told that each stage has a device of its own."""
+    """Open torchgpipe, and tell it that each stage has a device of its own."""
     try:
         from torchgpipe import GPipe
     except ImportError as error:
@@ -117,7 +119,7 @@ def open_torchgpipe(case: Case) -> InProcess:
     balance = [len(stage) for stage in stages]
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
     pipe = GPipe(model, balance, devices=["cpu"] * len(stages), chunks=case.micro_batches, checkpoint="never")
-    # Over micro-batches of equally many rows, the mean of all rows is the mean of the micro-batches' means.
+    # With equally large micro-batches, the mean over all rows is the mean of the micro-batches' means.
     plan = schedules.build("gpipe", case.workers, case.micro_batches)
     return InProcess(case, stages, lambda x, y: LOSS(pipe(x), y).backward(), plan)
 

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Torch on one thread, as before afterwards."""
+    """Run torch on one thread, and restore the thread count afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

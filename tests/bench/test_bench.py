@@ -73,7 +73,7 @@ def failing(x, factor=2.0):
 
 
 def operator_of(native, *, exact=True, backward=False, **options):
-    """An operator that doubles 1,000 numbers."""
+    """Return an operator that doubles 1,000 numbers."""
     case = BenchCase(
         "N1000",
         torch.float32,
@@ -88,7 +88,7 @@ def operator_of(native, *, exact=True, backward=False, **options):
 
 
 def only(patch, *operators):
-    """Makes ``operators`` all that the command line knows."""
+    """Make ``operators`` the only ones that the command line knows."""
     patch.setattr(cli, "OPERATORS", dict(enumerate(operators)))
     patch.setattr(cli, "layer_lines", lambda: iter(()))
 
@@ -219,7 +219,7 @@ def test_share_of_the_floor_compares_rates():
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """What a run of one line wrote."""
+    """Return the result that a run of one line wrote."""
     file = tmp_path_factory.mktemp("bench") / "result.json"
     with pytest.MonkeyPatch.context() as patch:
         only(patch, operator_of(scale))
@@ -231,7 +231,7 @@ def result(tmp_path_factory):
 
 
 def doctored(result, factor, names=("native",)):
-    """The same result with some times multiplied."""
+    """Return the same result with some times multiplied."""
     changed = copy.deepcopy(result)
     for record in changed["lines"]:
         for name in names:
@@ -292,7 +292,7 @@ def test_plot_draws_two_pictures(result, tmp_path, capsys):
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Makes imports of a package fail."""
+    """Make imports of a package fail."""
     original = builtins.__import__
 
     def without(package):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def moe_layer(monkeypatch):
-    """The module, imported from the source tree."""
+    """Return the module, imported from the source tree."""
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks import moe_layer
 
@@ -23,7 +23,7 @@ def moe_layer(monkeypatch):
 
 @pytest.fixture
 def tiny(moe_layer):
-    """Measures a tiny shape."""
+    """Measure a tiny shape."""
 
     def measured(dtype=torch.float32):
         shape = moe_layer.Shape("tiny", 32, 16, 24, 4, 2)

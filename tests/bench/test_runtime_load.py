@@ -28,7 +28,7 @@ IN_PROCESS = (systems.PYMOE, systems.POOL, systems.BATCHER, systems.DIRECT, syst
 
 
 def run(monkeypatch, folder, *options):
-    """main() with these options; its exit status and what it wrote."""
+    """Run main() with these options; return its exit status and the results it wrote."""
     monkeypatch.setattr("sys.argv", ["runtime_load", "--hivemind", str(NO_HIVEMIND), "--output", str(folder), *options])
     monkeypatch.setattr(runtime_load, "FULL", SHORT)
     status = runtime_load.main()

@@ -10,14 +10,14 @@ namespace {
 
 using pymoe::cuda::launch;
 
-// A barrier is missing between writing and reading: wrong values, and a race.
+// A barrier is missing between a write and a read: wrong values, and a race.
 __global__ void missing_barrier(const int* x, int* out) {
   PYMOE_SHARED(int, reversed, 64);
   reversed[63 - threadIdx.x] = x[threadIdx.x];
   out[threadIdx.x] = reversed[threadIdx.x];
 }
 
-// Half of the threads never come to the barrier.
+// Half of the threads never reach the barrier.
 __global__ void divergent_barrier(const int* x, int* out) {
   if (threadIdx.x < 32) __syncthreads();
   out[threadIdx.x] = x[threadIdx.x];
@@ -85,7 +85,7 @@ __global__ void copy_without_barrier(const int* x, int* out) {
   out[threadIdx.x] = reinterpret_cast<const int*>(to)[63 - threadIdx.x];
 }
 
-// A copy of more than there is.
+// A copy reads past the end of its source.
 __global__ void copy_out_of_bounds(const int* x, int* out) {
   PYMOE_SHARED(uint4, to, 17);
   if (threadIdx.x < 17) pymoe::cuda::copy_async(to + threadIdx.x, x + 4 * threadIdx.x, threadIdx.x < 16 ? 16 : 2);

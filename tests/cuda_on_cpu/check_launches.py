@@ -48,7 +48,7 @@ def on_the_pretended_device():
 
 
 def make(tokens=20, seed=0, **options):
-    """A layer, its input and a gradient of its output."""
+    """Return a layer, its input and a gradient of its output."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     layer = MoE(64, 32, 8, 2, dtype=torch.bfloat16, **options).to(pretended.DEVICE)
@@ -57,7 +57,7 @@ def make(tokens=20, seed=0, **options):
 
 
 def step(layer, x, grad):
-    """The launches of a forward and of a backward pass, and what they computed."""
+    """Return the launches of a forward and a backward pass, and their results."""
     with Launches() as forward:
         y = layer(x)
     with Launches() as backward:

@@ -30,7 +30,7 @@ def table(kernels: list[Kernel]) -> str:
 
 
 def main() -> int:
-    """Compile and judge; 1 if a rule is broken."""
+    """Compile and judge; return 1 if a rule is broken."""
     nvcc = find_nvcc()
     if nvcc is None:
         print("no nvcc: the CUDA kernels were not compiled (checks passed: none)")

@@ -56,7 +56,7 @@ struct Thread {
   unsigned index = 0;
   bool done = false;
   Copies* copies = nullptr;
-  // What it waits for, for the report of a kernel that is broken.
+  // The place where the thread waits, for reports on broken kernels.
   const char* waits_at = nullptr;
   Site site{};
 };

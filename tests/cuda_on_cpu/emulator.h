@@ -36,7 +36,7 @@ struct Index {
   unsigned x, y = 1, z = 1;
 };
 
-// Of the thread that runs.
+// Returns the index of the running thread.
 Index thread_index();
 Index block_index();
 Index block_size();
@@ -64,7 +64,7 @@ void fence();
 
 // The block's array for this declaration (its address stands for it), created at first use with arbitrary contents.
 void* shared_memory(const void* declaration, size_t bytes);
-// The array whose size the launch gave.
+// Returns the array whose size the launch gave.
 void* dynamic_shared_memory();
 
 // Copies of a thread that are under way (async_copy.h moves the bytes, where sanitizers see it).

@@ -22,7 +22,7 @@ class FiberPool {
   FiberPool& operator=(const FiberPool&) = delete;
 
   void begin_launch();
-  // A fiber that will run `body` and then end.
+  // Returns a fiber that will run `body` and then end.
   Fiber* take(void (*body)());
   void put_back(Fiber* fiber);
   // The fiber will never go on; what its stack refers to counts as in use.

@@ -31,7 +31,7 @@ LAUNCHES = {
     ),
     **dict.fromkeys(["permute", "reshape", "select", "slice", "split", "squeeze", "t", "transpose", "unbind"], NONE),
     **dict.fromkeys(["unsqueeze", "view", "_unsafe_view", "new_empty_strided"], NONE),
-    # One kernel each. cuBLAS makes a product in one, or, split over its depth, in two: it counts as one.
+    # These start one kernel each. cuBLAS makes a product in one, or, split over its depth, in two: it counts as one.
     **{
         name: (f"torch: {name}",)
         for name in (

@@ -8,7 +8,7 @@
 
 namespace {
 
-// Of the kernel that was launched under `name`; of all for "".
+// Returns the launches of the kernel launched under `name`; of all kernels for "".
 int64_t launches(std::string name) {
   int64_t count = 0;
   for (const auto& [launched, times] : pymoe::emulator::launches()) {

@@ -1,4 +1,4 @@
-// ld, st, mov of vectors, and what they may touch.
+// Loads, stores, vector moves, and the checks on which memory they may touch.
 #include "cuda_ptx/access.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ std::string hexadecimal(uint64_t number) {
   return text;
 }
 
-// Eight aligned bytes of a stretch that hold nothing but poison were never written.
+// Throws if eight aligned bytes of a stretch hold only poison: nobody has written them.
 void check_written(uint64_t address, int bytes, const Stretch& stretch) {
   for (uint64_t word = address & ~uint64_t{7}; word < address + static_cast<uint64_t>(bytes); word += 8) {
     if (!stretch.holds(word, 8)) continue;
@@ -97,7 +97,7 @@ uint64_t taken(const Warp& warp, uint32_t place, int width, int lane) {
   }
 }
 
-// Elements are operands 0 to count - 1, the address is operand `count`.
+// Elements are operands 0 to count - 1; the address is operand `count`.
 template <Space kSpace>
 void load(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const int bytes = instruction.bytes, count = instruction.count;

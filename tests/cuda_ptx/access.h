@@ -8,18 +8,18 @@ namespace pymoe::ptx {
 enum class Space { kGlobal, kShared, kGeneric, kParameter };
 enum class Purpose { kRead, kWrite, kUpdate };
 
-// Throws Error where the access is misaligned, outside, or of what may not be touched now.
+// Throws Error if the access is misaligned, out of bounds, or not allowed at this time.
 unsigned char* access(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes, Space space,
                       Purpose purpose);
 
-// Address operand `number` of a lane.
+// Returns address operand `number` of a lane.
 inline uint64_t address_of(const Warp& warp, const Instruction& instruction, int lane, int number) {
   const uint64_t base = instruction.width[number] == 8 ? warp.at<uint64_t>(instruction.at[number])[lane]
                                                        : warp.at<uint32_t>(instruction.at[number])[lane];
   return base + static_cast<uint64_t>(instruction.offset);
 }
 
-// As for_lanes, but an Error becomes the Fault of the lane.
+// Like for_lanes, but turns an Error into the Fault of the lane.
 template <typename F>
 inline void for_lanes_checked(uint32_t lanes, F&& f) {
   int lane = 0;

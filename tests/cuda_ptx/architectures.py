@@ -17,7 +17,7 @@ OTHERS = ("100",)
 
 @cache
 def kept() -> list[Compiled]:
-    """Every source as the gate compiles it; raises RuntimeError where the compiler complains."""
+    """Return every source as the gate compiles it; raise RuntimeError if the compiler complains."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("there is no nvcc, whose PTX could be run")
@@ -29,13 +29,13 @@ def kept() -> list[Compiled]:
 
 
 def shipped() -> list[str]:
-    """The architectures whose machine code ships with the toolkit at hand, such as ``"80"``."""
+    """Return the architectures whose machine code ships with this toolkit, such as ``"80"``."""
     nvcc = find_nvcc()
     return [] if nvcc is None else [name.removeprefix("sm_") for name in architectures(nvcc)]
 
 
 def others() -> list[str]:
-    """Those of OTHERS that the toolkit at hand knows."""
+    """Return the members of OTHERS that this toolkit knows."""
     return [name for name in OTHERS if name in shipped()]
 
 
@@ -56,7 +56,9 @@ def without_target(text: str) -> str:
 
 
 def with_names_of(text: str, other: str) -> str:
-    """``text`` with the names of ``other``: those of an unnamed namespace have numbers of the compilation."""
+    """Return ``text`` with the symbol names of ``other``: names in unnamed namespaces contain numbers of the
+    compilation.
+    """
     unnamed = re.compile(r"_GLOBAL__N__\w{8}_\d+_\w+?_cu_\w{8}")
     found = unnamed.search(other)
     assert found is not None

@@ -33,7 +33,7 @@ namespace pymoe::emulator {
 
 void set_seed(uint64_t seed) { ptx::set_seed(seed); }
 
-// By operator: the kernel's name holds that of its file.
+// Launches by operator: a kernel's name contains the name of its file.
 const std::map<std::string, int64_t>& launches() {
   static std::map<std::string, int64_t> all;
   static const std::regex file("_[0-9]+_([a-z_]+)_cuda_cu_");
@@ -47,7 +47,7 @@ const std::map<std::string, int64_t>& launches() {
 
 }  // namespace pymoe::emulator
 
-// Arguments as those of a doctest program; returns the exit status.
+// Takes the arguments of a doctest program; returns the exit status.
 extern "C" __attribute__((visibility("default"))) int pymoe_ptx_cases(int argc, const char** argv) {
   doctest::Context context(argc, argv);
   return context.run();

@@ -16,7 +16,7 @@ def signed(bits, width):
 
 
 def integers(width, seed):
-    """Numbers of a width, the ends of its range and small ones among them."""
+    """Return integers of a width, including the ends of its range and small ones."""
     source = random.Random(seed)
     special = [0, 1, 2, 3, 31, 32, 33, 63, 64, (1 << width) - 1, 1 << (width - 1), (1 << (width - 1)) - 1]
     return [
@@ -201,7 +201,7 @@ def test_quotients_and_roots_are_rounded_once(kind):
             if not isinstance(p, float):
                 assert quotient_bits == form.round(p / q, is_negative(form, x) != is_negative(form, y))
         if not isinstance(p, float) and p > 0:
-            # The root lies within half a unit of the last place: between the squares of the two midpoints.
+            # Check that the root lies within half a unit in the last place: between the squares of the two midpoints.
             at = form.value(root)
             low, high = (at + form.value(root - 1)) / 2, (at + form.value(root + 1)) / 2
             assert low * low <= p <= high * high

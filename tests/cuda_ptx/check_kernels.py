@@ -28,7 +28,7 @@ own_ptx = pytest.mark.skipif(architecture != ARCHITECTURE, reason="about the PTX
 
 
 def run_cases(*options, scale=0.3):
-    """Whether the cases that doctest's ``options`` choose pass; prints what doctest prints."""
+    """Return whether the cases selected by doctest's ``options`` pass; print doctest's output."""
     os.environ["PYMOE_EMULATED_SCALE"] = str(scale)
     words = [word.encode() for word in ("cases", *options)]
     return runtime.pymoe_ptx_cases(len(words), (ctypes.c_char_p * len(words))(*words)) == 0
@@ -44,7 +44,7 @@ def test_kernels_equal_their_cpu_twins(file):
 
 @pytest.fixture
 def plant():
-    """Give a function that puts a module in the place of another; afterwards all is as before."""
+    """Yield a function that replaces one module by another; undo the replacement afterwards."""
     planted = []
 
     def put(text, other):
@@ -91,13 +91,13 @@ def test_shapes_of_the_design(case, record_property):
 
 
 def entries(text):
-    """The module's kernels, by name."""
+    """Return the module's kernels by name."""
     parts = re.split(r"^(?=(?:\.visible )?\.entry )", text, flags=re.MULTILINE)
     return {re.search(r"\.entry (\S+)\(", part)[1]: part for part in parts[1:]}
 
 
 def edited(text, kernel, pattern, replacement, which=0):
-    """The module with one match of ``pattern`` replaced in every kernel whose name contains ``kernel``."""
+    """Return the module with one match of ``pattern`` replaced in every kernel whose name contains ``kernel``."""
     for name, body in entries(text).items():
         found = list(re.finditer(pattern, body, re.MULTILINE))
         if kernel in name and len(found) > which % max(len(found), 1):
@@ -161,7 +161,7 @@ def test_planted_faults_are_noticed(name, plant, capfd):
 
 @cache
 def fused_combine():
-    """The PTX of combine, compiled without --fmad=false."""
+    """Return the PTX of combine, compiled without --fmad=false."""
     flags = [flag for flag in FLAGS if flag != "--fmad=false"]
     assert len(flags) == len(FLAGS) - 1
     target = FOLDER / f"combine_fused_{os.getpid()}.ptx"

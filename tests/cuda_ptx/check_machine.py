@@ -48,7 +48,7 @@ def test_accesses_of_global_memory():
     refuses("never written, at byte 0 of 128", load.format(4), [words(32)])
     # The other half of a word that was written is not.
     refuses("never written", "mov.u32 %r1, 7;\nst.global.u32 [%q0], %r1;\nld.global.u32 %r2, [%q0+8];", [words(32)])
-    # The error names the thread that made it, alone.
+    # The error names only the thread that caused it.
     one = "mov.u32 %r1, %tid.x;\nsetp.eq.u32 %p1, %r1, 37;\n@%p1 ld.global.u32 %r2, [%q0+160];"
     refuses(r"block 0, thread 37, line \d+: @%p1 ld.global.u32", one, [array], threads=64)
 
@@ -89,7 +89,7 @@ def test_threads_that_do_not_wait_for_one_another(seed):
     of_warp = SHARED + MY_PLACE + NEXT_LANE + start + write + "bar.warp.sync -1;\n" + read + OUT
     run_kernel(of_warp, [words(128)], threads=32, seed=seed)
     refuses("since the last barrier", body + write + "bar.warp.sync -1;\n" + read, threads=128, seed=seed)
-    # A shuffle orders nothing.
+    # A shuffle does not order memory accesses.
     shuffle = "shfl.sync.idx.b32 %r7|%p1, %r1, 0, 31, -1;\n"
     refuses("since the last barrier", SHARED + MY_PLACE + NEXT_LANE + start + write + shuffle + read, seed=seed)
     # Writing again before all have read is as wrong.
@@ -158,7 +158,7 @@ def test_blocks_run_in_any_order():
 
 
 def shuffled(kind, values, b, c):
-    """shfl.sync as the ISA's pseudo-code has it."""
+    """Return the result of shfl.sync according to the ISA's pseudo-code."""
     segment, clamp = c >> 8 & 31, c & 31
     result = []
     for lane in range(32):
@@ -292,7 +292,7 @@ def test_asynchronous_copies():
 
 
 def test_clusters():
-    """Each block reads what its neighbour in the cluster wrote."""
+    """Check that each block reads what its neighbour in the cluster wrote."""
     meet = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
     write = SHARED + THREAD + "mov.u32 %r7, %ctaid.x;\nst.shared.u32 [tile], %r7;\n"
     read = (

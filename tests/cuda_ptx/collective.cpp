@@ -42,7 +42,7 @@ void shuffle(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   }
 }
 
-// The lanes with a true predicate.
+// Returns the lanes whose predicate is true.
 uint32_t ballot(const Warp& warp, const Instruction& instruction, uint32_t lanes) {
   return warp.predicate(instruction.at[1]) & lanes;
 }
@@ -65,7 +65,7 @@ void vote_uniform(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   give(warp, instruction, lanes, all == 0 || all == lanes);
 }
 
-// The lanes that bring the same value.
+// Returns the lanes that bring the same value.
 template <typename T>
 void match_any(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   uint32_t result[kWarpSize] = {};

@@ -7,7 +7,7 @@
 
 PYMOE_EXPORT void pymoe_ptx_set_seed(uint64_t seed) { pymoe::ptx::set_seed(seed); }
 
-// Launches of kernels with `part` in their names; all for "".
+// Counts launches of kernels with `part` in their names, or all launches for "".
 PYMOE_EXPORT int64_t pymoe_ptx_launches(const char* part) {
   int64_t count = 0;
   for (const auto& [name, times] : pymoe::ptx::launches()) {

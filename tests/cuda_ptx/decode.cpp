@@ -56,7 +56,7 @@ void lay_out_shared(Program& program) {
   program.dynamic_begin = (end + 15) / 16 * 16;
 }
 
-// The offset of an array in shared memory, or -1.
+// Returns the offset of an array in shared memory, or -1.
 int64_t shared_offset(const Program& program, const std::string& name) {
   if (name == program.kernel.dynamic_shared) return program.dynamic_begin;
   int64_t end = 0;

@@ -97,7 +97,7 @@ class Decoder {
   // A register of whatever width, which is returned, too.
   uint32_t any_result(const std::string& name, uint8_t& width);
   uint32_t any_source(const std::string& name, int width, uint8_t& found);
-  // Of a register; -1 for another operand.
+  // Returns the width of a register; -1 for any other operand.
   int width_of(const Operand& operand) const;
   // Base and offset of an address go into `to`, the base as operand `number`; `parameter` allows parameter names.
   void address(const Operand& operand, Instruction& to, int number);

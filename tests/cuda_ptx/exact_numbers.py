@@ -30,7 +30,7 @@ class Format:
         return bits & ~self.sign > self.infinity
 
     def value(self, bits: int) -> Fraction | float:
-        """The number that the bits stand for; an infinity or NaN as a float."""
+        """Return the number that the bits stand for; an infinity or NaN as a float."""
         sign = -1 if bits & self.sign else 1
         magnitude = bits & (self.sign - 1)
         if magnitude >= self.infinity:
@@ -41,7 +41,7 @@ class Format:
         return sign * Fraction(fraction) * Fraction(2) ** (max(exponent, 1) - self.bias - self.fraction)
 
     def round(self, exact: Fraction, negative_zero: bool = False) -> int:
-        """The bits of the nearest number, of two the one whose last bit is 0."""
+        """Return the bits of the nearest number; in a tie, the number whose last bit is 0."""
         if exact == 0:
             return self.sign if negative_zero else 0
         sign = self.sign if exact < 0 else 0

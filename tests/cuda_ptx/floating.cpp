@@ -25,7 +25,7 @@ T canonical(T x) {
   }
 }
 
-// The one that is a number; -0 is below +0.
+// Returns the operand that is a number; -0 is below +0.
 template <typename T>
 T least(T a, T b) {
   if (a != a) return canonical(b);

@@ -12,7 +12,7 @@ namespace {
 template <typename T>
 using Unsigned = std::make_unsigned_t<T>;
 
-// Twice as wide, of the same sign.
+// A type twice as wide, with the same sign.
 template <typename T>
 struct WideOf;
 template <>

@@ -115,7 +115,7 @@ class Grid {
     return true;
   }
 
-  // A warp that can go on; nullptr if all have ended.
+  // Returns a warp that can continue; nullptr if all have ended.
   Warp* choose(Cluster& cluster) {
     std::vector<Warp*>& ready = ready_;
     ready.clear();
@@ -151,7 +151,7 @@ class Grid {
                 ": " + statement.text + "]");
   }
 
-  // Lanes of a warp that go first.
+  // Chooses the lanes of a warp that go first.
   uint32_t choose_turn(uint32_t ready) {
     if (!apart_ || random(2) == 0) return ready;
     const auto some = ready & static_cast<uint32_t>(launch_.random());

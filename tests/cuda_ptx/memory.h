@@ -21,7 +21,7 @@ struct Stretch {
   uint64_t begin = 0, end = 0;
   bool holds(uint64_t address, uint64_t bytes) const { return address >= begin && address + bytes <= end; }
 };
-// The stretch that holds these bytes, or an empty one.
+// Returns the stretch that holds these bytes, or an empty one.
 Stretch find_memory(uint64_t address, uint64_t bytes);
 
 }  // namespace pymoe::ptx

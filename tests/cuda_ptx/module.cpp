@@ -16,7 +16,7 @@ std::string_view trimmed(std::string_view text) {
   return text;
 }
 
-// In one line, with one space where there were several.
+// Joins the text into one line, with single spaces.
 std::string joined(std::string_view text) {
   std::string line;
   for (const char c : trimmed(text)) {
@@ -37,7 +37,7 @@ int64_t number(std::string_view text) {
   return value;
 }
 
-// The parts between commas that stand in no bracket.
+// Returns the parts between commas that are not inside brackets.
 std::vector<std::string_view> split(std::string_view text) {
   std::vector<std::string_view> parts;
   int depth = 0;

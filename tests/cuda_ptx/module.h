@@ -41,7 +41,7 @@ struct Parameter {
   int64_t offset, bytes;
 };
 
-// Bytes of a register of this type; 0 stands for a predicate.
+// Returns the bytes of a register of this type; 0 stands for a predicate.
 int width_of_type(std::string_view type);
 
 struct Kernel {

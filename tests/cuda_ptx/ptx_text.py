@@ -30,7 +30,7 @@ def interpreter() -> ctypes.CDLL:
 
 
 def unwritten(count: int, dtype: object) -> np.ndarray:
-    """An array that the interpreter takes for one that nobody has written."""
+    """Return an array that the interpreter treats as never written."""
     raw = np.full(count * np.dtype(dtype).itemsize + 16, POISON, np.uint8)
     start = -raw.ctypes.data % 16
     return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)

@@ -38,7 +38,7 @@ def pytest(arguments: list[str], environment: dict[str, str] | None = None) -> b
 
 
 def never_launched(folder: Path) -> list[str]:
-    """Kernels of the library that no process has launched; raises RuntimeError where none has said anything."""
+    """Return the library's kernels that no process has launched; raise RuntimeError if no process left a list."""
     everything, launched = set(), set()
     for path in folder.glob("*.txt"):
         for line in path.read_text().splitlines():

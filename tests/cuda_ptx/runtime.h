@@ -10,10 +10,10 @@ namespace pymoe::ptx {
 // Launches that follow run in an order that depends on this alone; each launch advances it.
 void set_seed(uint64_t seed);
 
-// How often each kernel of the library, by its name in the PTX, has run in this process.
+// Returns how often each kernel of the library, by its name in the PTX, has run in this process.
 std::map<std::string, int64_t> launches();
 
-// How many instructions warps have executed in this process.
+// Returns how many instructions warps have executed in this process.
 int64_t executed();
 
 // The PTX that has a kernel with `part` in its name, or nothing.

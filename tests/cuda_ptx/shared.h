@@ -13,7 +13,7 @@
 
 namespace pymoe::ptx {
 
-// Who makes an access, and how many barriers it has passed.
+// Identifies the thread of an access and the number of barriers it has passed.
 struct Moment {
   uint16_t thread;    // of the block
   uint16_t in_warp;   // bar.warp.sync, of its warp; only ever compared for equality

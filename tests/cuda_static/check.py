@@ -28,7 +28,7 @@ OF_BARS = "sm_90"
 AT_MOST = ("registers", "launches", "memsets")
 AT_LEAST = ("16-byte loads together",)
 IDEAL = {"launches": 1, "memsets": 0}
-"""What the design asks for; a bar that allows more says why."""
+"""The design's goals; a bar that allows more gives the reason."""
 
 # Kernels whose results go out in packs of 16 bytes alone, and those whose sums have the CPU's bits and no division.
 PACKED_NAMES = (
@@ -43,7 +43,7 @@ MAY_COMMUNICATE: dict[str, str] = {}
 
 
 def static_complaints(found: list[Statics]) -> list[str]:
-    """Return what is wrong with the code of kernels for one architecture."""
+    """Return the complaints about the kernels' code for one architecture."""
     complaints = []
     for one in found:
         where = f"{one.name} on {one.kernel.architecture}"
@@ -62,7 +62,7 @@ def static_complaints(found: list[Statics]) -> list[str]:
 
 
 def forgotten(found: list[Statics]) -> list[str]:
-    """Return the rules for kernels of some name that no kernel has: these would be kept by nobody."""
+    """Return the rules that apply to no existing kernel."""
     names = [one.name for one in found]
     return [
         f"no kernel is called {pattern!r}, for which there is a rule"
@@ -72,7 +72,7 @@ def forgotten(found: list[Statics]) -> list[str]:
 
 
 def bar_complaints(figures: dict[str, dict[str, float]], bars: dict[str, Any]) -> list[str]:
-    """Return the figures that are worse than their bars, and those without one."""
+    """Return the figures that are worse than their bars, and figures without a bar."""
     complaints = [f"{case}: bars.json has bars for it, but it was not recorded" for case in bars if case not in figures]
     for case, found in figures.items():
         for name, value in found.items():
@@ -128,7 +128,7 @@ def judge(
 
 
 def main() -> int:
-    """Compile, read and judge; 1 if something is worse than it may be."""
+    """Compile, read and judge; return 1 if something is worse than allowed."""
     nvcc = find_nvcc()
     if nvcc is None:
         print("no nvcc: the machine code was not read (checks passed: none)")

@@ -38,13 +38,13 @@ class Instruction:
 
     @property
     def releases(self) -> int | None:
-        """The scoreboard that is released when the result is there."""
+        """Return the scoreboard that is released when the result is ready."""
         number = self.control >> 5 & 7
         return None if number == NO_SCOREBOARD else number
 
     @property
     def waits(self) -> frozenset[int]:
-        """The scoreboards that must be released before it issues."""
+        """Return the scoreboards that must be released before this instruction issues."""
         return frozenset(n for n in range(SCOREBOARDS) if self.control >> 11 >> n & 1)
 
 

@@ -25,7 +25,7 @@ COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "p
 
 
 def as_program(page: Path) -> str:
-    """The page's Python blocks, each in the lines that it has in the page, so that tracebacks name these."""
+    """Return the page's Python blocks, placed on the same lines as in the page, so that tracebacks name these."""
     lines = [""] * (len(page.read_text().splitlines()) + 1)
     for block in blocks(page.read_text()):
         if block.language == "python" and not block.not_run:
@@ -97,14 +97,14 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a shell block, as words."""
+    """Return the commands of a shell block, as lists of words."""
     text = block.text.replace("\\\n", " ")
     lines = [line.removeprefix("$ ").split(" #")[0].strip() for line in text.splitlines()]
     return [shlex.split(line) for line in lines if line and not line.startswith("#")]
 
 
 def fault(words: list[str]) -> str:
-    """What is wrong with a command; empty: nothing."""
+    """Return the fault in a command; an empty string if there is none."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     command, *rest = words

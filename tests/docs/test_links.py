@@ -20,7 +20,7 @@ README_LINES = 200
 
 
 def with_included(file: Path) -> str:
-    """The page's text, and that of the files that it includes."""
+    """Return the page's text, including the files that it includes."""
     text = file.read_text()
     included = re.findall(r"^```\{include\} (\S+)$", text, re.MULTILINE)
     return "\n".join([text, *((file.parent / path).read_text() for path in included)])

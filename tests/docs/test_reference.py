@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def public_packages() -> list[str]:
-    """Every package of pymoe whose ``__init__`` has an ``__all__`` and that is not internal."""
+    """Return every non-internal package of pymoe whose ``__init__`` has an ``__all__``."""
     inits = sorted((ROOT / "pymoe").rglob("__init__.py"))
     names = [".".join(path.parent.relative_to(ROOT).parts) for path in inits if "__all__" in path.read_text()]
     return [name for name in names if not INTERNAL.match(name)]

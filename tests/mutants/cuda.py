@@ -85,7 +85,7 @@ def run_tests(program: Path, fault: CudaFault, scales: Sequence[float] = (1.0,))
 
 
 def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
-    """The test program with the fault in it, made in ``place``."""
+    """Build the test program with the fault in ``place``."""
     text = fault.planted()
     changed = place / fault.file
     changed.parent.mkdir(parents=True)

@@ -46,7 +46,7 @@ class PythonFault(Fault):
     """A fault in a CPU kernel or an operator, for pytest."""
 
     tests: tuple[str, ...]
-    """What pytest runs to notice it, narrowed for speed."""
+    """The tests that must notice the fault, narrowed for speed."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StaticFault(Fault):
 
 @dataclass(frozen=True)
 class Kind:
-    """Faults of one kind, and how it is found out whether they are noticed."""
+    """Faults of one kind, and the way to find out whether tests notice them."""
 
     name: str
     faults: Sequence[Any]

@@ -45,7 +45,7 @@ def build() -> None:
 
 
 def first_failure(tests: Sequence[str]) -> str | None:
-    """The first test that fails, or None."""
+    """Return the first test that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--level=exhaustive", *tests]
     result = subprocess.run(command, cwd=TREE, capture_output=True, text=True, check=False)
     if result.returncode == 0:

@@ -22,7 +22,7 @@ OPERATORS = Path(str(_native.load_operators().__file__))
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree as it was cloned: nothing is built."""
+    """Return a source tree as it was cloned: nothing is built."""
     shutil.copytree(ROOT / "pymoe", tmp_path / "pymoe", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "csrc").mkdir()
     shutil.copy(ROOT / "setup.py", tmp_path)

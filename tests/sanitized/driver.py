@@ -47,7 +47,7 @@ def few_samples():
 
 
 def errors():
-    """Every mistake of the specifications."""
+    """Run every mistake of the specifications."""
     count = 0
     for spec in all_specs():
         for error_input in spec.error_inputs():
@@ -105,7 +105,7 @@ def threads():
 
 
 def read_past_end():
-    """A planted fault: the report must come."""
+    """Plant a read past the end, which the sanitizer must report."""
     slot = torch.arange(16, dtype=torch.int32).view(8, 2)
     used = torch.tensor([16], dtype=torch.int32)
     torch.ops.pymoe_probe.read_past_end(torch.zeros(4, 64), slot, used, torch.empty(16, 64))
@@ -113,7 +113,7 @@ def read_past_end():
 
 
 def overflow():
-    """A planted fault: the report must come."""
+    """Plant an overflow, which the sanitizer must report."""
     torch.ops.pymoe_probe.overflow(2)
     return 1
 
