@@ -1,4 +1,4 @@
-"""The systems that run a step of the work: the sequential run, pymoe, and the peers, each with its planned order."""
+"""The systems that run a step of the work: the sequential run, pymoe, and the peers."""
 
 from __future__ import annotations
 

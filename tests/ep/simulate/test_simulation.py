@@ -116,7 +116,7 @@ def test_group_limited_routing_reaches_fewer_ranks():
 
 
 def test_plans_help_a_skewed_load():
-    """Plans made from the previous step are compared with plans made from this step's counts."""
+    """Placement follows the counts of the previous step, and clones those of this one; both even out a skewed load."""
     block = Block("many experts", 64, 64, 128, 8)
     found = simulated(block, 32, 256, load=zipf(block, 32 * 256, 1.0), min_rows_to_clone=1)
     factor = {one.name: one.imbalance for one in found.balances}
