@@ -312,7 +312,7 @@ def test_forward_mode_derivatives_pass_through_a_map_or_are_refused() -> None:
 
 
 def test_isolated_passes_in_the_words_of_older_code() -> None:
-    """Passing the function before the context, as older code does, ended in an AttributeError from pymoe's internals."""
+    """Passing the function before the context, as in older code, ended in an AttributeError from pymoe's internals."""
     x = torch.full((2,), 3.0, requires_grad=True)
     context, _ = run_isolated_forward(Squares, x)
     assert isinstance(context, EmulatedAutogradContext)

@@ -336,7 +336,7 @@ def refused(rank, world, what):
 
 
 def twins(rank, world, kind, init_sync=True):
-    """Return the place among its twins, whether their experts differed at first, and whether they are as expected now."""
+    """Return the place among its twins, whether experts differed at first, and whether they are as expected now."""
     mesh = mesh_of(2, world // 2)
     torch.manual_seed(mesh.get_local_rank("edp"))
     spread = nn.Sequential(nn.Linear(H, H), MoE(H, 6, E, 2, bias=True))

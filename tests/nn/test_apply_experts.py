@@ -73,7 +73,7 @@ def test_one_call_returns_the_bits_of_the_separate_operators(kind, dtype, fused_
 @pytest.mark.parametrize("capacity", [None, 3000])
 @pytest.mark.parametrize(("hidden", "ffn"), [(128, 128), (64, 128), (192, 64)], ids=str)
 def test_large_results_in_memory_that_was_used_before_have_the_same_bits(hidden, ffn, capacity, device):
-    """From 4 MiB on, a result reuses the memory of its input's input if it fits there; in some of the cases it does not."""
+    """From 4 MiB on, a result reuses the memory of its input's input if it fits there, as in some of the cases."""
     random = torch.Generator().manual_seed(0)
     x, choice = torch.randn(4096, hidden, generator=random), torch.rand(4096, EXPERTS, generator=random)
     experts, weights = choice.argsort(dim=1)[:, :4].int(), torch.rand(4096, 4, generator=random)
