@@ -108,7 +108,7 @@ def test_a_client_that_helps_keeps_its_state_to_itself(client: str, nested: bool
                 CLIENTS[client](futures[-1].result)
             for future in futures:
                 gradient, seen = future.result()
-                assert torch.allclose(gradient, want)
+                torch.testing.assert_close(gradient, want)  # rows of a batch may round differently
                 assert seen == ["nothing"]
 
 

@@ -12,6 +12,7 @@ import torch
 from mixtures import LONG, ROW, WIDTH, Logits, Plain, Scaled, backend, mixture, mlp, scaled
 from torch import Tensor, nn
 
+from pymoe.reference import load_balancing_loss
 from pymoe.runtime import BatchTensorProto, ExpertBackend, MixtureOfExpertBackends, Runtime
 
 
@@ -280,7 +281,9 @@ def test_the_balancing_loss_reaches_the_gate_by_itself() -> None:
         moe.eval()
         (0 * moe(x)).sum().backward()
         assert moe.gate.weight.grad.abs().sum() == 0
-    assert moe.router_losses.load_balancing >= 1 - 1e-6
+        logits = moe.gate(x)[:, :3]
+    load = torch.bincount(logits.topk(2).indices.flatten(), minlength=3)
+    torch.testing.assert_close(moe.router_losses.load_balancing, load_balancing_loss(logits, load))
 
 
 def test_many_threads_train_through_one_mixture() -> None:

@@ -34,7 +34,7 @@ def ends(call: Callable[[], Any]) -> list[Any]:
 def test_the_seconds_after_k_min_do_not_go_past_the_limit_of_the_whole_pass() -> None:
     stuck = Stuck()
     backends = scaled(None, stuck)
-    moe = mixture(backends, k_min=1, forward_timeout=SOON, timeout_after_k_min=LONG)
+    moe = mixture(backends, k_min=1, forward_timeout=1.0, timeout_after_k_min=LONG)  # e0 answers in it
     with Runtime(backends, num_workers=2):
         found = ends(lambda: moe(ONES))
         stuck.open.set()
@@ -82,7 +82,7 @@ def test_requests_for_a_full_pool_wait_on_one_thread_and_never_run_once_they_are
     """Each wait looked for room every 2 ms; a thread for each request would stay for as long as the expert hangs."""
     stuck = Stuck()
     backends = scaled(None, stuck, capacity=1, max_batch_size=1)
-    moe = mixture(backends, gate=Logits([0.0, 0.0]), forward_timeout=0.05, rest_after=None)
+    moe = mixture(backends, gate=Logits([0.0, 0.0]), timeout_after_k_min=SOON, rest_after=None)
     pool = backends[1].forward_pool
     with Runtime(backends, num_workers=2):
         held = [pool.submit_task(ONES[:1])]
@@ -100,6 +100,7 @@ def test_requests_for_a_full_pool_wait_on_one_thread_and_never_run_once_they_are
             assert time.monotonic() < deadline
             time.sleep(0.005)
         submitted = pool._statistics()["submitted"]
+        moe.rules = moe.rules._replace(timeout_after_k_min=None)
         assert torch.equal(moe(ONES[:1]), 1.5 * ONES[:1])
         assert pool._statistics()["submitted"] == submitted + 1
     assert submitted == len(held)

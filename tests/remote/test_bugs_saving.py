@@ -151,6 +151,8 @@ def test_an_expert_that_cannot_be_saved_is_not_removed(tmp_path: Path) -> None:
     with ExpertServer([mlp("a"), mlp("b")], checkpoints=tmp_path) as server:
         train(server)
         folder = tmp_path / "expert-a"
+        while (first := server._service.entries["a"].checkpoints._first_update) is None or not first.done():
+            time.sleep(0.001)  # it tries whether the state can be saved, with a file in the folder
         shutil.rmtree(folder)
         folder.write_text("in the way")
         with pytest.raises(OSError, match="'a' cannot be saved"):

@@ -193,7 +193,7 @@ def test_a_write_that_nobody_waits_for_any_more_is_not_overtaken(
         e.backward_pool(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
         with pytest.raises(TimeoutError, match="'e' did not answer"):
             server.save(timeout=0.1)
-        assert stalled.is_set()
+        assert stalled.wait(LONG)
         e.backward_pool(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
         with pytest.raises(TimeoutError, match="'e' did not answer"):  # the save waits for its turn
             server.save(timeout=0.1)

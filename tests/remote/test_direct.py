@@ -110,12 +110,12 @@ def test_a_thread_that_waits_for_room_raises_when_its_time_is_over(full: Full) -
 
 def test_requests_get_room_in_their_order(full: Full) -> None:
     """A request without a time limit may wait for room, too; a semaphore raised OverflowError."""
-    order: list[int] = []
+    order: list[int] = []  # in which requests reach the expert; their threads may go on in another order
     threads = []
+    full.held.register_forward_pre_hook(lambda _, args: order.append(int(args[0][0, 0])))
 
     def submit(i: int) -> None:
-        full.pool.submit_task(X, X, timeout=math.inf)
-        order.append(i)
+        full.pool.submit_task(i * X, X, timeout=math.inf)
 
     for i in range(3):
         threads.append(threading.Thread(target=submit, args=(i,)))
@@ -124,8 +124,8 @@ def test_requests_get_room_in_their_order(full: Full) -> None:
     full.held.open.set()
     for thread in threads:
         thread.join(LONG)
-    assert order == [0, 1, 2]
     until(lambda: full.backend.updates == 4)
+    assert order == [0, 1, 2]
 
 
 def test_requests_without_room_end_with_their_connection(full: Full) -> None:

@@ -110,7 +110,7 @@ def test_a_server_that_does_not_answer_backs_off_as_a_local_expert_does(coalesce
     options = {"retries": False, "timeout": LONG, "coalesce": coalesce}
     with ExpertServer(of(held), grace=0) as server, connect(server.address, **options) as there, pymoe.Runtime([here]):
         mixture = pymoe.MixtureOfExpertBackends(
-            [*there.backends(), here], top_k=2, forward_timeout=0.1, rest_after=3, rest=LONG
+            [*there.backends(), here], top_k=2, timeout_after_k_min=0.1, rest_after=3, rest=LONG
         )
         with torch.no_grad():
             for _ in range(6):

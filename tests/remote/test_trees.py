@@ -27,7 +27,7 @@ def refuse(leaf: Any, where: str = "") -> Any:
     raise TypeError(type(leaf).__name__)
 
 
-@settings(deadline=None, database=None)
+@settings(deadline=None, derandomize=True, database=None)
 @given(TREES)
 def test_a_structure_comes_back_as_it_was(structure: Any) -> None:
     assert from_tree(json.loads(json.dumps(to_tree(structure, refuse))), refuse) == structure

@@ -51,10 +51,11 @@ def test_timers_are_called_by_their_own_times_alone() -> None:
         name: threading.Event() for name in ("late", "soon", "cancelled", "postponed")
     }
     late = call_later(2 * LONG, called["late"].set)
-    cancelled = call_later(0.05, called["cancelled"].set)
-    cancelled.cancel()
-    postponed = call_later(0.05, called["postponed"].set)
-    postponed.reset(2 * LONG)
+    with timers._changed:  # no call can begin before both are taken back
+        cancelled = call_later(0.05, called["cancelled"].set)
+        assert cancelled.cancel()
+        postponed = call_later(0.05, called["postponed"].set)
+        assert postponed.reset(2 * LONG)
     call_later(0.1, called["soon"].set)
     assert called["soon"].wait(LONG)
     assert [name for name, event in called.items() if event.is_set()] == ["soon"]
