@@ -91,9 +91,17 @@ FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14}
 
 
 def number_of(weight: QuantizedWeight) -> int:
-    """Return the number of :data:`FORMATS` of a weight that ``check_quantized`` accepts."""
+    """Return the number of :data:`FORMATS` of a weight.
+
+    Raises:
+        ValueError: there is none. ``check_quantized`` refuses such a weight of a caller, but not attributes of a layer.
+    """
     weight = QuantizedWeight(*weight)
-    return FORMATS[weight.format, weight.bits]
+    for (kind, bits), number in FORMATS.items():
+        if (kind, bits) == (weight.format, weight.bits):
+            return number
+    known = ", ".join(f"{kind!r} in {bits} bits" for kind, bits in FORMATS)
+    raise ValueError(f"expected a quantised weight of format {known}, got {weight.format!r} in {weight.bits} bits")
 
 
 TILE = 64

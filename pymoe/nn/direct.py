@@ -148,6 +148,9 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
         b_in = b_in.to(x.dtype).contiguous()
     if b_out is not None:
         b_out = b_out.to(x.dtype).contiguous()
-    numbers = FORMATS[w_in.format, w_in.bits], FORMATS[w_out.format, w_out.bits]
+    try:
+        numbers = FORMATS[w_in.format, w_in.bits], FORMATS[w_out.format, w_out.bits]
+    except (KeyError, TypeError):  # somebody has set one of these attributes
+        return None
     layout = [numbers[0], w_in.output_features, numbers[1], w_out.output_features]
     return packed_in, b_in, packed_out, b_out, layout

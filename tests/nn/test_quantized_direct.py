@@ -141,3 +141,12 @@ def test_biases_that_are_no_buffers_are_used():
         layer.experts.b_out = nn.Parameter(bias + 1, requires_grad=False)
         after = layer(x)
     torch.testing.assert_close(after, before + 1)  # weights of a token add up to 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("bits", 8), ("format", "x"), ("format", ["mxfp"])])
+def test_a_format_that_somebody_has_set_is_refused_with_a_sentence(name, value):
+    """The one native call raised a KeyError."""
+    layer, x = quantized(4, "mxfp"), make_input(5, dtype=torch.float32)
+    setattr(layer.experts.w_in, name, value)
+    with torch.no_grad(), pytest.raises(ValueError, match="expected a quantised weight of format"):
+        layer(x)

@@ -591,3 +591,15 @@ def test_a_number_in_a_state_that_names_no_format_is_refused():
         RuntimeError, match=r"expected bits, output and input features \[14, 72, 40\], got \[24, 72, 40\]"
     ):
         experts.load_state_dict(state)
+
+
+def test_a_state_without_sizes_holds_integers():
+    """With these sizes, integers and MXFP4 have equally many bytes: only ``sizes`` tells them apart."""
+    integers = QuantizedLinear.from_weight(torch.randn(2, 64, 544), 4)
+    codes = QuantizedLinear.from_weight(torch.randn(2, 64, 640), 4, format="mxfp")
+    old = integers.state_dict()
+    del old["sizes"]
+    integers.load_state_dict(old)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"expected bits, output and input features \[14, 64, 640\], got None"):
+            codes.load_state_dict(old, strict=strict)
