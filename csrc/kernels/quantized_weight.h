@@ -27,7 +27,6 @@ inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a
 // The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes.
 enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14 };
 
-constexpr bool is_weight_format(int64_t number) { return number == 8 || number == 4 || number == 14; }
 constexpr int64_t bits_of(WeightFormat format) { return static_cast<int64_t>(format) % 10; }
 
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }

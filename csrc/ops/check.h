@@ -14,6 +14,7 @@
 
 #include "core/dtype.h"
 #include "core/score.h"
+#include "kernels/quantized_weight.h"
 
 namespace pymoe::ops {
 
@@ -117,6 +118,11 @@ inline DType floating_dtype(const char* operator_name, const char* argument, con
   }
   fail(operator_name, argument, " must have dtype float32, float64, bfloat16 or float16, got ",
        torch::headeronly::toString(tensor.scalar_type()));
+}
+
+inline WeightFormat weight_format(const char* operator_name, int64_t number) {
+  require(number == 8 || number == 4 || number == 14, operator_name, "format must be 8, 4 or 14, got ", number);
+  return static_cast<WeightFormat>(number);
 }
 
 inline Score score_named(const char* operator_name, const std::string& name) {

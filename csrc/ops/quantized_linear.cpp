@@ -24,8 +24,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& off
   const DType dtype = floating_dtype(kName, "x", x);
   require(dtype != DType::kFloat64, kName, "x must have dtype float32, bfloat16 or float16, got double");
   require_shape(kName, "x", x, {-1, -1});
-  require(is_weight_format(number), kName, "format must be 8, 4 or 14, got ", number);
-  const auto format = static_cast<WeightFormat>(number);
+  const WeightFormat format = weight_format(kName, number);
   require(output_features >= 0 && output_features <= kMostFeatures, kName,
           "output_features must be at least 0 and at most ", kMostFeatures, ", got ", output_features);
   const int64_t rows = x.size(0), inputs = x.size(1);

@@ -31,7 +31,6 @@ from pymoe._common.types import (
     Score,
     WeightFormat,
     is_gated,
-    number_of,
     packed_shape,
 )
 
@@ -403,6 +402,8 @@ def check_quantize_weight(weight: Tensor, bits: int, format: WeightFormat) -> No
 
 def check_format(operator: str, bits: object, format: object, of: str = "") -> None:
     """Raise unless ``bits`` and ``format`` name a format; ``of`` stands before their names in messages."""
+    if type(format) is str and type(bits) is int and (format, bits) in FORMATS:
+        return
     known = {name: [bits for one, bits in FORMATS if one == name] for name, _ in FORMATS}
     if not isinstance(format, str):
         raise TypeError(f"{operator}: {of}format must be a str, got {type(format).__name__}")
@@ -425,7 +426,7 @@ def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> No
     checks.integer(operator, f"{argument}.input_features", input_features, 0, None, "at least 0")
     checks.dtype(operator, f"{argument}.packed", packed, torch.uint8)
     checks.rank(operator, f"{argument}.packed", packed, "(E, tiles, bytes)")
-    _, tiles, size = packed_shape(number_of(weight), output_features, input_features, 0)
+    _, tiles, size = packed_shape(FORMATS[format, bits], output_features, input_features, 0)
     checks.size(operator, f"{argument}.packed", packed, 1, tiles, f"tiles of {argument}.output_features")
     checks.size(operator, f"{argument}.packed", packed, 2, size, f"bytes of {argument}.input_features")
 

@@ -97,11 +97,12 @@ def number_of(weight: QuantizedWeight) -> int:
         ValueError: there is none. ``check_quantized`` refuses such a weight of a caller, but not attributes of a layer.
     """
     weight = QuantizedWeight(*weight)
-    for (kind, bits), number in FORMATS.items():
-        if (kind, bits) == (weight.format, weight.bits):
-            return number
-    known = ", ".join(f"{kind!r} in {bits} bits" for kind, bits in FORMATS)
-    raise ValueError(f"expected a quantised weight of format {known}, got {weight.format!r} in {weight.bits} bits")
+    try:
+        return FORMATS[weight.format, weight.bits]
+    except (KeyError, TypeError):  # a list has no place among the keys
+        known = ", ".join(f"{kind!r} in {bits} bits" for kind, bits in FORMATS)
+        got = f"{weight.format!r} in {weight.bits} bits"
+        raise ValueError(f"expected a quantised weight of format {known}, got {got}") from None
 
 
 TILE = 64

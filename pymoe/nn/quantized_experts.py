@@ -149,7 +149,7 @@ class QuantizedLinear(nn.Module):
         saved, own = state_dict.get(key), self.sizes.tolist()
         seen = None if saved is None else saved.tolist()
         # States of earlier versions do not have it, and hold integers.
-        if seen != own and not (seen is None and self.format == "int"):
+        if seen != own and (seen is not None or self.format != "int"):
             error_msgs.append(
                 f"size mismatch for {prefix}packed: expected bits, output and input features {own}, got {seen} in the "
                 f"state dict."

@@ -21,7 +21,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     index_checks.offsets_in_range("quantized_linear", offsets, x.shape[0])
     bias = None if bias is None else bias.detach().contiguous()
     y: Tensor = torch.ops.pymoe.quantized_linear(
-        *(x.detach().contiguous(), weight[0].contiguous(), offsets.contiguous(), bias), number_of(weight), weight[2]
+        x.detach().contiguous(), weight[0].contiguous(), offsets.contiguous(), bias, number_of(weight), weight[2]
     )
     return y
 

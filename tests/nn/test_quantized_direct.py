@@ -9,6 +9,7 @@ import torch
 from called import Operators
 from moe_layers import OPTIONS, make_input, make_layer, one_by_one
 from specs.comparison import assert_same_bits
+from specs.quantized_weight import FORMATS
 from torch import nn
 
 from pymoe.nn import QuantizedLinear, quantize_experts
@@ -29,7 +30,7 @@ def native_calls(layer, x):
     return [name for name in called.names if name.startswith("pymoe.")]
 
 
-@pytest.mark.parametrize("form", [(8, "int"), (4, "int"), (4, "mxfp")], ids=["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, form):

@@ -8,6 +8,7 @@ from moe_layers import OPTIONS, make_layer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
+from specs.quantized_weight import FORMATS
 
 from pymoe.nn import MoE, QuantizedExperts, load_quantized, quantize_experts, save_quantized
 from pymoe.ops import ClampedSwiglu
@@ -30,7 +31,7 @@ def described(moe):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", [(8, "int"), (4, "int"), (4, "mxfp")], ids=["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("options", (OPTIONS | MORE).values(), ids=(OPTIONS | MORE).keys())
 def test_a_layer_comes_back(options, form, tmp_path):
     moe = quantised(*form, **options)

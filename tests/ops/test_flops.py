@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from specs.quantized_weight import FORMATS
 from torch.utils.flop_counter import FlopCounterMode
 
 import pymoe
@@ -54,7 +55,7 @@ def test_choices_that_a_capacity_drops_count():
             assert counted(lambda: moe(torch.randn(TOKENS, HIDDEN))) == ROUTER + products()
 
 
-@pytest.mark.parametrize("form", [(4, "int"), (8, "int"), (4, "mxfp")], ids=["int4", "int8", "mxfp4"])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("activation", ["swiglu", "relu"])
 def test_quantised_experts_count_as_their_weights_did(form, activation):
     moe = layer(activation=activation).eval()

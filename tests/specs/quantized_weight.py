@@ -27,7 +27,7 @@ SIZES = (
 )
 
 
-FORMATS = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp")}
+FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS}
 """The formats by name: what quantize_weight is called with."""
 
 

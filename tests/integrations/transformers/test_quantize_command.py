@@ -8,7 +8,8 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from test_quantizer import FORMATS, assert_same_model, checkpoint, quantised
+from specs.quantized_weight import FORMATS
+from test_quantizer import assert_same_model, checkpoint, quantised
 
 from pymoe.quantize import main
 

@@ -12,13 +12,13 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
+from specs.quantized_weight import FORMATS
 from test_models import EVERY_MODEL, models
 
 from pymoe.integrations.transformers import PymoeConfig
 from pymoe.nn import MoE, QuantizedLinear, quantize_experts
 
 pytestmark = pytest.mark.only_on("cpu")
-FORMATS = {"int8": (8, "int"), "int4": (4, "int"), "mxfp4": (4, "mxfp")}
 
 
 def checkpoint(name, folder, dtype=torch.float32, **options):
