@@ -346,7 +346,7 @@ def are_equal(
 
 
 def print_step_times(record: Mapping[str, Any]) -> None:
-    """Return the record of every run, and the total seconds."""
+    """Print how long a step takes in every run, and the seconds of all runs together."""
     width = max(map(len, record["runs"]))
     for name, run in record["runs"].items():
         print(f"{name:{width}}  a step takes {1e3 * run['median_step_seconds']:.0f} ms")

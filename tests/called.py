@@ -1,4 +1,4 @@
-"""Return what a call runs, in order: operators that reach the dispatcher, and Python functions."""
+"""Functions and a class that record what a call runs, in order: operators in the dispatcher, and Python functions."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

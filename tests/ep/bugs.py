@@ -112,7 +112,7 @@ class Wrapped(nn.Module):
 
 
 def router_in_a_wrapper(rank, world):
-    """Check that a layer gives the same bits after its router is put in a wrapper."""
+    """Return whether a layer gives the same bits after its router is put in a wrapper."""
     layer, x, _ = prepared(rank, case("float32"))
     y = layer(x)
     layer.router = Wrapped(layer.router)

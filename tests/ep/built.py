@@ -58,7 +58,7 @@ def largest(rank, world):
 
 
 def several(rank, world):
-    """Check that a model of two such layers, on half of the ranks, gets the gradients of one process in training."""
+    """Return whether a model of two such layers, on half of the ranks, gets the gradients of one process."""
     groups()
     if rank > 1:
         return True

@@ -59,7 +59,7 @@ def sent(rank, world, chunks):
 
 
 def second_derivative(rank, world, **way):
-    """Check that the gradient of a gradient equals the one in a single process."""
+    """Return the largest error of a gradient and its own gradient, and whether the latter is far enough from zero."""
     one = case("float64", options={"activation": "gelu"}, chunks=2)
     whole = one.layer()
     whole.router.row_invariant = whole.shared.row_invariant = True
@@ -216,14 +216,14 @@ def order_of_events(rank, world):
 
 
 def compiled(rank, world, **way):
-    """Check that a compiled model gives the same bits."""
+    """Return whether a compiled model gives the same bits."""
     layer, x, _ = prepared(rank, case(), **way)
     model = nn.Sequential(layer, nn.Tanh())
     return same_bits(torch.compile(model, backend="eager")(x), model(x))
 
 
 def copied(rank, world, **way):
-    """Check that a copy gives the same bits and has its own parameters."""
+    """Return whether a copy gives the same bits and has its own parameters."""
     layer, x, _ = prepared(rank, case(), **way)
     other = copy.deepcopy(layer)
     same = same_bits(layer(x), other(x))
@@ -233,7 +233,7 @@ def copied(rank, world, **way):
 
 
 def reset(rank, world):
-    """Check that a layer is initialized as in one process."""
+    """Return whether a layer is initialized as in one process."""
     one = case()
     layer, _, _ = prepared(rank, one)
     whole = one.layer()
@@ -265,7 +265,7 @@ def seen_from_outside(rank, world):
 
 
 def shared_between_layers(rank, world):
-    """Check that layers that share their experts still share them."""
+    """Return whether layers that share their experts still share them."""
     one = case()
     model = nn.Sequential(one.layer(), one.layer())
     model[1].experts = model[0].experts
@@ -279,7 +279,7 @@ def shared_between_layers(rank, world):
 
 
 def groups_side_by_side(rank, world):
-    """Check that two groups of two ranks each compute their own results."""
+    """Return whether two groups of two ranks each compute their own results."""
     pair = groups_of_pairs()[rank // 2]
     one = case(world=2, tokens=[7, 4])
     layer = ep.shard(one.layer(), pair)

@@ -230,7 +230,7 @@ def two_groups(rank, address, results):
 
 
 def leaves(rank, address, results):
-    """Return what is left of a group after it was destroyed: threads, open files, and records in the store."""
+    """Send what is left of a group after it was destroyed: threads, open files, and records in the store."""
     threading.excepthook = lambda args: results.send(("other", repr(args)))
     files = None
     for attempt in range(3):

@@ -125,7 +125,7 @@ def refused_by_all(rank, world, wrong):
 
 
 def saved_whole(rank, world):
-    """Check that torch.save and torch.load restore a model that has been called."""
+    """Return whether torch.save and torch.load restore a model that has been called."""
     model = ep.shard(layers(), dist.group.WORLD)
     x = torch.randn(3, 12, dtype=torch.float32)
     y = model["few"](x)

@@ -175,7 +175,7 @@ def shared(rank, world, tied):
 
 
 def copied(rank, world):
-    """Check that a copy keeps the placement and saves each expert at its original place."""
+    """Return whether a copy keeps the placement and saves each expert at its original place."""
     spread = ep.shard(model(), mesh_of(4))
     before = {name: full(value) for name, value in spread.state_dict().items()}
     ep.redistribute(spread, shuffled(E, 4))
@@ -261,7 +261,7 @@ def left_out(rank, world):
 
 
 def made_later(rank, world):
-    """Check that an optimizer made after a move writes the same files as one in a single process."""
+    """Return the states of an optimizer made after a move that differ from those of a single process."""
     whole, spread = model(), ep.shard(model(), mesh_of(4))
     ep.redistribute(spread, shuffled(E, 4))
     found = []

@@ -65,5 +65,5 @@ def full(tensor):
 
 
 def same_bits(a, b):
-    """Check that shape, dtype and values are equal; zeros of either sign are equal."""
+    """Return whether shape, dtype and values are equal; zeros of either sign are equal."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -61,7 +61,7 @@ def state_of(own, optimizer):
 
 
 def takes_part(rank, spread_over):
-    """Check that a rank has a share of the model."""
+    """Return whether a rank has a share of the model."""
     groups()
     where = str(spread_over).partition(" ")[0]
     return where == "2x2" or rank < max(1, int(where))
@@ -111,7 +111,7 @@ def load_whole_state_dict(rank, world, spread_over):
 
 
 def export(rank, world, spread_over):
-    """Check that the first rank gets the whole model's tensors and the other ranks none."""
+    """Return whether the first rank gets the whole model's tensors and the other ranks none."""
     if not takes_part(rank, spread_over):
         return True
     own, optimizer, _ = made(spread_over)

@@ -33,7 +33,7 @@ def error_of_sums(rank, world, dtype, top_k, chunks):
 
 
 def gradients_of_weights(rank, world):
-    """Check that gradients of experts and of the router's weights have the same bits as with one row per choice."""
+    """Return the names of the gradients whose bits differ from the gradients with one row per choice."""
     one = Case(4, TOKENS, "bfloat16", 8, 4, chunks=2)
     found = []
     for way in ({}, ONCE):
@@ -185,7 +185,7 @@ def overflow_adds_up(rank, world):
 
 
 def evaluated_first(rank, world):
-    """Check that a call in inference mode has the same bits as a training call made after it."""
+    """Return whether a call in inference mode has the bits of a training call after it, its overflow and its load."""
     layer, x, directions = prepared(rank, case(), transport="padded", room=300)
     with torch.inference_mode():
         y = layer(x)
