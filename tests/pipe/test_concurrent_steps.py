@@ -14,7 +14,7 @@ from limits import LONG
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import shared_layers
+from pymoe.pipe.execution import held_state, shared_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning"),
@@ -139,6 +139,33 @@ def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_wi
         assert is_refused == ("ran at the same time" in str(waiting.result(LONG)))
     assert is_refused == all(parameter.grad is None for parameter in trained.parameters())
     assert isinstance(evaluate(), torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ["Generator", "NumpyGenerator", "Buffer", "Array"])
+def test_a_state_that_was_put_back_is_noted_before_another_step_may_leave_it_there(kind, monkeypatch):
+    """Two recomputations that overlap may leave the state of the first forward behind, as it was when the steps began:
+    then nothing shows afterwards that it was ever another. Here another recomputation has put it back just before.
+    """
+    layer = KINDS[kind]().float()
+    barriers = [threading.Barrier(2) for _ in range(2)]
+    trained = Pipe(nn.Sequential(nn.Linear(4, 4), layer), 1, "always", balance=[2])
+    other = Pipe(nn.Sequential(*map(Meet, barriers), layer), 1, balance=[3])
+    enter = held_state.PutBack.__enter__
+
+    def enter_after_another(self):
+        enter(held_state.PutBack(self._held, self._seen))
+        enter(self)
+
+    monkeypatch.setattr(held_state.PutBack, "__enter__", enter_after_another)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(step, other)
+        barriers[0].wait(LONG)
+        try:
+            with pytest.raises(RuntimeError, match="ran at the same time"):
+                trained.step(torch.ones(6, 4), loss_fn=loss_fn)
+        finally:
+            barriers[1].wait(LONG)
+        assert "ran at the same time" in str(waiting.result(LONG))
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
