@@ -283,14 +283,16 @@ class QuantizedExperts(nn.Module):
 
 
 class Quantized(NamedTuple):
-    """The result of :func:`quantize_experts`."""
+    """The result of :func:`quantize_experts`, and of :func:`quantize_linears`."""
 
     layers: int
-    """Number of layers of experts that were quantised."""
+    """Number of layers, of experts or dense ones, that were quantised."""
     bytes_before: int
     """Bytes that their weights took before."""
     bytes_after: int
     """Bytes that their weights take now."""
+    kept: tuple[str, ...] = ()
+    """Names of every :class:`torch.nn.Linear` that :func:`quantize_linears` left as it was."""
 
     @property
     def ratio(self) -> float:
