@@ -1,6 +1,6 @@
 """Quantises the experts of a published checkpoint to 8 or 4 bits, in less memory than the checkpoint takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--max-shard-size SIZE]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--linear-bits 8|4] [--max-shard-size SIZE]
 
 FOLDER holds a model of transformers, as the Hugging Face hub has it. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
@@ -30,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8, help="of a weight (default: %(default)s)")
+    parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        convert(options.folder, options.out, options.bits, options.max_shard_size)
+        convert(options.folder, options.out, options.bits, options.max_shard_size, options.linear_bits)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"pymoe.quantize: {error}", file=sys.stderr)
         return 1
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> None:
+def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int, linear_bits: int | None = None) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
@@ -50,6 +51,7 @@ def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> No
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
+        linear_bits: 8 or 4, for dense layers, too; None leaves them as they are.
 
     Raises:
         ImportError: transformers is missing.
@@ -74,7 +76,7 @@ def convert(folder: Path, out: Path, bits: int, max_shard_size: str | int) -> No
         raise ValueError(f"expected a model of transformers, got the architecture {names[0]!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
-        quantization = PymoeConfig(bits)
+        quantization = PymoeConfig(bits, linear_bits=linear_bits)
         quantization.folder = Path(place)
         model = model_class.from_pretrained(folder, dtype="auto", quantization_config=quantization)
         made = Path(place) / "model"

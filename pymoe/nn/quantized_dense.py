@@ -168,7 +168,7 @@ _CHOOSE = re.compile(r"router|gate(\.|$)|indexer|compressor|mamba|norm|hyper_con
 Select = Callable[[str, nn.Linear], bool]
 
 
-def is_dense(name: str, linear: nn.Linear) -> bool:
+def is_dense(name: str, linear: nn.Linear | QuantizedDenseLinear) -> bool:
     """Return whether :func:`quantize_linears` rounds a layer by default.
 
     Args:
@@ -194,7 +194,9 @@ def linears_of(model: nn.Module, tied: Iterable[str] = (), select: Select = is_d
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and f"{name}.weight" not in tied and select(name, module)
+        if (type(module) is nn.Linear or (isinstance(module, nn.Linear) and parametrize.is_parametrized(module)))
+        and f"{name}.weight" not in tied
+        and select(name, module)
     }
 
 
