@@ -180,7 +180,7 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
         ({"bits": 5}, ValueError, "bits must be 8 or 4, got 5"),
         ({"bits": "4"}, TypeError, "bits must be an int"),
         ({"version": 2}, ValueError, "expected files of version 1, got version 2; install a pymoe that has it"),
-        ({"group": 32}, ValueError, r"expected bits and version, got \{'group': 32\}"),
+        ({"group": 32}, ValueError, r"expected bits, linear_bits and version, got \{'group': 32\}"),
         ({"quant_method": "awq"}, ValueError, "got 'awq'"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_configuration_that_does_not_fit_is_refused(packed):
     for entry, change, words in (
         ("bits", 8, r"expected .* \[8, 64, 40, .* got \[4, 64, 40"),
         ("version", 2, "files of version 1, got version 2"),
-        ("groups", 16, "expected bits and version, got"),
+        ("groups", 16, "expected bits, linear_bits and version, got"),
     ):
         changed = copy.deepcopy(config)
         changed["quantization_config"][entry] = change
