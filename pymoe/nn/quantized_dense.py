@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -182,22 +186,56 @@ def is_dense(name: str, linear: nn.Linear | QuantizedDenseLinear) -> bool:
     )
 
 
-def linears_of(model: nn.Module, tied: Iterable[str] = (), select: Select = is_dense) -> dict[str, nn.Linear]:
+def linears_of(
+    model: nn.Module, tied: Iterable[str] = (), select: Select = is_dense, packed: bool = False
+) -> dict[str, nn.Linear]:
     """Return the layers of a model that are rounded, by their paths.
 
     Args:
         model: any module.
         tied: names of parameters that share their weights with others, in addition to those that do already.
         select: as for :func:`quantize_linears`.
+        packed: return also those that are rounded already.
     """
     tied = {*tied, *_shared(model)}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if (type(module) is nn.Linear or (isinstance(module, nn.Linear) and parametrize.is_parametrized(module)))
-        and f"{name}.weight" not in tied
-        and select(name, module)
-    }
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        path, _, own = name.rpartition(".")
+        parent: Any = model.get_submodule(path)
+        if (
+            (_is_linear(module) or (packed and isinstance(module, QuantizedDenseLinear)))
+            and f"{name}.weight" not in tied
+            and select(name, module)
+            and not _reads_weight(type(parent), own)
+        ):
+            found[name] = module
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Linear of no class of its own, except for that of a parametrization."""
+    return isinstance(module, nn.Linear) and (type(module) is nn.Linear or parametrize.is_parametrized(module))
+
+
+@functools.cache
+def _reads_weight(kind: type, own: str) -> bool:
+    """Return whether a function of a class reads ``self.OWN.weight``, which a quantised layer has not.
+
+    Some models ask for its dtype, or multiply with it themselves.
+    """
+    functions = [
+        inspect.unwrap(function)
+        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, function in vars(base).items()
+        if inspect.isfunction(function) and name != "_init_weights"
+    ]
+    codes = [function.__code__ for function in functions]
+    for code in codes:  # those of functions inside are added
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+        names = [instruction.argval for instruction in dis.get_instructions(code)]
+        if (own, "weight") in itertools.pairwise(names):
+            return True
+    return False
 
 
 def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None = None) -> Quantized:
@@ -214,8 +252,9 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
     - the head, ``lm_head``.
 
     All others stay: routers and gates, indexers, state spaces, embeddings, norms, layers with fewer than 32 inputs or
-    outputs, subclasses of :class:`torch.nn.Linear`, and layers that share their weight with another module, such as a
-    head that is tied to the embedding. ``kept`` of the result names every :class:`torch.nn.Linear` that stayed.
+    outputs, subclasses of :class:`torch.nn.Linear`, layers that share their weight with another module, such as a head
+    that is tied to the embedding, and those whose parent reads their weight itself. ``kept`` of the result names every
+    :class:`torch.nn.Linear` that stayed.
 
     Layers are rounded one after another, and the weight of each is freed before the next one begins. A weight that is
     not finite is only found when its layer is reached: the earlier layers are then rounded, the others are not.
@@ -225,7 +264,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
             no gradients.
         bits: 8 or 4.
         select: takes the path of a layer and the layer, and returns whether to round it; in place of the rule above,
-            also for the names and sizes. Subclasses and shared weights stay nevertheless.
+            also for the names and sizes. Subclasses, shared weights and those that a parent reads stay nevertheless.
 
     Returns:
         The number of layers that were rounded, the bytes of their weights before and after, and the names of the

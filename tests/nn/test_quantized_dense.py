@@ -239,6 +239,40 @@ def test_small_layers_subclasses_and_shared_weights_stay():
         quantize_linears(model, 8, select=lambda name, _: name in ("v_proj", "lm_head"))
 
 
+@pytest.mark.parametrize("where", ["itself", "in a function inside", "behind a decorator", "in its base"])
+def test_a_layer_whose_weight_its_parent_reads_stays(where):
+    """Heads of several models cast their input to the dtype of their weight; the quantised one has none to ask."""
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = nn.Linear(64, 64)
+            self.o_proj = nn.Linear(64, 64)
+
+    class Itself(Plain):
+        def forward(self, x):
+            return self.lm_head(self.o_proj(x).to(self.lm_head.weight.dtype))
+
+    class Inside(Plain):
+        def forward(self, x):
+            return (lambda y: self.lm_head(y.to(self.lm_head.weight.dtype)))(self.o_proj(x))
+
+    class Decorated(Plain):
+        @torch.no_grad()
+        def forward(self, x):
+            return self.lm_head(self.o_proj(x).to(self.lm_head.weight.dtype))
+
+    class Derived(Itself):
+        pass
+
+    kinds = {"itself": Itself, "in a function inside": Inside, "behind a decorator": Decorated, "in its base": Derived}
+    model = kinds[where]().eval()
+    assert quantize_linears(model, 8).kept == ("lm_head",)
+    with torch.no_grad():
+        assert model(torch.randn(2, 64)).shape == (2, 64)
+    assert quantize_linears(Plain().eval(), 8).layers == 2
+
+
 def test_a_layer_in_two_places_is_rounded_once():
     model = Block()
     model.up_proj = model.q_proj

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.nn import QuantizedDenseLinear
-from pymoe.nn.quantized_dense import is_dense, linears_of
+from pymoe.nn.quantized_dense import linears_of
 
 ENDING = ".weight"
 """What the name of a packed weight has in addition to the path of its layer; stacked experts have nothing."""
@@ -21,10 +21,7 @@ ENDING = ".weight"
 
 def dense_layers(model: Any) -> set[str]:
     """Return the paths of the layers that ``from_pretrained`` packs, before or after it has done so."""
-    packed = {name for name, layer in quantized_layers(model) if is_dense(name, layer)}
-    return {*linears_of(model, interface.tied(model)), *packed} - {
-        name.removesuffix(ENDING) for name in interface.tied(model)
-    }
+    return set(linears_of(model, interface.tied(model), packed=True))
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedDenseLinear]]:
