@@ -201,12 +201,12 @@ def linears_of(
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         path, _, own = name.rpartition(".")
-        parent: Any = model.get_submodule(path)
+        kind: Any = type(model.get_submodule(path))
         if (
             (_is_linear(module) or (packed and isinstance(module, QuantizedDenseLinear)))
             and f"{name}.weight" not in tied
             and select(name, module)
-            and not _reads_weight(type(parent), own)
+            and not _reads_weight(kind, own)
         ):
             found[name] = module
     return found

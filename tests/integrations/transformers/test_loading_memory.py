@@ -102,7 +102,7 @@ def test_dense_layers_take_what_stays_too(tmp_path):
     assert after["packed"] == while_read["packed"]
     converted = run(CONVERT, tmp_path / "whole", tmp_path / "packed", 4, "--linear-bits", 8)
     assert converted["status"] == 0
-    assert converted["peak"] <= while_read["packed"] - SLACK, "packed weights are in files, but for one at a time"
+    assert converted["peak"] <= head // 2 + SLACK, "packed weights are in files, except for one at a time"
     again = run(LOAD, WAYS[2], tmp_path / "packed", 4)
     assert again["packed"] == while_read["packed"]
     assert again["peak"] <= SLACK, "the saved model is mapped"
