@@ -1,4 +1,4 @@
-"""Quantises the experts of a published checkpoint to 8 or 4 bits, in less memory than the checkpoint takes.
+"""Quantises the experts of a published checkpoint to 8 or 4 bits, and its dense layers, in less memory than it takes.
 
     python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--linear-bits 8|4] [--max-shard-size SIZE]
 
