@@ -244,8 +244,8 @@ def markdown(result: Record) -> str:
     about = (
         f"An OLMoE of {settings['layers']} layers with hidden size {settings['hidden']} and {settings['experts']} "
         f"experts of {settings['ffn']}, random weights, batch 1; medians of {settings['rounds']} rounds in turns, each "
-        f"the fastest of {TOKENS} tokens. The trained model has 4 layers with hidden size 256 and 16 experts of 128, after "
-        f"{settings['steps']} steps; its float32 weights are the reference."
+        f"the fastest of {TOKENS} tokens. The trained model has 4 layers with hidden size 256 and 16 experts of 128, "
+        f"after {settings['steps']} steps; its float32 weights are the reference."
     )
     return as_report([measured(result, about, f"{torch.get_num_threads()} torch threads")], sections(result))
 
