@@ -253,8 +253,9 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
 
     All others stay: routers and gates, indexers, state spaces, embeddings, norms, layers with fewer than 32 inputs or
     outputs, subclasses of :class:`torch.nn.Linear`, layers that share their weight with another module, such as a head
-    that is tied to the embedding, and those whose parent reads their weight itself. ``kept`` of the result names every
-    :class:`torch.nn.Linear` that stayed.
+    that is tied to the embedding, and those whose parent reads their weight itself. The shared experts of a
+    :class:`MoE` are no such layers and stay, too. ``kept`` of the result names every :class:`torch.nn.Linear` that
+    stayed.
 
     Layers are rounded one after another, and the weight of each is freed before the next one begins. A weight that is
     not finite is only found when its layer is reached: the earlier layers are then rounded, the others are not.
@@ -309,7 +310,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
                 places.setdefault(id(child), []).append((parent, own))
     layers, before, after = len(found), 0, 0
     while found:
-        _, linear = found.popitem()
+        linear = found.pop(next(iter(found)))
         replacement = QuantizedDenseLinear.from_linear(linear, bits)
         for parent, own in places[id(linear)]:
             setattr(parent, own, replacement)

@@ -314,8 +314,9 @@ def quantize_experts(model: nn.Module, bits: int = 8) -> Quantized:
     Every :class:`Experts` becomes a :class:`QuantizedExperts`. With :mod:`pymoe.integrations.transformers` imported,
     the experts of a model of transformers that runs with ``experts_implementation="pymoe"`` keep their module, in which
     a :class:`QuantizedLinear` takes the place of each stacked weight. Routers, shared experts, biases and all other
-    layers stay as they are; :func:`quantize_linears` rounds dense ones. The errors are those of :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with
-    8 bits and 7 % with 4, for normally distributed weights.
+    layers stay as they are; :func:`quantize_linears` rounds dense ones. The errors are those of
+    :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with 8 bits and 7 % with 4, for normally distributed
+    weights.
 
     If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
     it is removed. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of

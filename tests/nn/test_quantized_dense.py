@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -376,10 +377,26 @@ def test_other_arguments_are_refused():
 def test_a_weight_that_is_not_finite_is_refused():
     model = Block().eval()
     with torch.no_grad():
-        model.q_proj.weight[3, 2] = float("inf")
+        model.down_proj.weight[3, 2] = float("inf")
     with pytest.raises(ValueError, match="must be finite"):
         quantize_linears(model, 8)
-    assert type(model.q_proj) is nn.Linear
+    assert type(model.q_proj) is QuantizedDenseLinear, "the one before it"
+    assert type(model.down_proj) is nn.Linear
+
+
+def test_a_weight_is_freed_before_the_next_layer_is_rounded(monkeypatch):
+    model = Block().eval()
+    weights = [weakref.ref(model.q_proj.weight), weakref.ref(model.down_proj.weight)]
+    alive = []
+    from_linear = QuantizedDenseLinear.from_linear
+
+    def watched(*arguments):
+        alive.append([weight() is not None for weight in weights])
+        return from_linear(*arguments)
+
+    monkeypatch.setattr(QuantizedDenseLinear, "from_linear", watched)
+    quantize_linears(model, 8)
+    assert alive == [[True, True], [False, True]]
 
 
 def test_a_model_on_the_meta_device_takes_a_state():
