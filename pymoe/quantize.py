@@ -1,6 +1,6 @@
-"""Quantises the experts of a published checkpoint to 8 or 4 bits, in less memory than the checkpoint takes.
+"""Quantises the experts of a published checkpoint to 8 or 4 bits, and its dense layers, in less memory than it takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp] [--max-shard-size SIZE]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp] [--linear-bits 8|4] [--max-shard-size SIZE]
 
 FOLDER holds a model of transformers, as the Hugging Face hub has it. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
@@ -33,10 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--format", choices=("int", "mxfp"), default="int", help="of codes; mxfp has 4 bits (default: %(default)s)"
     )
+    parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        convert(options.folder, options.out, options.bits, options.max_shard_size, options.format)
+        convert(
+            *(options.folder, options.out, options.bits, options.max_shard_size),
+            format=options.format,
+            linear_bits=options.linear_bits,
+        )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"pymoe.quantize: {error}", file=sys.stderr)
         return 1
@@ -46,7 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(
-    folder: Path, out: Path, bits: int, max_shard_size: str | int, format: Literal["int", "mxfp"] = "int"
+    folder: Path,
+    out: Path,
+    bits: int,
+    max_shard_size: str | int,
+    format: Literal["int", "mxfp"] = "int",
+    linear_bits: int | None = None,
 ) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
@@ -56,6 +66,7 @@ def convert(
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
         format: "int" or "mxfp"; the latter needs 4 bits.
+        linear_bits: 8 or 4, for dense layers, too; None leaves them as they are.
 
     Raises:
         ImportError: transformers is missing.
@@ -80,7 +91,7 @@ def convert(
         raise ValueError(f"expected a model of transformers, got the architecture {names[0]!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
-        quantization = PymoeConfig(bits, format)
+        quantization = PymoeConfig(bits, format, linear_bits=linear_bits)
         quantization.folder = Path(place)
         model = model_class.from_pretrained(folder, dtype="auto", quantization_config=quantization)
         made = Path(place) / "model"

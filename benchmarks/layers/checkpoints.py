@@ -120,7 +120,7 @@ def anonymous() -> int:
     return int(found[1]) << 10
 
 
-def load(way: str, folder: Path, bits: int) -> tuple[Any, dict[str, float]]:
+def load(way: str, folder: Path, bits: int, linear_bits: int | None = None) -> tuple[Any, dict[str, float]]:
     """Load a model by one of :data:`WAYS` and have it compute one token.
 
     Returns:
@@ -130,15 +130,21 @@ def load(way: str, folder: Path, bits: int) -> tuple[Any, dict[str, float]]:
     from transformers import AutoModelForCausalLM
 
     from pymoe.integrations.transformers import PymoeConfig
-    from pymoe.nn import quantize_experts
+    from pymoe.nn import quantize_experts, quantize_linears
 
     start = time.perf_counter()
     with AnonymousMemory() as memory:
         if way == "whole, then quantised":
             model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="pymoe")
             quantize_experts(model, bits)
+            if linear_bits is not None:
+                quantize_linears(model, linear_bits)
         else:
-            config = {} if way == "saved in few bits" else {"quantization_config": PymoeConfig(bits)}
+            config = (
+                {}
+                if way == "saved in few bits"
+                else {"quantization_config": PymoeConfig(bits, linear_bits=linear_bits)}
+            )
             model = AutoModelForCausalLM.from_pretrained(folder, **config)
         loaded = time.perf_counter()
         stays = memory.stays

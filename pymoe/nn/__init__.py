@@ -7,6 +7,7 @@ from pymoe.nn.apply_experts import apply_experts
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
+from pymoe.nn.quantized_dense import QuantizedDenseLinear, quantize_linears
 from pymoe.nn.quantized_experts import Quantized, QuantizedExperts, QuantizedLinear, quantize_experts
 from pymoe.nn.quantized_files import load_quantized, save_quantized
 from pymoe.nn.router import Router, update_expert_biases
@@ -15,6 +16,7 @@ __all__ = [
     "Experts",
     "MoE",
     "Quantized",
+    "QuantizedDenseLinear",
     "QuantizedExperts",
     "QuantizedLinear",
     "Router",
@@ -24,6 +26,7 @@ __all__ = [
     "inject_loss",
     "load_quantized",
     "quantize_experts",
+    "quantize_linears",
     "save_quantized",
     "set_aux_loss_scale",
     "update_expert_biases",

@@ -316,14 +316,16 @@ class QuantizedExperts(nn.Module):
 
 
 class Quantized(NamedTuple):
-    """The result of :func:`quantize_experts`."""
+    """The result of :func:`quantize_experts`, and of :func:`quantize_linears`."""
 
     layers: int
-    """Number of layers of experts that were quantised."""
+    """Number of layers, of experts or dense ones, that were quantised."""
     bytes_before: int
     """Bytes that their weights took before."""
     bytes_after: int
     """Bytes that their weights take now."""
+    kept: tuple[str, ...] = ()
+    """Names of every :class:`torch.nn.Linear` that :func:`quantize_linears` left as it was."""
 
     @property
     def ratio(self) -> float:
@@ -345,8 +347,9 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
     Every :class:`Experts` becomes a :class:`QuantizedExperts`. With :mod:`pymoe.integrations.transformers` imported,
     the experts of a model of transformers that runs with ``experts_implementation="pymoe"`` keep their module, in which
     a :class:`QuantizedLinear` takes the place of each stacked weight. Routers, shared experts, biases and all other
-    layers stay as they are. The errors are those of :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with
-    8 bits and 7 % with 4 (11.5 % with the format "mxfp"), for normally distributed weights.
+    layers stay as they are; :func:`quantize_linears` rounds dense ones. The errors are those of
+    :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with 8 bits and 7 % with 4 (11.5 % with the format
+    "mxfp"), for normally distributed weights.
 
     If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
     it is removed. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of

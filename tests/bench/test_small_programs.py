@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import model_memory
+from benchmarks import dense_layers, model_memory
 
 ROOT = Path(__file__).parents[2]
 OPERATORS = ("gate_topk", "dispatch", "grouped_linear", "expert_activation", "combine", "router_losses")
@@ -66,3 +66,17 @@ def test_every_way_to_load_is_measured(tmp_path):
     assert [one["way"] for one in found["ways"]] == list(model_memory.ORDER)
     assert all(one["load"] > 0 and one["packed"] > 0 for one in found["ways"])
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.slow
+def test_every_way_to_hold_dense_layers_is_measured(tmp_path):
+    sizes = ["--layers", "1", "--hidden", "128", "--ffn", "64", "--experts", "8", "--vocabulary", "256"]
+    found = run("dense_layers", tmp_path, *sizes, "--rounds", "2", "--steps", "5")
+    assert list(found["time"]) == list(dense_layers.DENSE)
+    assert all(one["median"] > 0 for one in found["time"].values())
+    packed, half, whole = sorted(one["bytes"] for one in found["time"].values())
+    assert packed < 0.7 * half < 0.4 * whole
+    errors = {one["way"]: one.get("error", 0.0) for one in found["accuracy"]}
+    assert len(errors) == 2 + 2 * len(dense_layers.DENSE)
+    assert errors["float32"] == 0 < errors["experts in 8 bits, dense layers 8 bits"]
+    assert errors["experts in 8 bits, dense layers 8 bits"] < errors["experts in 8 bits, dense layers 4 bits"]

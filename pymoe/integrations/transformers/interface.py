@@ -205,6 +205,12 @@ def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
     model._weight_conversions = kept + as_named
 
 
+def tied(model: Any) -> set[str]:
+    """Return the names of the parameters that a model shares between modules, such as those of a tied head."""
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {*pairs, *pairs.values()}
+
+
 def mark_quantized(model: Any, quantizer: Any) -> None:
     """Give a model the quantizer that ``from_pretrained`` would have given it."""
     model.hf_quantizer = quantizer

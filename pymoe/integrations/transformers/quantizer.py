@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pymoe._common.contracts import check_format
+from pymoe._common.contracts import check_bits, check_format
 from pymoe._common.types import WeightFormat
-from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers import interface, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.nn import QuantizedLinear, quantize_experts
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -61,17 +61,20 @@ class PymoeConfig(QuantizationConfigMixin):
         bits: 8 or 4; 4 for ``"mxfp"``.
         format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier versions do
             not have it: theirs is ``"int"``.
+        linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
+            :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
+            A head that is tied to the embedding stays in every case.
         version: version of the files; there is only one.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
     Raises:
-        TypeError: ``bits`` is not an int, or ``format`` is not a str.
-        ValueError: ``bits`` and ``format`` are not as above; the version is unknown, as in files of a later pymoe; or
-            an option is unknown.
+        TypeError: ``bits`` or ``linear_bits`` is not an int, or ``format`` is not a str.
+        ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version is unknown, as in files of a
+            later pymoe; or an option is unknown.
 
-    ``from_pretrained`` raises :class:`ValueError` if tensors of experts are missing or have other sizes or bits than
-    the configuration says, a weight is not finite, a file is cut short, or the model has no experts that pymoe
-    quantises, runs another implementation of experts, or is offloaded.
+    ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
+    or bits than the configuration says, a weight is not finite, a file is cut short, or the model has no experts that
+    pymoe quantises, runs another implementation of experts, or is offloaded.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class PymoeConfig(QuantizationConfigMixin):
         bits: int = 8,
         format: WeightFormat = "int",
         *,
+        linear_bits: int | None = None,
         version: int = FORMAT,
         quant_method: str = interface.NAME,
         **other: Any,
@@ -88,10 +92,15 @@ class PymoeConfig(QuantizationConfigMixin):
                 f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}; install a pymoe that has it"
             )
         if other or quant_method != interface.NAME:
-            raise ValueError(f"PymoeConfig: expected bits, format and version, got {other or quant_method!r}")
+            raise ValueError(
+                f"PymoeConfig: expected bits, format, linear_bits and version, got {other or quant_method!r}"
+            )
         check_format("PymoeConfig", bits, format)
+        if linear_bits is not None:
+            check_bits("PymoeConfig", "linear_bits", linear_bits)
         self.bits = bits
         self.format = format
+        self.linear_bits = linear_bits
         self.version = version
         self.quant_method = quant_method
         self.folder: Path | None = None
@@ -99,7 +108,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
-        return {"quant_method": self.quant_method, "bits": self.bits, "format": self.format, "version": self.version}
+        dense = {} if self.linear_bits is None else {"linear_bits": self.linear_bits}
+        experts = {"bits": self.bits, "format": self.format}
+        return {"quant_method": self.quant_method, **experts, **dense, "version": self.version}
 
 
 class PymoeQuantizer(HfQuantizer):
@@ -115,6 +126,10 @@ class PymoeQuantizer(HfQuantizer):
         super().__init__(quantization_config, **named)
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
+        self.dense: set[str] = set()
+        """Paths of those of them that are dense layers."""
+        self.missing: set[str] = set()
+        """Names of the tensors that the model lacks; transformers' own set."""
         self.packed: set[str] = set()
         """Names of the weights that have been packed."""
         self.faults: dict[str, str] = {}
@@ -144,11 +159,21 @@ class PymoeQuantizer(HfQuantizer):
             raise ValueError(
                 f"from_pretrained: expected a model with experts that pymoe quantises, got {type(model).__name__}"
             )
+        linear_bits = self.quantization_config.linear_bits
+        if linear_bits is not None:
+            self.dense = quantized_dense.dense_layers(model)
+            if not self.dense:
+                raise ValueError(
+                    f"from_pretrained: expected a model with dense layers for linear_bits, got {type(model).__name__}"
+                )
+        self.weights |= {name + quantized_dense.ENDING for name in self.dense}
         if self.pre_quantized:
             config = self.quantization_config
             quantize_experts(model, config.bits, config.format)  # on the meta device
+            if linear_bits is not None:
+                quantize_linears(model, linear_bits, select=lambda name, _: name in self.dense)
             for name in self.weights:
-                layer = model.get_submodule(name)
+                layer = model.get_submodule(name.removesuffix(quantized_dense.ENDING))
                 interface.mark_initialized(layer)
                 # transformers expects every key of the state to be a tensor of a module, and sizes are not.
                 self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
@@ -167,12 +192,15 @@ class PymoeQuantizer(HfQuantizer):
             interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
             for name in WEIGHTS
         ]
-        return take + weight_conversions
+        dense = [interface.converter(*one, Take(self)) for one in quantized_dense.sources(model, self.dense)]
+        return take + dense + weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
         for name in sorted(self.weights - self.packed - self.faults.keys()):
+            self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
+        for name in sorted(self.missing & {f"{name}.bias" for name in self.dense}):
             self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
         if self.faults:
             first, *others = self.faults.values()
@@ -186,6 +214,7 @@ class PymoeQuantizer(HfQuantizer):
         for name, _ in _quantised(model):
             state[name] = state.pop(f"{name}.packed")
         endings = [f".{name}{ending}" for name in WEIGHTS for ending in ("", ".sizes")]
+        endings += quantized_dense.name_as_in_files(model, state)
         interface.save_as_named(model, endings, AsNamed())
         return state, {}
 
@@ -221,6 +250,7 @@ class Pack(_Known):
                 found[name] = weight
                 continue
             missing_keys.discard(name)
+            self.hf_quantizer.missing = missing_keys
             weight = weight[0] if isinstance(weight, list) else weight
             try:
                 packed = self._packed(model, name, weight)
@@ -228,7 +258,7 @@ class Pack(_Known):
                 self.hf_quantizer.faults[name] = f"expected weights that can be packed, got {name!r}: {error}"
                 continue
             self.hf_quantizer.packed.add(name)
-            found[f"{name}.packed"] = packed
+            found[f"{name.removesuffix(quantized_dense.ENDING)}.packed"] = packed
         return found
 
     def _packed(self, model: Any, name: str, weight: Tensor) -> Tensor:
@@ -237,14 +267,17 @@ class Pack(_Known):
         expected = tuple(getattr(experts, own).shape)
         if tuple(weight.shape) != expected:
             raise ValueError(f"expected the shape {expected}, got {tuple(weight.shape)}")
-        if interface.flags(experts).transposed:
-            weight = weight.transpose(1, 2)
         config = self.hf_quantizer.quantization_config
-        layer = QuantizedLinear.from_weight(weight, config.bits, format=config.format).eval()
+        if path in self.hf_quantizer.dense:
+            layer: QuantizedLinear = quantized_dense.packed_in_place(model, path, weight, config.linear_bits)
+        else:
+            if interface.flags(experts).transposed:
+                weight = weight.transpose(1, 2)
+            layer = QuantizedLinear.from_weight(weight, config.bits, format=config.format).eval()
+            delattr(experts, own)
+            setattr(experts, own, layer)
         if config.folder is not None:
             layer.packed = _in_file(layer.packed, config.folder)
-        delattr(experts, own)
-        setattr(experts, own, layer)
         interface.mark_initialized(layer)
         return layer.packed
 
@@ -263,9 +296,11 @@ class Take(_Known):
         **_: Any,
     ) -> dict[str, Tensor]:
         """Return the packed bytes by their name in the model, or nothing if they do not fit this model."""
-        name = full_layer_name.removesuffix(".packed")
+        path = full_layer_name.removesuffix(".packed")
+        name = path + quantized_dense.ENDING if path in self.hf_quantizer.dense else path
         missing_keys.discard(full_layer_name)
-        layer = model.get_submodule(name)
+        self.hf_quantizer.missing = missing_keys
+        layer = model.get_submodule(path)
         packed, sizes = (input_dict[pattern][0] if pattern in input_dict else None for pattern in source_patterns)
         expected = [*layer.sizes.tolist(), *layer.packed.shape]
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
@@ -310,11 +345,16 @@ def prepare_to_save(model: nn.Module) -> None:
             their formats or numbers of bits differ, or another method quantised the model.
     """
     layers = dict(_quantised(model))
+    linear_bits = quantized_dense.bits_to_save(model)
     quantizer = interface.quantizer_of(model)
-    if not layers and not isinstance(quantizer, PymoeQuantizer):
+    if not layers and linear_bits is None and not isinstance(quantizer, PymoeQuantizer):
         return
     place = "save_pretrained: expected a model"
-    others = [n for n, one in model.named_modules() if isinstance(one, QuantizedLinear) and n not in layers]
+    others = [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, QuantizedLinear) and not isinstance(one, QuantizedDenseLinear) and name not in layers
+    ]
     if others:
         raise ValueError(f"{place} with quantised weights in experts of transformers alone, got {others[0]!r}")
     whole = [f"{n}.{weight}" for n, one in model.named_modules() for weight in _unquantised(one)]
@@ -324,14 +364,19 @@ def prepare_to_save(model: nn.Module) -> None:
             f"model, or save model.state_dict()"
         )
     formats = sorted({(layer.bits, layer.format) for layer in layers.values()})
+    if not formats:
+        raise ValueError(
+            f"{place} whose experts are quantised if its dense layers are, got no such experts; save model.state_dict()"
+        )
     if len(formats) > 1:
         raise ValueError(
             f"{place} whose experts all have one format and as many bits, got {formats}; save model.state_dict()"
         )
-    if quantizer is None:
-        interface.mark_quantized(model, PymoeQuantizer(PymoeConfig(*formats[0]), pre_quantized=True))
-    elif not isinstance(quantizer, PymoeQuantizer):
+    if quantizer is not None and not isinstance(quantizer, PymoeQuantizer):
         raise ValueError(f"{place} quantised by pymoe alone, got one of {type(quantizer).__name__}, too")
+    if quantizer is None or quantizer.quantization_config.linear_bits != linear_bits:
+        config = PymoeConfig(*formats[0], linear_bits=linear_bits)
+        interface.mark_quantized(model, PymoeQuantizer(config, pre_quantized=True))
 
 
 def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:

@@ -186,7 +186,7 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
         ({"bits": 4, "format": None}, TypeError, "format must be a str, got NoneType"),
         ({"bits": "4"}, TypeError, "bits must be an int"),
         ({"version": 2}, ValueError, "expected files of version 1, got version 2; install a pymoe that has it"),
-        ({"group": 32}, ValueError, r"expected bits, format and version, got \{'group': 32\}"),
+        ({"group": 32}, ValueError, r"expected bits, format, linear_bits and version, got \{'group': 32\}"),
         ({"quant_method": "awq"}, ValueError, "got 'awq'"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_configuration_that_does_not_fit_is_refused(packed):
         ("format", "mxfp", r"expected .* \[14, 64, 40, .* got \[4, 64, 40"),
         ("format", "fp8", "PymoeConfig: format must be 'int' or 'mxfp', got 'fp8'"),
         ("version", 2, "files of version 1, got version 2"),
-        ("groups", 16, "expected bits, format and version, got"),
+        ("groups", 16, "expected bits, format, linear_bits and version, got"),
     ):
         changed = copy.deepcopy(config)
         changed["quantization_config"][entry] = change

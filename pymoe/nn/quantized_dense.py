@@ -1,0 +1,367 @@
+"""Dense linear layers with weights in 8 or 4 bits, and quantize_linears, which rounds those of a model in place."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pymoe._common.contracts import check_bits
+from pymoe._common.types import QuantizedWeight
+from pymoe.nn.options import Backend, check_flag, check_model, operators
+from pymoe.nn.plain_calls import attached_to, is_of_its_source
+from pymoe.nn.quantized_experts import Quantized, QuantizedLinear
+
+_NO_WEIGHT = (
+    "QuantizedDenseLinear: it has no tensor called 'weight', as its weights are packed; call the layer, or "
+    "dequantize its quantized_weight with pymoe.ops.dequantize_weight"
+)
+
+
+class QuantizedDenseLinear(QuantizedLinear):
+    """A linear layer with weights in 8 or 4 bits, for inference: it is called as a :class:`torch.nn.Linear`.
+
+    It is a :class:`QuantizedLinear` of one expert, to which all rows belong, so its products are those of
+    :func:`pymoe.ops.quantized_linear`: a row of the result has the same bits on every processor, for any number of
+    threads, and alone or among many. It has no parameters and no backward: inputs that require a gradient are refused
+    while gradients are recorded. A new layer computes its bias, which is zero, until it gets its bytes.
+
+    Args:
+        in_features: H.
+        out_features: N.
+        bias: add ``bias``.
+        bits: 8 or 4.
+        backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
+        device: device of the buffers.
+        dtype: dtype of the bias.
+
+    ``state_dict`` keys: ``packed`` and ``sizes``, as for :class:`QuantizedLinear`, and ``bias`` if ``bias``.
+
+    Attributes:
+        packed: (1, ceil(N / 64), bytes) uint8.
+        bias: (N,), or ``None``; a buffer.
+        quantized_weight: the weights, (1, N, H), as :mod:`pymoe.ops` takes them. There is no ``weight``: reading it
+            raises :class:`AttributeError`, which says so.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: an argument is out of range.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bits: int = 8,
+        backend: Backend = "native",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, 1, bits=bits, backend=backend, device=device)
+        check_flag("QuantizedDenseLinear", "bias", bias)
+        self.register_buffer("bias", torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, bits: int, backend: Backend = "native") -> QuantizedDenseLinear:
+        """Return a layer with the weights of ``linear`` rounded to ``bits``, and with its bias."""
+        return cls.from_weight(linear.weight.detach(), bits, backend, linear.bias).train(linear.training)
+
+    @classmethod
+    def from_weight(
+        cls, weight: Tensor, bits: int, backend: Backend = "native", bias: Tensor | None = None
+    ) -> QuantizedDenseLinear:
+        """Return a layer with ``weight``, (N, H) of any floating dtype and strides, rounded to ``bits``.
+
+        Args:
+            weight: the weights.
+            bits: 8 or 4.
+            backend: as for the class.
+            bias: (N,), which the layer keeps without a copy; or None.
+        """
+        outputs, inputs = weight.shape
+        layer = cls(inputs, outputs, bias is not None, bits=bits, backend=backend, device="meta")
+        layer.packed = operators(backend).quantize_weight(weight[None], bits).packed
+        if bias is not None:
+            layer.bias = bias.detach()
+        return layer
+
+    @property
+    def in_features(self) -> int:
+        """H, under the name that :class:`torch.nn.Linear` has for it."""
+        return self.input_features
+
+    @property
+    def out_features(self) -> int:
+        """N, under the name that :class:`torch.nn.Linear` has for it."""
+        return self.output_features
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        """The weights, (1, N, H), as :mod:`pymoe.ops` takes them."""
+        return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features)
+
+    @property
+    def weight(self) -> NoReturn:  # type: ignore[override]
+        """Refuse: no tensor holds the weights. As an AttributeError, so that ``hasattr`` says that there is none."""
+        raise AttributeError(_NO_WEIGHT)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":  # Python comes here after the error of the property, which would lose its words
+            raise AttributeError(_NO_WEIGHT)
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Apply the layer to the last dimension of ``x``.
+
+        Args:
+            x: (..., H) float32, bfloat16 or float16.
+
+        Returns:
+            (..., N), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
+
+        Raises:
+            TypeError: ``x`` has another dtype.
+            ValueError: the last dimension is not H, the device is another, or ``x`` requires a gradient while
+                gradients are recorded.
+        """
+        dims = x.dim()
+        rows = x.flatten(0, -2) if dims > 2 else x[None] if dims == 1 else x
+        packed, bias = self._buffers["packed"], self._buffers["bias"]  # twice as fast as attributes
+        weight = QuantizedWeight(packed, self.bits, self.output_features, self.input_features)  # type: ignore[arg-type]
+        if bias is not None:
+            bias = bias.to(rows.dtype)[None]
+        offsets = torch.tensor((0, rows.shape[0] if dims else 0), dtype=torch.int32, device=rows.device)
+        y: Tensor = operators(self.backend).quantized_linear(rows, weight, offsets, bias)
+        return y if dims == 2 else y.view(*x.shape[:-1], self.output_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"bits={self.bits}"
+        )
+
+
+# quantize_linears.
+
+SMALLEST = 32
+"""Fewest inputs and outputs of a layer that is rounded by default: smaller ones hold few bytes."""
+
+_NAMES = re.compile(
+    r"(^|\.)("
+    r"[qkvo]_proj|qkv_proj|kv_proj|(q|kv)_b_proj|q_a_proj|kv_a_proj_with_mqa|o_b_proj|"  # attention
+    r"\w*attn\.(out_proj|in_proj_(qkvz?|z))|"  # attention, and linear attention
+    r"(gate|up|gate_up|down)_proj|(input|output)_linear|fc[12]|w[123]|"  # dense networks and shared experts
+    r"lm_head)$"
+)
+_CHOOSE = re.compile(r"router|gate(\.|$)|indexer|compressor|mamba|norm|hyper_connection")
+"""Part of the paths of modules whose linear layers stay: they choose experts or tokens, or are no dense layers."""
+
+Select = Callable[[str, nn.Linear], bool]
+
+
+def is_dense(name: str, linear: nn.Linear | QuantizedDenseLinear) -> bool:
+    """Return whether :func:`quantize_linears` rounds a layer by default.
+
+    Args:
+        name: path of the layer in its model.
+        linear: the layer.
+    """
+    return (
+        bool(_NAMES.search(name))
+        and not _CHOOSE.search(name.rpartition(".")[0])
+        and min(linear.in_features, linear.out_features) >= SMALLEST
+    )
+
+
+def linears_of(
+    model: nn.Module, tied: Iterable[str] = (), select: Select = is_dense, packed: bool = False
+) -> dict[str, nn.Linear]:
+    """Return the layers of a model that are rounded, by their paths.
+
+    Args:
+        model: any module.
+        tied: names of parameters that share their weights with others, in addition to those that do already.
+        select: as for :func:`quantize_linears`.
+        packed: return also those that are rounded already.
+    """
+    tied = {*tied, *_shared(model)}
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        path, _, own = name.rpartition(".")
+        kind: Any = type(model.get_submodule(path))
+        if (
+            (_is_linear(module) or (packed and isinstance(module, QuantizedDenseLinear)))
+            and f"{name}.weight" not in tied
+            and select(name, module)
+            and not _reads_weight(kind, own)
+        ):
+            found[name] = module
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Linear of no class of its own, except for that of a parametrization."""
+    return isinstance(module, nn.Linear) and (type(module) is nn.Linear or parametrize.is_parametrized(module))
+
+
+@functools.cache
+def _reads_weight(kind: type, own: str) -> bool:
+    """Return whether a function of a class reads ``self.OWN.weight``, which a quantised layer has not.
+
+    Some models ask for its dtype, or multiply with it themselves.
+    """
+    functions = [
+        inspect.unwrap(function)
+        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, function in vars(base).items()
+        if inspect.isfunction(function) and name != "_init_weights"
+    ]
+    codes = [function.__code__ for function in functions]
+    for code in codes:  # those of functions inside are added
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+        names = [instruction.argval for instruction in dis.get_instructions(code)]
+        if (own, "weight") in itertools.pairwise(names):
+            return True
+    return False
+
+
+def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None = None) -> Quantized:
+    """Round the weights of the dense linear layers in a model to 8 or 4 bits, in place, for inference.
+
+    Each becomes a :class:`QuantizedDenseLinear` and keeps its bias. :func:`quantize_experts` does so for experts. By
+    default, these layers are rounded, by the names that models of transformers give them:
+
+    - attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``qkv_proj``, those of multi-head latent attention
+      (``q_a_proj``, ``q_b_proj``, ``kv_a_proj_with_mqa``, ``kv_b_proj``, ``kv_proj``, ``o_b_proj``), ``out_proj`` in a
+      module whose name ends with ``attn``, and there ``in_proj_qkv``, ``in_proj_qkvz`` and ``in_proj_z``;
+    - shared experts and dense networks: ``gate_proj``, ``up_proj``, ``gate_up_proj``, ``down_proj``,
+      ``input_linear``, ``output_linear``, ``fc1``, ``fc2``, ``w1``, ``w2``, ``w3``;
+    - the head, ``lm_head``.
+
+    All others stay: routers and gates, indexers, state spaces, embeddings, norms, layers with fewer than 32 inputs or
+    outputs, subclasses of :class:`torch.nn.Linear`, layers that share their weight with another module, such as a head
+    that is tied to the embedding, and those whose parent reads their weight itself. The shared experts of a
+    :class:`MoE` are no such layers and stay, too. ``kept`` of the result names every :class:`torch.nn.Linear` that
+    stayed.
+
+    Layers are rounded one after another, and the weight of each is freed before the next one begins. A weight that is
+    not finite is only found when its layer is reached: the earlier layers are then rounded, the others are not.
+
+    Args:
+        model: any module, but not itself a :class:`torch.nn.Linear`. It is in evaluation mode, or the layers require
+            no gradients.
+        bits: 8 or 4.
+        select: takes the path of a layer and the layer, and returns whether to round it; in place of the rule above,
+            also for the names and sizes. Subclasses, shared weights and those that a parent reads stay nevertheless.
+
+    Returns:
+        The number of layers that were rounded, the bytes of their weights before and after, and the names of the
+        others.
+
+    Raises:
+        TypeError: ``model`` is not a module, ``bits`` is not an int, ``select`` cannot be called, or a weight is
+            float64.
+        ValueError: ``bits`` is neither 8 nor 4; there are no such layers; or one of them is in training mode and
+            requires gradients, has hooks, a ``forward`` of its own or a parametrization, is wrapped by an adapter of
+            PEFT or by ``torch.compile``, is offloaded or spread over ranks, or has a weight that is not finite.
+    """
+    place = "quantize_linears"
+    check_model(place, model)
+    check_bits(place, "bits", bits)
+    if select is not None and not callable(select):
+        raise TypeError(f"{place}: select must be None or a function, got {type(select).__name__}")
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            f"{place}: model must hold its layers in a module, got a {type(model).__name__} itself; use "
+            f"QuantizedDenseLinear.from_linear"
+        )
+    for name, module in _wrapped(model):
+        if (select or is_dense)(name, module):
+            raise ValueError(
+                f"{place}: model must have layers that nothing wraps, got {name!r} inside another module, which reads "
+                f"its weight; merge an adapter first (merge_and_unload() in PEFT), and compile after this"
+            )
+    found = linears_of(model, select=select or is_dense)
+    if not found:
+        raise ValueError(
+            f"{place}: model must hold dense linear layers that are not quantised yet and have names of transformers, "
+            f"got none; select chooses others"
+        )
+    for name, linear in found.items():
+        _check_linear(name, linear)
+    chosen = {id(linear) for linear in found.values()}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():  # a layer may have several places
+        for own, child in parent._modules.items():
+            if child is not None and id(child) in chosen:
+                places.setdefault(id(child), []).append((parent, own))
+    layers, before, after = len(found), 0, 0
+    while found:
+        linear = found.pop(next(iter(found)))
+        replacement = QuantizedDenseLinear.from_linear(linear, bits)
+        for parent, own in places[id(linear)]:
+            setattr(parent, own, replacement)
+        before += linear.weight.nbytes
+        after += replacement.packed.nbytes
+        del linear
+    kept = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return Quantized(layers, before, after, kept)
+
+
+def _wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the layers that a module of PEFT or of torch.compile wraps, under the names that they had without it."""
+    for name, module in model.named_modules():
+        path, _, own = name.rpartition(".")
+        if own in ("base_layer", "_orig_mod") and isinstance(module, nn.Linear):
+            yield path, module
+
+
+def _shared(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters of linear layers that other modules have, too."""
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{own}"
+                if id(parameter) in first:
+                    yield from (first[id(parameter)], name)
+                first.setdefault(id(parameter), name)
+
+
+def _check_linear(name: str, linear: nn.Linear) -> None:
+    place = "quantize_linears: model must"
+    if parametrize.is_parametrized(linear):
+        raise ValueError(f"{place} have layers without parametrizations, got {name!r} with one; remove it first")
+    plain = all(is_of_its_source(nn.Linear, own) for own in ("forward", "__call__", "_call_impl"))
+    lost = attached_to(linear) or ("" if plain else "a forward of its own")
+    if not lost and linear._compiled_call_impl is not None:
+        lost = "a compiled call"
+    if lost:
+        raise ValueError(
+            f"{place} have layers that nothing is attached to, as others take their place, got {name!r} with {lost}; "
+            f"remove it first, load the model without offloading, and compile after this"
+        )
+    if hasattr(linear.weight, "full_tensor"):  # a DTensor; its class would be slow to import
+        raise ValueError(
+            f"{place} have whole weights, got {name!r} with weights that are spread over ranks, as fully_shard leaves "
+            f"them; quantise first"
+        )
+    if linear.weight.dtype == torch.float64:
+        raise TypeError(f"{place} have weights in float32, bfloat16 or float16, got float64 in {name!r}")
+    if linear.training and linear.weight.requires_grad:
+        raise ValueError(
+            f"{place} be in evaluation mode, got {name!r} in training mode with a weight that requires a gradient, "
+            f"which a quantised one has not; call model.eval() first"
+        )

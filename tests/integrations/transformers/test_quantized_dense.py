@@ -1,0 +1,314 @@
+"""linear_bits: dense layers are packed while a checkpoint is read, saved, and read again, with the same bits."""
+
+import copy
+import json
+import re
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+from specs.comparison import assert_same_bits
+from test_models import EVERY_MODEL, models
+from test_quantizer import assert_same_model, checkpoint, edited, everything, logits
+from torch import nn
+
+from pymoe import ops
+from pymoe.integrations.transformers import PymoeConfig
+from pymoe.nn import QuantizedDenseLinear, quantize_experts, quantize_linears
+from pymoe.quantize import main
+
+pytestmark = pytest.mark.only_on("cpu")
+
+ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+SHARED = {f"{name}_proj" for name in ("gate", "up", "down")}
+NETWORK = {f"mlp.{name}" for name in SHARED}
+LATENT = {"self_attn.kv_a_proj_with_mqa", "self_attn.o_proj"}  # others have 16 inputs or outputs
+CHANGED = {
+    "deepseek_v3": [LATENT | NETWORK, LATENT | {f"mlp.shared_experts.{name}" for name in SHARED}],
+    "gpt_oss": [ATTENTION] * 2,
+    "granitemoe": [ATTENTION] * 2,
+    "mixtral": [ATTENTION] * 2,
+    "olmoe": [ATTENTION] * 2,
+    "qwen2_moe": [ATTENTION | {f"mlp.shared_expert.{name}" for name in SHARED}] * 2,
+    "qwen3_moe": [ATTENTION] * 2,
+}
+"""The layers that are packed, by model and number of the layer that holds them; lm_head is packed in all."""
+
+
+def quantised(cls, folder, bits, linear_bits, **options):
+    """Return the whole model, whose experts and dense layers are then quantised."""
+    model = cls.from_pretrained(folder, experts_implementation="pymoe", **options)
+    quantize_experts(model, bits)
+    quantize_linears(model, linear_bits)
+    return model
+
+
+def changed(model):
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedDenseLinear)}
+
+
+@pytest.mark.parametrize("linear_bits", [8, 4])
+@pytest.mark.parametrize("name", models(EVERY_MODEL))
+def test_a_checkpoint_is_read_in_few_bits_and_comes_back(name, linear_bits, tmp_path):
+    cls = checkpoint(name, tmp_path / "whole")
+    expected = quantised(cls, tmp_path / "whole", 4, linear_bits)
+    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4, linear_bits=linear_bits))
+    assert changed(expected)
+    assert changed(read) == changed(expected)
+    assert_same_model(read, expected)
+    read.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    again = cls.from_pretrained(tmp_path / "packed")
+    assert_same_model(again, expected)
+    again.save_pretrained(tmp_path / "twice")
+    assert_same_model(cls.from_pretrained(tmp_path / "twice"), expected)
+    expected.save_pretrained(tmp_path / "in memory")
+    assert_same_model(cls.from_pretrained(tmp_path / "in memory"), expected)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_exactly_these_layers_are_packed(name):
+    model = tiny_models.build(name)
+    before = {path: type(module) for path, module in model.named_modules()}
+    report = quantize_linears(model, 8)
+    expected = {f"model.layers.{i}.{own}" for i, layer in enumerate(CHANGED[name]) for own in layer} | {"lm_head"}
+    assert changed(model) == expected
+    assert report.layers == len(expected)
+    after = {path: type(module) for path, module in model.named_modules()}
+    assert after == before | dict.fromkeys(expected, QuantizedDenseLinear)
+    assert set(report.kept) == {path for path, kind in before.items() if issubclass(kind, nn.Linear)} - expected
+
+
+@pytest.mark.parametrize("name", models(EVERY_MODEL))
+def test_what_chooses_experts_or_tokens_stays(name):
+    model = tiny_models.build(name)
+    quantize_linears(model, 8)
+    words = re.compile(r"router|gate$|\.gate\.|indexer|mamba|embed|norm")
+    assert not [path for path in changed(model) if words.search(path)]
+    assert all(
+        min(layer.in_features, layer.out_features) >= 32
+        for layer in model.modules()
+        if isinstance(layer, QuantizedDenseLinear)
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_model_computes_with_its_rounded_weights(name, bits):
+    model = tiny_models.build(name)
+    rounded = copy.deepcopy(model)
+    quantize_linears(model, bits)
+    for path in changed(model):
+        linear = rounded.get_submodule(path)
+        linear.weight.copy_(ops.dequantize_weight(ops.quantize_weight(linear.weight[None], bits))[0])
+    expected = logits(rounded)
+    assert float((logits(model) - expected).norm() / expected.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_the_dtype_of_the_model_may_be_another_than_the_files(saved, dtype, tmp_path):
+    cls = checkpoint("gpt_oss", tmp_path / "whole", saved)  # attention with biases
+    config = PymoeConfig(4, linear_bits=8)
+    read = cls.from_pretrained(tmp_path / "whole", dtype=dtype, quantization_config=config)
+    assert read.model.layers[0].self_attn.q_proj.bias.dtype == dtype
+    expected = quantised(cls, tmp_path / "whole", 4, 8, dtype=dtype)
+    assert_same_model(read, expected)
+    read.save_pretrained(tmp_path / "packed")
+    assert_same_model(cls.from_pretrained(tmp_path / "packed"), expected)
+
+
+def test_a_tied_head_stays_and_is_still_tied(tmp_path):
+    model = tiny_models.build("mixtral")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "whole")
+    cls = type(model)
+    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4, linear_bits=8))
+    expected = quantised(cls, tmp_path / "whole", 4, 8)
+    for one in (read, expected):
+        assert type(one.lm_head) is nn.Linear
+        assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert_same_model(read, expected)
+    for number, one in enumerate((read, expected)):
+        one.save_pretrained(tmp_path / str(number))
+        again = cls.from_pretrained(tmp_path / str(number))
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        assert_same_model(again, expected)
+    model.set_experts_implementation("pymoe")
+    assert "lm_head" in quantize_linears(model, 8).kept
+
+
+def test_a_base_model_and_one_with_a_head_read_each_others_files(tmp_path):
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4, linear_bits=8))
+    read.save_pretrained(tmp_path / "packed")
+    base = type(read.model).from_pretrained(tmp_path / "packed")
+    assert_same_model(base, read.model)
+    read.model.save_pretrained(tmp_path / "base")
+    assert_same_model(type(base).from_pretrained(tmp_path / "base"), read.model)
+    with pytest.raises(ValueError, match=r"expected the checkpoint to have 'lm_head.weight', got none$"):
+        cls.from_pretrained(tmp_path / "base")
+
+
+def test_files_hold_weights_under_their_names_and_the_configuration(tmp_path):
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4, linear_bits=8))
+    read.save_pretrained(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "linear_bits": 8, "version": 1}
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    for name in changed(read):
+        assert tensors[f"{name}.weight"].dtype == torch.uint8
+        layer = read.get_submodule(name)
+        assert tensors[f"{name}.weight.sizes"].tolist() == [8, layer.out_features, layer.in_features]
+    assert not any("packed" in name for name in tensors)
+    assert tensors["model.layers.0.block_sparse_moe.gate.weight"].dtype == torch.float32
+
+
+def test_a_configuration_without_linear_bits_is_as_ever(tmp_path):
+    assert PymoeConfig(4).to_dict() == {"quant_method": "pymoe", "bits": 4, "version": 1}
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4))
+    assert not changed(read)
+    read.save_pretrained(tmp_path / "experts alone")
+    again = cls.from_pretrained(tmp_path / "experts alone")
+    assert not changed(again)
+    quantize_linears(again, 8)  # afterwards, in memory
+    again.save_pretrained(tmp_path / "both")
+    assert_same_model(cls.from_pretrained(tmp_path / "both"), again)
+    assert_same_model(again, quantised(cls, tmp_path / "whole", 4, 8))
+
+
+@pytest.mark.parametrize(("value", "error"), [(5, ValueError), ("4", TypeError)])
+def test_other_bits_are_refused(value, error):
+    with pytest.raises(error, match="PymoeConfig: linear_bits must be"):
+        PymoeConfig(4, linear_bits=value)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+EDITS = {
+    "a missing weight": (lambda t: [t.pop(Q), t.pop(f"{Q}.sizes")], f"to have '{Q}', got none"),
+    "missing bytes": (lambda t: t.pop(Q), rf"'{Q}' with bits.*, got \[8, 64, 64\]$"),
+    "missing sizes": (lambda t: t.pop(f"{Q}.sizes"), rf"'{Q}' with bits.*, got \[1, 1, "),
+    "other sizes": (lambda t: t.update({f"{Q}.sizes": torch.tensor([8, 64, 63])}), r"got \[8, 64, 63, 1, 1, "),
+    "another dtype": (lambda t: t.update({Q: t[Q].float()}), Q),
+    "no bias": (lambda t: t.pop(Q.replace("weight", "bias")), f"to have '{Q.replace('weight', 'bias')}', got none"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_packed_file_that_does_not_fit_is_refused(edit, tmp_path):
+    cls = checkpoint("gpt_oss", tmp_path / "whole")
+    config = PymoeConfig(4, linear_bits=8)
+    cls.from_pretrained(tmp_path / "whole", quantization_config=config).save_pretrained(tmp_path / "packed")
+    change, words = EDITS[edit]
+    wrong = edited(tmp_path / "packed", tmp_path / "edited", change)
+    with pytest.raises(ValueError, match=f"^from_pretrained: expected .*{words}"):
+        cls.from_pretrained(wrong)
+
+
+def test_a_configuration_with_other_bits_than_the_files_is_refused(tmp_path):
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    config = PymoeConfig(4, linear_bits=8)
+    cls.from_pretrained(tmp_path / "whole", quantization_config=config).save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "config.json"
+    written = json.loads(file.read_text())
+    written["quantization_config"]["linear_bits"] = 4
+    file.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"expected .* \[4, 128, 64.* got \[8, 128, 64"):
+        cls.from_pretrained(tmp_path / "packed")
+    del written["quantization_config"]["linear_bits"]
+    file.write_text(json.dumps(written))
+    with pytest.raises((ValueError, RuntimeError)):
+        cls.from_pretrained(tmp_path / "packed")
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    model = tiny_models.build("gpt_oss")
+    model.save_pretrained(tmp_path)
+    bias = Q.replace("weight", "bias")
+    edits = {
+        f"to have '{Q}', got none": lambda t: t.pop(Q),
+        f"to have '{bias}', got none": lambda t: t.pop(bias),
+        rf"packed, got '{Q}': expected the shape \(64, 64\), got \(63, ": lambda t: t.update({Q: t[Q][1:]}),
+        rf"packed, got '{Q}': .*must be finite": lambda t: t[Q][3, 2].fill_(float("nan")),
+    }
+    for number, (words, edit) in enumerate(edits.items()):
+        wrong = edited(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{number}"), edit)
+        with pytest.raises(ValueError, match=f"^from_pretrained: expected .*{words}"):
+            type(model).from_pretrained(wrong, quantization_config=PymoeConfig(8, linear_bits=8))
+
+
+def refuse_some(model):
+    quantize_experts(model, 8)
+    quantize_linears(model.model.layers[1], 8)
+    return "dense layers are all quantised or all not, got 'lm_head'"
+
+
+def refuse_two_kinds(model):
+    quantize_experts(model, 8)
+    quantize_linears(model.model, 8)
+    quantize_linears(model, 4)
+    return r"dense layers all have as many bits, got \[4, 8\]"
+
+
+def refuse_others(model):
+    quantize_experts(model, 8)
+    quantize_linears(model, 8)
+    model.extra = nn.Sequential(nn.Linear(64, 64)).eval()
+    quantize_linears(model, 8, select=lambda *_: True)
+    return "chooses by default, got 'extra.0', too"
+
+
+def refuse_without_experts(model):
+    quantize_linears(model, 8)
+    return "experts are all quantised or all not"
+
+
+@pytest.mark.parametrize("prepare", [refuse_some, refuse_two_kinds, refuse_others, refuse_without_experts])
+def test_what_files_cannot_say_is_not_saved(prepare, tmp_path):
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
+    words = prepare(model)
+    with pytest.raises(ValueError, match=f"save_pretrained: expected a model .*{words}"):
+        model.save_pretrained(tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_it_generates_and_has_no_gradients(tmp_path):
+    cls = checkpoint("mixtral", tmp_path)
+    read = cls.from_pretrained(tmp_path, quantization_config=PymoeConfig(8, linear_bits=8))
+    expected = quantised(cls, tmp_path, 8, 8)
+    ids = tiny_models.tokens()
+    tokens = [
+        copy.deepcopy(m).generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (read, expected)
+    ]
+    assert torch.equal(*tokens)
+    with pytest.raises(ValueError, match="no backward, but x requires a gradient"):
+        read(ids)
+
+
+def test_a_state_dict_comes_back(tmp_path):
+    cls = checkpoint("gpt_oss", tmp_path / "whole")
+    model = quantised(cls, tmp_path / "whole", 8, 4)
+    save_file({name: one.contiguous() for name, one in model.state_dict().items()}, tmp_path / "state")
+    other = tiny_models.build("gpt_oss")
+    other.set_experts_implementation("pymoe")
+    quantize_experts(other, 8)
+    quantize_linears(other, 4)
+    for tensor in everything(other).values():
+        tensor.data.zero_()
+    other.load_state_dict(load_file(tmp_path / "state"))
+    other.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # its buffers are in no state
+    assert_same_bits(logits(other), logits(model), "logits")
+
+
+@pytest.mark.parametrize("linear_bits", [8, 4])
+def test_the_command_packs_dense_layers(linear_bits, tmp_path, capfd):
+    cls = checkpoint("qwen2_moe", tmp_path / "whole", torch.bfloat16)
+    arguments = [str(tmp_path / "whole"), str(tmp_path / "packed"), "--bits", "4", "--linear-bits", str(linear_bits)]
+    assert main([*arguments, "--max-shard-size", "50KB"]) == 0
+    capfd.readouterr()
+    assert_same_model(cls.from_pretrained(tmp_path / "packed"), quantised(cls, tmp_path / "whole", 4, linear_bits))
