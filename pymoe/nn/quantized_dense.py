@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pymoe._common.contracts import check_bits
-from pymoe._common.types import QuantizedWeight
+from pymoe._common.contracts import check_format, check_quantized
+from pymoe._common.types import QuantizedWeight, WeightFormat
 from pymoe.nn.options import Backend, check_flag, check_model, operators
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
-from pymoe.nn.quantized_experts import Quantized, QuantizedLinear
+from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr
 
 _NO_WEIGHT = (
     "QuantizedDenseLinear: it has no tensor called 'weight', as its weights are packed; call the layer, or "
@@ -39,6 +39,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         out_features: N.
         bias: add ``bias``.
         bits: 8 or 4.
+        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the buffers.
         dtype: dtype of the bias.
@@ -65,22 +66,32 @@ class QuantizedDenseLinear(QuantizedLinear):
         bias: bool = True,
         *,
         bits: int = 8,
+        format: WeightFormat = "int",
         backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, 1, bits=bits, backend=backend, device=device)
+        super().__init__(in_features, out_features, 1, bits=bits, format=format, backend=backend, device=device)
         check_flag("QuantizedDenseLinear", "bias", bias)
         self.register_buffer("bias", torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, bits: int, backend: Backend = "native") -> QuantizedDenseLinear:
+    def from_linear(
+        cls, linear: nn.Linear, bits: int, backend: Backend = "native", format: WeightFormat = "int"
+    ) -> QuantizedDenseLinear:
         """Return a layer with the weights of ``linear`` rounded to ``bits``, and with its bias."""
-        return cls.from_weight(linear.weight.detach(), bits, backend, linear.bias).train(linear.training)
+        layer = cls.from_weight(linear.weight.detach(), bits, backend, format, bias=linear.bias)
+        return layer.train(linear.training)
 
     @classmethod
     def from_weight(
-        cls, weight: Tensor, bits: int, backend: Backend = "native", bias: Tensor | None = None
+        cls,
+        weight: Tensor,
+        bits: int,
+        backend: Backend = "native",
+        format: WeightFormat = "int",
+        *,
+        bias: Tensor | None = None,
     ) -> QuantizedDenseLinear:
         """Return a layer with ``weight``, (N, H) of any floating dtype and strides, rounded to ``bits``.
 
@@ -88,11 +99,26 @@ class QuantizedDenseLinear(QuantizedLinear):
             weight: the weights.
             bits: 8 or 4.
             backend: as for the class.
+            format: as for the class.
             bias: (N,), which the layer keeps without a copy; or None.
         """
-        outputs, inputs = weight.shape
-        layer = cls(inputs, outputs, bias is not None, bits=bits, backend=backend, device="meta")
-        layer.packed = operators(backend).quantize_weight(weight[None], bits).packed
+        return cls.from_quantized(operators(backend).quantize_weight(weight[None], bits, format), backend, bias=bias)
+
+    @classmethod
+    def from_quantized(
+        cls, weight: QuantizedWeight, backend: Backend = "native", *, bias: Tensor | None = None
+    ) -> QuantizedDenseLinear:
+        """Return a layer with ``weight``, (1, N, H), and with ``bias``, as for :meth:`from_weight`."""
+        check_quantized("QuantizedDenseLinear.from_quantized", "weight", weight)
+        packed, bits, outputs, inputs, format = QuantizedWeight(*weight)
+        if packed.shape[0] != 1:
+            raise ValueError(
+                f"QuantizedDenseLinear.from_quantized: weight must be of one expert, got {packed.shape[0]} of them"
+            )
+        if bias is not None and tuple(bias.shape) != (outputs,):
+            raise ValueError(f"QuantizedDenseLinear.from_quantized: bias must be ({outputs},), got {tuple(bias.shape)}")
+        layer = cls(inputs, outputs, bias is not None, bits=bits, format=format, backend=backend, device="meta")
+        layer.packed = packed
         if bias is not None:
             layer.bias = bias.detach()
         return layer
@@ -106,11 +132,6 @@ class QuantizedDenseLinear(QuantizedLinear):
     def out_features(self) -> int:
         """N, under the name that :class:`torch.nn.Linear` has for it."""
         return self.output_features
-
-    @property
-    def quantized_weight(self) -> QuantizedWeight:
-        """The weights, (1, N, H), as :mod:`pymoe.ops` takes them."""
-        return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features)
 
     @property
     def weight(self) -> NoReturn:  # type: ignore[override]
@@ -139,7 +160,8 @@ class QuantizedDenseLinear(QuantizedLinear):
         dims = x.dim()
         rows = x.flatten(0, -2) if dims > 2 else x[None] if dims == 1 else x
         packed, bias = self._buffers["packed"], self._buffers["bias"]  # twice as fast as attributes
-        weight = QuantizedWeight(packed, self.bits, self.output_features, self.input_features)  # type: ignore[arg-type]
+        sizes = self.output_features, self.input_features
+        weight = QuantizedWeight(packed, self.bits, *sizes, self.format)  # type: ignore[arg-type]
         if bias is not None:
             bias = bias.to(rows.dtype)[None]
         offsets = torch.tensor((0, rows.shape[0] if dims else 0), dtype=torch.int32, device=rows.device)
@@ -149,7 +171,7 @@ class QuantizedDenseLinear(QuantizedLinear):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={self.bits}"
+            f"{format_repr(self)}"
         )
 
 
@@ -279,7 +301,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
     """
     place = "quantize_linears"
     check_model(place, model)
-    check_bits(place, "bits", bits)
+    check_format(place, bits, "int")
     if select is not None and not callable(select):
         raise TypeError(f"{place}: select must be None or a function, got {type(select).__name__}")
     if isinstance(model, nn.Linear):

@@ -16,7 +16,6 @@ from pymoe._common.types import (
     QuantizedWeight,
     WeightFormat,
     is_gated,
-    number_of,
     packed_shape,
 )
 from pymoe.nn.experts import Experts
@@ -109,6 +108,9 @@ class QuantizedLinear(nn.Module):
         """The weights, as :mod:`pymoe.ops` takes them."""
         return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features, self.format)
 
+    quantized_weight = weight
+    """``weight`` under a name that subclasses keep which have no ``weight``."""
+
     def forward(self, rows_SH: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply to every row the linear layer of its expert.
 
@@ -128,7 +130,9 @@ class QuantizedLinear(nn.Module):
     @property
     def sizes(self) -> Tensor:
         """(3,) int64 on the CPU: bits (14 for "mxfp"), N and H, which a state dict holds next to the bytes."""
-        return torch.tensor([number_of(self.weight), self.output_features, self.input_features], device="cpu")
+        return torch.tensor(
+            [number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu"
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -172,11 +176,12 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"input_features={self.input_features}, output_features={self.output_features}, "
-            f"num_experts={self.num_experts}, {_format_repr(self)}"
+            f"num_experts={self.num_experts}, {format_repr(self)}"
         )
 
 
-def _format_repr(layer: QuantizedLinear | QuantizedExperts) -> str:
+def format_repr(layer: QuantizedLinear | QuantizedExperts) -> str:
+    """Return the bits of a layer's weights, and their format unless it is "int", for ``extra_repr``."""
     return f"bits={layer.bits}" + ("" if layer.format == "int" else f", format={layer.format!r}")
 
 
@@ -308,7 +313,7 @@ class QuantizedExperts(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}, num_experts={self.num_experts}, "
-            f"{_format_repr(self)}, activation={self.activation!r}, bias={self.b_in is not None}"
+            f"{format_repr(self)}, activation={self.activation!r}, bias={self.b_in is not None}"
         )
 
 

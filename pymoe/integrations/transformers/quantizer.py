@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pymoe._common.contracts import check_bits, check_format
+from pymoe._common.contracts import check_format
 from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import interface, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
@@ -97,7 +97,7 @@ class PymoeConfig(QuantizationConfigMixin):
             )
         check_format("PymoeConfig", bits, format)
         if linear_bits is not None:
-            check_bits("PymoeConfig", "linear_bits", linear_bits)
+            check_format("PymoeConfig", linear_bits, "int", "linear_")
         self.bits = bits
         self.format = format
         self.linear_bits = linear_bits
