@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING
@@ -460,6 +462,13 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, 
             f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "
             f"gradient; call it under torch.no_grad()"
         )
+    if not is_compiling() and forward_ad._current_level >= 0:
+        operands = (x,) if bias is None else (x, bias)
+        if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
+            raise NotImplementedError(
+                f"{name}: quantised weights have no forward-mode derivative (jvp, jacfwd, hessian, forward_ad); "
+                f"dequantize them with pymoe.ops.dequantize_weight to differentiate"
+            )
 
 
 def check_logits(name: str, logits: Tensor) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pymoe._common.contracts import check_format, check_quantized
+from pymoe._common.contracts import QUANTIZED_FLOATING, check_format, check_quantized
+from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import QuantizedWeight, WeightFormat
 from pymoe.nn.options import Backend, check_flag, check_model, operators
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
@@ -32,7 +33,8 @@ class QuantizedDenseLinear(QuantizedLinear):
     It is a :class:`QuantizedLinear` of one expert, to which all rows belong, so its products are those of
     :func:`pymoe.ops.quantized_linear`: a row of the result has the same bits on every processor, for any number of
     threads, and alone or among many. It has no parameters and no backward: inputs that require a gradient are refused
-    while gradients are recorded. A new layer computes its bias, which is zero, until it gets its bytes.
+    while gradients are recorded. A new layer
+    computes zeros until it gets its weights.
 
     Args:
         in_features: H.
@@ -93,7 +95,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         *,
         bias: Tensor | None = None,
     ) -> QuantizedDenseLinear:
-        """Return a layer with ``weight``, (N, H) of any floating dtype and strides, rounded to ``bits``.
+        """Return a layer with ``weight``, (N, H) of any strides and a dtype of :func:`pymoe.ops.quantize_weight`.
 
         Args:
             weight: the weights.
@@ -163,8 +165,13 @@ class QuantizedDenseLinear(QuantizedLinear):
         sizes = self.output_features, self.input_features
         weight = QuantizedWeight(packed, self.bits, *sizes, self.format)  # type: ignore[arg-type]
         if bias is not None:
+            (rows,) = cast_operands(rows)  # type: ignore[assignment]
             bias = bias.to(rows.dtype)[None]
-        offsets = torch.tensor((0, rows.shape[0] if dims else 0), dtype=torch.int32, device=rows.device)
+        count = rows.shape[0] if dims else 0
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]  # a constant would hold the example's number of rows
+            offsets = torch.arange(2, dtype=torch.int32, device=rows.device) * count
+        else:
+            offsets = torch.tensor((0, count), dtype=torch.int32, device=rows.device)
         y: Tensor = operators(self.backend).quantized_linear(rows, weight, offsets, bias)
         return y if dims == 2 else y.view(*x.shape[:-1], self.output_features)
 
@@ -187,8 +194,8 @@ _NAMES = re.compile(
     r"(gate|up|gate_up|down)_proj|(input|output)_linear|fc[12]|w[123]|"  # dense networks and shared experts
     r"lm_head)$"
 )
-_CHOOSE = re.compile(r"router|gate(\.|$)|indexer|compressor|mamba|norm|hyper_connection")
-"""Part of the paths of modules whose linear layers stay: they choose experts or tokens, or are no dense layers."""
+_CHOOSE = re.compile(r"router|gate(\.|$)|indexer|compressor")
+"""Part of the paths of modules whose linear layers stay, because they choose experts or tokens."""
 
 Select = Callable[[str, nn.Linear], bool]
 
@@ -210,7 +217,7 @@ def is_dense(name: str, linear: nn.Linear | QuantizedDenseLinear) -> bool:
 def linears_of(
     model: nn.Module, tied: Iterable[str] = (), select: Select = is_dense, packed: bool = False
 ) -> dict[str, nn.Linear]:
-    """Return the layers of a model that are rounded, by their paths.
+    """Return the layers of a model that would be rounded, by their paths.
 
     Args:
         model: any module.
@@ -240,17 +247,18 @@ def _is_linear(module: nn.Module) -> bool:
 
 @functools.cache
 def _reads_weight(kind: type, own: str) -> bool:
-    """Return whether a function of a class reads ``self.OWN.weight``, which a quantised layer has not.
+    """Return whether a method or property of a class reads ``self.OWN.weight``, which a quantised layer lacks.
 
-    Some models ask for its dtype, or multiply with it themselves.
+    Some models ask for its dtype, or multiply with it themselves. Reads by another name, such as a local variable's,
+    are not seen; they raise the AttributeError of :class:`QuantizedDenseLinear`.
     """
-    functions = [
-        inspect.unwrap(function)
+    members = [
+        member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
-        for name, function in vars(base).items()
-        if inspect.isfunction(function) and name != "_init_weights"
+        for name, member in vars(base).items()
+        if name != "_init_weights"
     ]
-    codes = [function.__code__ for function in functions]
+    codes = [inspect.unwrap(member).__code__ for member in members if inspect.isfunction(member)]
     for code in codes:  # those of functions inside are added
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
         names = [instruction.argval for instruction in dis.get_instructions(code)]
@@ -274,9 +282,9 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
 
     All others stay: routers and gates, indexers, state spaces, embeddings, norms, layers with fewer than 32 inputs or
     outputs, subclasses of :class:`torch.nn.Linear`, layers that share their weight with another module, such as a head
-    that is tied to the embedding, and those whose parent reads their weight itself. The shared experts of a
-    :class:`MoE` are no such layers and stay, too. ``kept`` of the result names every :class:`torch.nn.Linear` that
-    stayed.
+    that is tied to the embedding, and those whose parent reads ``self.NAME.weight`` itself. The shared experts of a
+    :class:`MoE` stay because they are not linear layers of torch. Towers for images and sounds are treated by the same
+    names. ``kept`` of the result names every :class:`torch.nn.Linear` that stayed.
 
     Layers are rounded one after another, and the weight of each is freed before the next one begins. A weight that is
     not finite is only found when its layer is reached: the earlier layers are then rounded, the others are not.
@@ -293,8 +301,8 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
         others.
 
     Raises:
-        TypeError: ``model`` is not a module, ``bits`` is not an int, ``select`` cannot be called, or a weight is
-            float64.
+        TypeError: ``model`` is not a module, ``bits`` is not an int, ``select`` cannot be called, or a weight is not
+            float32, bfloat16 or float16.
         ValueError: ``bits`` is neither 8 nor 4; there are no such layers; or one of them is in training mode and
             requires gradients, has hooks, a ``forward`` of its own or a parametrization, is wrapped by an adapter of
             PEFT or by ``torch.compile``, is offloaded or spread over ranks, or has a weight that is not finite.
@@ -351,15 +359,18 @@ def _wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _shared(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the parameters of linear layers that other modules have, too."""
-    first: dict[int, str] = {}
+    """Yield the names of parameters whose memory begins where that of another parameter or of a buffer begins."""
+    first: dict[Any, str] = {}
     for path, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{path}.{own}"
-                if id(parameter) in first:
-                    yield from (first[id(parameter)], name)
-                first.setdefault(id(parameter), name)
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            name = f"{path}.{own}"
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" and tensor.numel() > 0
+            place = (tensor.device, tensor.data_ptr()) if plain else id(tensor)
+            if place in first:
+                yield from (first[place], name)
+            first.setdefault(place, name)
 
 
 def _check_linear(name: str, linear: nn.Linear) -> None:
@@ -375,15 +386,16 @@ def _check_linear(name: str, linear: nn.Linear) -> None:
             f"{place} have layers that nothing is attached to, as others take their place, got {name!r} with {lost}; "
             f"remove it first, load the model without offloading, and compile after this"
         )
-    if hasattr(linear.weight, "full_tensor"):  # a DTensor; its class would be slow to import
+    whole = tuple(linear.weight.shape) == (linear.out_features, linear.in_features)  # not so inside FSDP
+    if not whole or hasattr(linear.weight, "full_tensor"):  # a DTensor; its class would be slow to import
         raise ValueError(
             f"{place} have whole weights, got {name!r} with weights that are spread over ranks, as fully_shard leaves "
             f"them; quantise first"
         )
-    if linear.weight.dtype == torch.float64:
-        raise TypeError(f"{place} have weights in float32, bfloat16 or float16, got float64 in {name!r}")
-    if linear.training and linear.weight.requires_grad:
+    if linear.weight.dtype not in QUANTIZED_FLOATING:
+        raise TypeError(f"{place} have weights in float32, bfloat16 or float16, got {linear.weight.dtype} in {name!r}")
+    if linear.training and any(parameter.requires_grad for parameter in linear.parameters()):
         raise ValueError(
-            f"{place} be in evaluation mode, got {name!r} in training mode with a weight that requires a gradient, "
-            f"which a quantised one has not; call model.eval() first"
+            f"{place} be in evaluation mode, got {name!r} in training mode with a parameter that requires a gradient, "
+            f"which a quantised layer cannot give; call model.eval() first"
         )

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import check_format, check_quantized
+from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import (
     FORMATS,
     ActivationKind,
     QuantizedWeight,
     WeightFormat,
     is_gated,
+    number_of,
     packed_shape,
 )
 from pymoe.nn.experts import Experts
@@ -123,16 +125,15 @@ class QuantizedLinear(nn.Module):
             (S, N), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``).
         """
         if bias is not None:
-            bias = bias.to(rows_SH.dtype)
+            (rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]
+            bias = bias.to(rows_SH.dtype)  # once, into autocast's dtype if there is one
         rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.weight, offsets, bias)
         return rows
 
     @property
     def sizes(self) -> Tensor:
         """(3,) int64 on the CPU: bits (14 for "mxfp"), N and H, which a state dict holds next to the bytes."""
-        return torch.tensor(
-            [number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu"
-        )
+        return torch.tensor([number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -6,6 +6,7 @@ PRODUCTS = "csrc/kernels/quantized_linear_cpu_body.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
+DENSE = "tests/nn/test_quantized_dense.py"
 LAYERS = "tests/nn/test_quantized_experts.py"
 
 FAULTS = [
@@ -89,8 +90,8 @@ FAULTS = [
     Fault(
         "a layer loads the state of another format",
         "pymoe/nn/quantized_experts.py",
-        "torch.tensor([number_of(self.weight),",
-        "torch.tensor([self.bits,",
+        "number = number_of(self.quantized_weight)",
+        "number = self.bits",
         (LAYERS, "-k", "another_format"),
     ),
     Fault(
@@ -110,9 +111,51 @@ FAULTS = [
     Fault(
         "a model's configuration does not say its format",
         "pymoe/integrations/transformers/quantizer.py",
-        '"format": self.format, ',
-        "",
+        ', "format": self.format}',
+        "}",
         ("tests/integrations/transformers/test_quantizer.py", "-k", "comes_back and mxfp4"),
+    ),
+    Fault(
+        "a traced dense layer computes as many rows as its example had",
+        "pymoe/nn/quantized_dense.py",
+        "if torch.jit.is_tracing():",
+        "if False:",
+        (DENSE, "-k", "traced"),
+    ),
+    Fault(
+        "a head that shares its weight's memory is rounded",
+        "pymoe/nn/quantized_dense.py",
+        "place = (tensor.device, tensor.data_ptr()) if plain else id(tensor)",
+        "place = id(tensor)",
+        (DENSE, "-k", "shares_memory"),
+    ),
+    Fault(
+        "a layer under a name that chooses tokens is rounded",
+        "pymoe/nn/quantized_dense.py",
+        "|compressor",
+        "",
+        (DENSE, "-k", "names_that_are_rounded"),
+    ),
+    Fault(
+        "a tangent of forward mode is dropped",
+        "pymoe/_common/contracts.py",
+        "if not is_compiling() and forward_ad._current_level >= 0:",
+        "if False:",
+        (DENSE, "-k", "tangents"),
+    ),
+    Fault(
+        "a bias is rounded twice under autocast",
+        "pymoe/nn/quantized_dense.py",
+        "(rows,) = cast_operands(rows)  # type: ignore[assignment]",
+        "pass",
+        (DENSE, "-k", "autocast_rounds"),
+    ),
+    Fault(
+        "a model's configuration does not say the bits of its dense layers",
+        "pymoe/integrations/transformers/quantizer.py",
+        '{"linear_bits": self.linear_bits}',
+        "{}",
+        ("tests/integrations/transformers/test_quantized_dense.py", "-k", "comes_back and olmoe"),
     ),
     Fault(
         "weights without memory may have any format",

@@ -10,10 +10,12 @@ from moe_layers import BACKENDS
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 
 from pymoe import ops, reference
-from pymoe.nn import MoE, QuantizedDenseLinear, quantize_experts, quantize_linears
+from pymoe.nn import MoE, QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
+from pymoe.nn.quantized_dense import is_dense
 
 pytestmark = pytest.mark.only_on("cpu")
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -162,6 +164,78 @@ def test_gradients_are_refused(bits):
     assert not layer(x.detach()).requires_grad
 
 
+@BITS
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tangents_of_forward_mode_are_refused_not_dropped(backend, bits):
+    layer = QuantizedDenseLinear.from_linear(linear(), bits, backend)
+    x = torch.randn(3, 70)
+    expected = layer(x)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(layer, (x,), (x,))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jacfwd(layer)(x)
+    with forward_ad.dual_level():
+        assert_same_bits(layer(x), expected, "without a tangent")
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            layer(forward_ad.make_dual(x, x))
+
+
+@torch.no_grad()
+@BITS
+def test_a_traced_layer_computes_any_number_of_rows(bits):
+    """A trace that holds the number of rows of its example computed zeros for all rows after them."""
+    layer = QuantizedDenseLinear.from_linear(linear(), bits)
+    traced = torch.jit.trace(layer, torch.randn(3, 70))
+    for count in (0, 1, 3, 6):
+        x = torch.randn(count, 70)
+        assert_same_bits(traced(x), layer(x), f"{count} rows")
+    x = torch.randn(2, 4, 70)
+    assert_same_bits(torch.jit.trace(layer, x[:1])(x), layer(x), "three dimensions")
+
+
+@torch.no_grad()
+@BITS
+def test_autocast_rounds_the_bias_once(bits):
+    """Two roundings, into the rows' dtype and then into autocast's, lose bits of a bias in float32."""
+    bias = 1 + 2.0**-10
+    dense = QuantizedDenseLinear.from_weight(torch.zeros(64, 64), bits, bias=torch.full((64,), bias))
+    experts = QuantizedLinear.from_weight(torch.zeros(1, 64, 64), bits)
+    rows = torch.zeros(2, 64, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        for y in (dense(rows), experts(rows, torch.tensor([0, 2], dtype=torch.int32), torch.full((1, 64), bias))):
+            assert y.dtype == torch.float16
+            assert y.eq(bias).all()
+
+
+@BITS
+def test_a_layer_of_mxfp4_is_the_operator(bits):
+    plain = linear()
+    if bits == 8:
+        with pytest.raises(ValueError, match="bits must be 4 for format 'mxfp', got 8"):
+            QuantizedDenseLinear.from_linear(plain, bits, format="mxfp")
+        return
+    layer = QuantizedDenseLinear.from_linear(plain, bits, format="mxfp")
+    assert repr(layer).endswith("bits=4, format='mxfp')")
+    x = torch.randn(3, 70)
+    weight = ops.quantize_weight(plain.weight.detach()[None], 4, "mxfp")
+    with torch.no_grad():
+        expected = ops.quantized_linear(x, weight, torch.tensor([0, 3], dtype=torch.int32), plain.bias[None])
+    assert_same_bits(layer(x), expected, "y")
+    built = QuantizedDenseLinear(70, 130, bits=4, format="mxfp")
+    built.load_state_dict(layer.state_dict())
+    assert_same_bits(built(x), expected, "after loading")
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        QuantizedDenseLinear(70, 130, bits=4).load_state_dict(layer.state_dict())
+
+
+def test_weights_and_biases_that_do_not_fit_are_refused():
+    weight = ops.quantize_weight(torch.randn(2, 64, 32), 8)
+    with pytest.raises(ValueError, match="weight must be of one expert, got 2 of them"):
+        QuantizedDenseLinear.from_quantized(weight)
+    with pytest.raises(ValueError, match=r"bias must be \(64,\), got \(1, 64\)"):
+        QuantizedDenseLinear.from_weight(torch.randn(64, 32), 8, bias=torch.zeros(1, 64))
+
+
 @pytest.mark.parametrize(
     ("x", "error", "match"),
     [
@@ -220,6 +294,52 @@ def test_select_chooses_in_place_of_names_and_sizes():
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, QuantizedDenseLinear]
 
 
+@pytest.mark.parametrize(
+    ("name", "rounded"),
+    [
+        *((f"model.layers.0.self_attn.{own}", True) for own in ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")),
+        *((f"layers.1.self_attn.{own}", True) for own in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
+        *((f"layers.1.self_attn.{own}", True) for own in ("kv_proj", "o_b_proj", "out_proj")),
+        *((f"layers.2.linear_attn.{own}", True) for own in ("in_proj_qkv", "in_proj_qkvz", "in_proj_z", "out_proj")),
+        *((f"mlp.shared_experts.{own}", True) for own in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")),
+        *((f"mlp.{own}", True) for own in ("input_linear", "output_linear", "fc1", "fc2", "w1", "w2", "w3")),
+        ("lm_head", True),
+        ("q_proj", True),
+        ("model.embed_tokens", False),
+        ("model.layers.0.mlp.gate", False),
+        ("model.layers.0.mlp.gate.down_proj", False),
+        ("model.layers.0.mlp.router.fc1", False),
+        ("model.layers.0.self_attn.indexer.q_b_proj", False),
+        ("model.layers.0.self_attn.compressor.kv_proj", False),
+        ("model.layers.0.mlp.shared_expert_gate", False),
+        ("model.layers.0.mixer.in_proj", False),
+        ("model.layers.0.mixer.out_proj", False),
+        ("model.layers.0.self_attn.in_proj_a", False),
+        ("score", False),
+        ("my_lm_head", False),
+    ],
+)
+def test_names_that_are_rounded_by_default(name, rounded):
+    assert is_dense(name, nn.Linear(64, 64)) == rounded
+
+
+@pytest.mark.parametrize("sharing", ["a new parameter", "a buffer", "a loaded state"])
+def test_a_weight_that_shares_memory_under_another_parameter_stays(sharing):
+    model = nn.Module()
+    model.embed = nn.Embedding(64, 64)
+    model.lm_head = nn.Linear(64, 64, bias=False)
+    model.o_proj = nn.Linear(64, 64)
+    if sharing == "a new parameter":
+        model.lm_head.weight = nn.Parameter(model.embed.weight.data)
+    elif sharing == "a buffer":
+        model.register_buffer("kept", model.lm_head.weight.data)
+    else:
+        model.lm_head.weight = model.embed.weight
+        model.load_state_dict(model.state_dict(), assign=True)
+        assert model.lm_head.weight is not model.embed.weight
+    assert quantize_linears(model.eval(), 8).kept == ("lm_head",)
+
+
 def test_small_layers_subclasses_and_shared_weights_stay():
     class Own(nn.Linear):
         pass
@@ -240,7 +360,9 @@ def test_small_layers_subclasses_and_shared_weights_stay():
         quantize_linears(model, 8, select=lambda name, _: name in ("v_proj", "lm_head"))
 
 
-@pytest.mark.parametrize("where", ["itself", "in a function inside", "behind a decorator", "in its base"])
+@pytest.mark.parametrize(
+    "where", ["itself", "in a function inside", "behind a decorator", "in its base", "in a property"]
+)
 def test_a_layer_whose_weight_its_parent_reads_stays(where):
     """Heads of several models cast their input to the dtype of their weight; the quantised one has none to ask."""
 
@@ -266,7 +388,21 @@ def test_a_layer_whose_weight_its_parent_reads_stays(where):
     class Derived(Itself):
         pass
 
-    kinds = {"itself": Itself, "in a function inside": Inside, "behind a decorator": Decorated, "in its base": Derived}
+    class Asked(Plain):
+        @property
+        def dtype(self):
+            return self.lm_head.weight.dtype
+
+        def forward(self, x):
+            return self.lm_head(self.o_proj(x).to(self.dtype))
+
+    kinds = {
+        "in a property": Asked,
+        "itself": Itself,
+        "in a function inside": Inside,
+        "behind a decorator": Decorated,
+        "in its base": Derived,
+    }
     model = kinds[where]().eval()
     assert quantize_linears(model, 8).kept == ("lm_head",)
     with torch.no_grad():
@@ -333,6 +469,29 @@ def in_training(model):
     return "be in evaluation mode, got 'q_proj'"
 
 
+def with_a_bias_alone_in_training(model):
+    model.train().requires_grad_(False)
+    model.q_proj.bias.requires_grad_()
+    return "be in evaluation mode, got 'q_proj' in training mode with a parameter that requires a gradient"
+
+
+def with_a_flat_weight(model):
+    """As FSDP leaves the parameters of what it has wrapped."""
+    model.q_proj.weight = nn.Parameter(model.q_proj.weight.detach().flatten())
+    return "have whole weights, got 'q_proj' with weights that are spread over ranks"
+
+
+def with_a_weight_of_ranks(model):
+    """As fully_shard leaves parameters; a whole process group would only be needed to compute with them."""
+
+    class Sharded(nn.Parameter):
+        def full_tensor(self):
+            raise AssertionError
+
+    model.q_proj.weight = Sharded(model.q_proj.weight.detach())
+    return "have whole weights, got 'q_proj' with weights that are spread over ranks"
+
+
 def offloaded(model):
     model.q_proj.to("meta").register_forward_pre_hook(lambda *_: None)
     return "load the model without offloading"
@@ -348,6 +507,9 @@ def offloaded(model):
         with_adapter,
         with_compiled_module,
         in_training,
+        with_a_bias_alone_in_training,
+        with_a_flat_weight,
+        with_a_weight_of_ranks,
         offloaded,
     ],
 )
@@ -361,12 +523,20 @@ def test_what_would_be_lost_is_refused_and_nothing_is_changed(prepare):
         assert parametrize.is_parametrized(model.q_proj)
 
 
+def with_fp8_at_the_end():
+    """Return a model whose second layer cannot be rounded: the first must stay as it is."""
+    model = Block().eval()
+    model.down_proj.weight = nn.Parameter(model.down_proj.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
 def test_other_arguments_are_refused():
     for arguments, error, match in (
         ((nn.Linear(64, 64), 8), ValueError, "QuantizedDenseLinear.from_linear"),
         ((3, 8), TypeError, "model must be a torch.nn.Module"),
         ((Block(), 5), ValueError, "bits must be 8 or 4"),
-        ((Block().double().eval(), 8), TypeError, "got float64 in 'q_proj'"),
+        ((Block().double().eval(), 8), TypeError, "got torch.float64 in 'q_proj'"),
+        ((with_fp8_at_the_end(), 8), TypeError, "got torch.float8_e4m3fn in 'down_proj'"),
     ):
         with pytest.raises(error, match=match):
             quantize_linears(*arguments)

@@ -63,7 +63,8 @@ class PymoeConfig(QuantizationConfigMixin):
             not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
-            A head that is tied to the embedding stays in every case.
+            A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
+            it, which ``quantize_linears`` would round.
         version: version of the files; there is only one.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 

@@ -157,7 +157,8 @@ def test_files_hold_weights_under_their_names_and_the_configuration(tmp_path):
     read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4, linear_bits=8))
     read.save_pretrained(tmp_path / "packed")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "linear_bits": 8, "version": 1}
+    expected = {"quant_method": "pymoe", "bits": 4, "format": "int", "linear_bits": 8, "version": 1}
+    assert config["quantization_config"] == expected
     tensors = load_file(tmp_path / "packed" / "model.safetensors")
     for name in changed(read):
         assert tensors[f"{name}.weight"].dtype == torch.uint8
