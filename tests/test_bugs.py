@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed, each with its story.
+"""Tests of bugs that were found and fixed. Docstrings describe the bugs.
 
 Each test is in the file of the part that had the bug: operators (test_bugs_ops.py), parallel calls (_parallel), clients
 that help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (_pipe), captured models

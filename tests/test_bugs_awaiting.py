@@ -1,4 +1,6 @@
-"""Tests of bugs that were found and fixed in ``await`` and in options of pools and runtimes, each with its story."""
+"""Tests of bugs that were found and fixed in ``await`` and in options of pools and runtimes. Docstrings describe the
+bugs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in captured models, each with its story."""
+"""Tests of bugs that were found and fixed in captured models. Docstrings describe the bugs."""
 
 import copy
 import pathlib

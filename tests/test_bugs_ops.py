@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in operators, each with its story."""
+"""Tests of bugs that were found and fixed in operators. Docstrings describe the bugs."""
 
 import copy
 

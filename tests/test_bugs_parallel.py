@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in parallel calls, each with its story."""
+"""Tests of bugs that were found and fixed in parallel calls. Docstrings describe the bugs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def sharded(case, group, **way):
 
 
 def one(rank, world, case, **way):
-    """What differs from one process on this rank; None where the rank is not in the group.
+    """Return what differs from one process on this rank; None if the rank is not in the group.
 
     With ``deduplicate``, outputs and gradients of inputs are compared to rounding, the rest as without. Cases have no
     clones where rows travel in another way.

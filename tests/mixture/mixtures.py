@@ -23,7 +23,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """Rows times a number; what it is told to do before comes before."""
+    """Multiplies rows by a number, after it has called ``before``."""
 
     def __init__(self, factor: float, before: Callable[[Tensor], Any] = lambda x: None) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def scaled(*befores: Callable[[Tensor], Any] | None, **options: Any) -> list[Exp
 
 
 class Logits(nn.Module):
-    """A gate that says what it is told, for every row alike or row by row."""
+    """A gate that returns given logits, the same for every row or one set per row."""
 
     def __init__(self, logits: Sequence[Any]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def mixture(backends: Sequence[ExpertBackend], **options: Any) -> MixtureOfExper
 
 
 class Plain(nn.Module):
-    """The mixture in plain PyTorch: experts of its own, dense sums over those that are chosen."""
+    """The mixture in plain PyTorch: its own experts, and dense sums over the chosen experts."""
 
     def __init__(self, mixture: MixtureOfExpertBackends, out: Sequence[int] = ()) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def requests(moe: MixtureOfExpertBackends, calls: int) -> list[int]:
-    """To each backend, by so many calls."""
+    """Return the number of requests that ``calls`` calls send to each backend."""
     before = [stats.forward.requests for stats in moe.stats().values()]
     for _ in range(calls):
         moe(ONES)

@@ -31,7 +31,7 @@ def nan(x: Tensor) -> None:
 
 
 class OnlyForward(nn.Module):
-    """An expert whose backward pass does what it is told."""
+    """An expert whose backward pass calls ``hook``."""
 
     def __init__(self, factor: float, hook: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class OnlyForward(nn.Module):
 
 
 def quiet(moe: Any) -> bool:
-    """Whether every request is accounted for."""
+    """Return whether every request is accounted for."""
     return all(
         one.requests == one.answered + one.failed + one.anomalous + one.given_up
         for stats in moe.stats().values()
@@ -409,7 +409,7 @@ def test_an_interrupted_wait_leaves_nothing_under_way(monkeypatch: pytest.Monkey
 
 
 def test_the_future_of_a_request_that_was_cancelled_goes_without_the_collector() -> None:
-    """What result() raised was kept in a variable of the frame that is part of its traceback, beside the future."""
+    """A frame in the traceback of the error from result() held both that error and the future."""
     future = backend("e0", mlp(0)).forward_pool.submit_task(torch.ones(1, WIDTH, dtype=torch.float64))
     future.cancel()
     gone = weakref.ref(future)

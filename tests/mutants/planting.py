@@ -83,7 +83,7 @@ class StaticFault(Fault):
 
 @dataclass(frozen=True)
 class Kind:
-    """Faults of one kind, and the way to find out whether tests notice them."""
+    """Faults of one kind, and functions to find out whether tests notice them."""
 
     name: str
     faults: Sequence[Any]
@@ -92,7 +92,7 @@ class Kind:
     judge: Callable[[Any, Any], tuple[bool, str]]
     """Takes a fault and what ``prepare`` returned: whether it was noticed, and as what."""
     at_once: int = os.cpu_count() or 1
-    """How many faults are tried at the same time."""
+    """The number of faults that are tried at the same time."""
 
 
 def chosen(kind: Kind, words: Sequence[str]) -> list[Any]:

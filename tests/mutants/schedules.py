@@ -40,7 +40,7 @@ def compile_common(file: str) -> str:
 
 
 def build(schedules: str, overlay: Path | None, target: Path, common: list[str]) -> None:
-    """Compile the test file ``schedules``, the headers in ``overlay`` before those of the tree."""
+    """Compile the test file ``schedules``, with headers in ``overlay`` before headers of the tree."""
     first = [f"-I{overlay}"] if overlay else []
     source = f"tests/cpp/test_schedules_{schedules}.cpp"
     command([*COMPILE, *first, *INCLUDES, source, *common, "-pthread", "-o", str(target)])

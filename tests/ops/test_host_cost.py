@@ -1,7 +1,7 @@
-"""What a call costs the host beside its kernel, in counts: they say the same on every machine, and times do not.
+"""Tests of what a call costs the host besides its kernel, in counts, because counts are equal on all machines.
 
-A call for a few tokens takes some microseconds, of which the native call is half; every further function of Python in
-it takes a twentieth of one, and ``Function.apply`` of an ``autograd.Function`` ten.
+A call for a few tokens takes some microseconds, half of them in the native call. Each further Python function takes a
+twentieth of a microsecond, and ``Function.apply`` of an ``autograd.Function`` takes ten.
 """
 
 import pytest

@@ -38,7 +38,9 @@ FINITE = {"quantize_weight"}
 
 
 def hostile(sample, overflows, random):
-    """``sample`` with special values in a third of its places; ``overflows``: the largest finite ones too."""
+    """Return ``sample`` with special values in a third of its elements, including the largest finite ones if
+    ``overflows``.
+    """
 
     def sprinkle(value):
         if value.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -88,7 +90,7 @@ def results(calls):
 
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory):
-    """The results by capability, of those that the machine has."""
+    """Return the results by capability, for the capabilities that the machine has."""
     folder = tmp_path_factory.mktemp("processors")
     torch.save(inputs(), folder / "inputs")
     found = {}
@@ -138,7 +140,7 @@ def test_torch_itself_does_depend_on_the_processor(everywhere):
 
 
 def torch_functions():
-    """What the references would be made of otherwise."""
+    """Return results of torch functions from which the references could have been built."""
     x = (torch.arange(4096, dtype=torch.float64) / 64 - 32).float().reshape(16, -1)
     return [torch.softmax(x, 1), torch.nn.functional.gelu(x), torch.sigmoid(x), torch.logsumexp(x, 1), (x * 1.1).sum(1)]
 

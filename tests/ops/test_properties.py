@@ -39,7 +39,7 @@ def tensors(draw, shape, dtype, special=True):
 
 
 def in_some_layout(value):
-    """``value`` contiguous, in one of the layouts of specs.samples, or with its first row expanded."""
+    """Draw ``value`` contiguous, in one of the layouts of specs.samples, or with its first row expanded."""
     views = [value, *(view for _, view in layouts(value))]
     if value.dim() and value.shape[0]:
         views.append(value[:1].expand_as(value))
@@ -48,7 +48,7 @@ def in_some_layout(value):
 
 @st.composite
 def routed(draw):
-    """(experts, E, capacity): choices of every kind, also several of one expert in a token."""
+    """Draw (experts, E, capacity) with any choices, including repeated choices of one expert by a token."""
     tokens, choices, experts = draw(SIDE), draw(SIDE), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     index = torch.randint(0, draw(st.integers(1, experts)), (tokens, choices), generator=generator)
@@ -126,7 +126,7 @@ def test_grouped_linear(dtype, sizes, hidden, features, with_bias, data):
 
 @st.composite
 def gate_calls(draw):
-    """(logits, k, keywords) within the contract."""
+    """Draw (logits, k, keywords) within the contract."""
     dtype = draw(DTYPES)
     groups = draw(st.none() | st.integers(1, 3))
     experts = draw(st.integers(1, 6)) if groups is None else groups * draw(st.integers(2, 4))

@@ -18,7 +18,7 @@ def of_routing(experts, num_experts, capacity=None, foreign_experts=False):
     return experts, num_experts, capacity, foreign_experts
 
 
-# What the check of each operator gets, of the operator's arguments.
+# The arguments of each operator that its check gets.
 ARGUMENTS = {
     "build_routing": of_routing,
     "combine": lambda y, routing, weights=None: (y, routing, weights),

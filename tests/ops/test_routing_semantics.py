@@ -1,4 +1,4 @@
-"""What build_routing, dispatch and combine promise beyond agreeing with their references."""
+"""Tests of what build_routing, dispatch and combine promise in addition to agreeing with their references."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ GIGABYTE = 2**30
 
 
 def choices_of(routing, num_choices):
-    """The choice that owns each row in use, as token * K + k."""
+    """Return the choice that owns each row in use, as token * K + k."""
     owner = torch.full_like(routing.token, -1)
     flat = routing.slot.flatten()
     owner[flat[flat >= 0].long()] = torch.arange(flat.numel(), dtype=torch.int32)[flat >= 0]

@@ -122,7 +122,7 @@ def make_module(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Gene
 
 
 def make_nested(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """Calls that map again, and some of those once more."""
+    """Return calls that map again; some of their inner calls map once more."""
 
     def outer(recipe: int, *values: Any) -> Any:
         rng = random.Random(recipe)
@@ -138,7 +138,7 @@ def make_nested(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Gene
 
 
 def make_in_place(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """The first tensor is the call's own, and changed."""
+    """Return calls that each change their own first tensor in place."""
 
     def change(recipe: int, first: Tensor, *values: Any) -> Any:
         jitter()
@@ -157,7 +157,7 @@ def products(recipe: int, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def product_grads(ctx: Any, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """One for every tensor: None for some of them, and where nothing came."""
+    """Return a gradient per tensor: None if it is ignored, not needed, or if the output's gradient is missing."""
     jitter()
     results: list[Tensor | None] = []
     for i, (tensor, grad) in enumerate(zip(ctx.saved_tensors, grads, strict=True)):

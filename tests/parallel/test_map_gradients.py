@@ -1,4 +1,4 @@
-"""What a map computes is what a loop computes, in both passes."""
+"""A map computes what a loop computes, in both passes."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def model_of(width=CLASSES):
 
 
 def outcome(loss_fn, target, **options):
-    """Compare a step with the model's own backward; return None if there is no such loss."""
+    """Compare a step with the model's own backward; return None if the model alone fails, too."""
     plain, model = model_of(), model_of()
     x = numbers(3)
     try:

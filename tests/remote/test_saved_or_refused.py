@@ -332,7 +332,7 @@ class Versioned(nn.Linear):
 
 
 def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
-    """It took its own saved state for one of an older version."""
+    """The module mistook its own saved state for the state of an older version."""
     one, other = (of(Versioned(WIDTH, WIDTH), "e") for _ in range(2))
     ExpertServer(one, checkpoints=tmp_path).drain()
     ExpertServer(other, checkpoints=tmp_path)
@@ -340,7 +340,9 @@ def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
 
 
 def test_many_clients_with_long_names_are_saved(tmp_path: Path) -> None:
-    """Their keys were in the header, which safetensors limits to 100 MB: saves failed until the keys were forgotten."""
+    """The clients' keys were in the header, which safetensors limits to 100 MB: saves failed until the keys were
+    forgotten.
+    """
     keys = {f"{number:06d}" + "\U0001f600" * 60: (0, [1]) for number in range(1000)}
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(3)}, 1, keys))
     assert int.from_bytes(path.read_bytes()[:8], "little") < 1000, "the header"

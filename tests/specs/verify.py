@@ -1,4 +1,4 @@
-"""What the test suite verifies of every operator, as functions of its specification.
+"""Checks of every operator, as functions of its specification.
 
 Each raises AssertionError with a message that names the output or the gradient, the element and both values.
 """
@@ -45,7 +45,7 @@ def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
 
 
 def gradients_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
-    """The gradients of the native operator must be the reference's, within the tolerance.
+    """Check that the native operator's gradients equal the reference's within the tolerance.
 
     For 16-bit dtypes the reference works on the same values in float32: autograd adds up its gradients in the dtype of
     the tensor, and would round at every step where the native backward rounds once.
@@ -78,7 +78,7 @@ def gradcheck(spec: OpSpec, sample: Sample, function: Callable[..., Any] | None 
 
 
 def error_raised(spec: OpSpec, function: Callable[..., Any], error_input: ErrorInput) -> str:
-    """The call must raise exactly the named exception; its message names operator and argument. Returns the message."""
+    """Check that the call raises the named exception with operator and argument in its message; return the message."""
     sample = error_input.sample
     raised = None
     try:

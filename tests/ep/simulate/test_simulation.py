@@ -38,7 +38,7 @@ def test_weights_of_choices_travel_in_float64_where_the_router_computes_in_it():
 
 
 def counted(choices, ranks, experts, deduplicate):
-    """(bytes of a row's size 1 that leave a rank in the mean, fullest rank over mean), row by row."""
+    """Return (rows that a rank sends on average, fullest rank over mean), counted row by row."""
     owner = contiguous(experts, ranks).owner
     sent, filled = 0, [0] * ranks
     for token, chosen in enumerate(choices.tolist()):

@@ -23,7 +23,7 @@ SMALL = {
 """Names that configurations have for the three sizes."""
 
 OWN_ARGUMENTS = {"Ernie4_5_VLMoeMoeExperts": {"intermediate_size": FFN}}
-"""Of constructors that take more than a configuration."""
+"""Arguments of constructors that need more than a configuration."""
 
 
 class ExpertsClass(NamedTuple):

@@ -271,7 +271,7 @@ def test_experts_that_cannot_be_computed_are_refused_by_name_and_reason():
 
 
 def test_nllb_is_refused_because_transformers_computes_other_experts():
-    """Its eager forward takes the router's mask of zeros and ones for numbers of experts."""
+    """Its eager forward uses the router's mask of zeros and ones as expert numbers."""
     from transformers import NllbMoeConfig
     from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 

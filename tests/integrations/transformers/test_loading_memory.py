@@ -48,7 +48,7 @@ print(json.dumps({"status": status, "peak": memory.peak}))
 
 def run(program, *arguments):
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    # glibc keeps freed blocks of up to 32 MiB, which those of published models exceed.
+    # glibc keeps freed blocks of up to 32 MiB, and the blocks of published models are larger.
     variables = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr

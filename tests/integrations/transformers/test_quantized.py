@@ -64,7 +64,7 @@ def test_a_quantised_model_generates_and_comes_back_from_its_state(tmp_path):
 
 @torch.no_grad()
 def test_gpt_oss_computes_with_the_mxfp4_weights_of_a_checkpoint():
-    """What transformers itself makes of the codes and scales, except for the NaN that the standard has."""
+    """The results equal what transformers computes from the codes and scales, except for the standard's NaN."""
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -39,7 +39,7 @@ def test_all_stages_can_be_on_one_rank(ranks):
 
 
 def accumulation(rank, world, name, rows, **options):
-    """Return gradients of several steps and those of the unsplit model."""
+    """Return the gradients of several steps and the gradients of the unsplit model."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world, **options)
     for x, y in batches(len(rows), rows):

@@ -31,7 +31,7 @@ class Bug(Exception):
 
 @dataclass
 class Bad:
-    """Where a bug occurs: in the third micro-batch of the third step."""
+    """A planted bug, which occurs in the third micro-batch of the third step."""
 
     phase: str = ""
     """"forward", "backward" or "loss"; "killed": the process ends in the forward."""
