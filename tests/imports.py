@@ -12,7 +12,7 @@ def module_of(file):
 
 
 def imports(file, text):
-    """(module, at import time?) for every import in the Python file ``file``, relative names resolved."""
+    """Find every import in the Python file ``file``: (module, at import time?), with relative names resolved."""
     package = Path(file).with_suffix("").parts
     tree = ast.parse(text)
     lazy = {

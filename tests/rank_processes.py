@@ -22,7 +22,7 @@ _context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed", "pymoe.ep"]
 
 
 def free_address() -> str:
-    """For a process group."""
+    """Return a free address for a process group."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
@@ -51,7 +51,7 @@ class Ranks:
         return self._collect(count, lambda what: what == word)
 
     def ends(self, count: int) -> dict[int, tuple[str, Any]]:
-        """How ``count`` ranks have ended: their first report that is not a "step"."""
+        """Return how ``count`` ranks have ended: their first report that is not a "step"."""
         return self._collect(count, lambda what: what != "step")
 
     def signal(self, rank: int, number: int) -> None:
@@ -84,7 +84,7 @@ def _run(place: tuple[str, str, str], rank: int, address: str, connection: Conne
 
 @contextlib.contextmanager
 def ranks(body: Callable[..., None], count: int, **options: Any) -> Iterator[Ranks]:
-    """Processes that are gone afterwards. Each runs ``body(rank, address, connection, **options)``."""
+    """Start processes that run ``body(rank, address, connection, **options)``, and end them afterwards."""
     started = Ranks(body, count, **options)
     try:
         yield started

@@ -309,8 +309,8 @@ def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, monkeypatch):
-    """A stage that repeats a forward puts the buffers back for it that the first one saw, and then those that were
-    there. What another stage with the same batch norm wrote meanwhile was lost: of 16 updates 5 to 8 were left.
+    """A stage that repeats a forward restores the buffers that the first run saw, and afterwards the present ones.
+    Updates that another stage with the same batch norm made meanwhile were lost: of 16 updates, 5 to 8 were left.
     """
     monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     norm = torch.nn.BatchNorm1d(4)
@@ -436,8 +436,8 @@ def test_a_compiled_layer_has_the_statistics_of_its_call():
 def test_a_rank_waits_at_exit_until_the_threads_of_gloo_are_idle(kind, tmp_path):
     """A rank aborted once it was done: "terminate called without an active exception".
 
-    A thread of gloo let go of its last tensor after Python had begun to end, and asked for the interpreter's lock.
-    Here a thread with gloo's name is still at work then, and it is cut short unless the exit waits for it.
+    A thread of gloo released its last tensor after Python had begun to end, and asked for the interpreter's lock. Here
+    a thread with gloo's name is still at work then, and it is cut short unless the exit waits for it.
     """
     ran = run_python(
         f"""

@@ -165,7 +165,7 @@ def test_a_wrong_gradient_is_called_wrong(run):
 
 
 def repeat(x):
-    """The gradient of 16 bits is rounded at each of 15 additions."""
+    """Repeat ``x``; a 16-bit gradient is rounded at each of 15 additions."""
     return torch.stack([x] * 16)
 
 

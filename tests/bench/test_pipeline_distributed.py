@@ -53,7 +53,7 @@ def spoiled(case):
 
 
 def absent(case):
-    """Not there."""
+    """Raise ImportError, as for a missing package."""
     raise ImportError("no such package")
 
 

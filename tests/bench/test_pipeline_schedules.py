@@ -82,14 +82,14 @@ def spoiled(case):
 
 
 def failing(case):
-    """Fails when it is timed."""
+    """Return a candidate that fails when it is timed."""
     running = open_sequential(case)
     running.step = lambda: 1 / 0
     return running
 
 
 def absent(case):
-    """Not there."""
+    """Raise ImportError, as for a missing package."""
     raise ImportError("no such package")
 
 

@@ -27,7 +27,7 @@ def with_included(file: Path) -> str:
 
 
 def heading_anchors(text: str) -> set[str]:
-    """The anchors that a forge, and MyST, make of a page's headings."""
+    """Return the anchors that a forge and MyST derive from a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -14,10 +14,10 @@ TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 16, 10, 3
 
 
 def sent_in_a_step(rank, world, chunks, deduplicate=False, clones=0):
-    """Return this rank's choices, the rows that each exchange sends to every rank, a row's size in bytes, and more
-    bytes.
+    """Return this rank's choices, the rows that each exchange sends to every rank, a row's size in bytes, and a byte
+    count.
 
-    The last number counts the bytes sent to other ranks in addition to rows: expert numbers and weights, or clones.
+    The byte count is of bytes sent to other ranks in addition to rows: expert numbers and weights, or clones.
     """
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, dtype=torch.float32)
     with torch.no_grad():

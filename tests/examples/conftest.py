@@ -1,4 +1,4 @@
-"""The examples are scripts beside the package: their folder goes on the path, as running one of them puts it there."""
+"""Put the folder of the examples on the path, as running one of these scripts does."""
 
 import sys
 from collections.abc import Iterator

@@ -167,7 +167,7 @@ def test_the_documented_program_makes_a_mixture(monkeypatch: pytest.MonkeyPatch)
 
 
 class Moved:
-    """Stands for Ray: says where each server is now."""
+    """Stands in for Ray, and knows where each server is now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **servers: ExpertServer) -> None:
         self.servers = servers
@@ -196,7 +196,7 @@ def test_all_mixtures_follow_a_server_that_moved(monkeypatch: pytest.MonkeyPatch
 
 
 def test_connections_that_come_to_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before a name that was not there stayed open; and one a second where a mixture does not take what came."""
+    """Connections opened before a missing name stayed open, as did one per second while a mixture refused what came."""
     made: list[Connection] = []
     real = pymoe_ray.ServedExperts._connect
 

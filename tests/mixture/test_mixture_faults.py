@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_answers_that_came() -> None:
 
 
 def test_gradients_of_answers_that_did_not_come_are_zero_and_not_whatever_the_memory_held() -> None:
-    """With ``detect_anomalies`` they were looked at, too: training failed now and then, for no reason."""
+    """With ``detect_anomalies``, such gradients were checked, too: training failed now and then without a reason."""
     backends = scaled(None, dead)
     moe = mixture(backends, gate=Logits([0.0, 0.0]), detect_anomalies=True)
     x = torch.ones(512, WIDTH, dtype=torch.float64)

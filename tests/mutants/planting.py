@@ -1,7 +1,7 @@
-"""Faults that are planted in the sources one at a time, so that it is known that tests notice them.
+"""Faults that are planted in the sources one at a time, to show that tests notice them.
 
-A kind of faults (python.py, schedules.py, cuda.py, static.py) says which faults there are, how one is built and run,
-and what its tests said. What is common stands here: what a fault is, that its text is found exactly once, running
+A kind of faults (python.py, schedules.py, cuda.py, static.py) defines its faults, how a fault is built and run, and
+what its tests reported. This file has the common parts: what a fault is, that its text is found exactly once, running
 several at the same time, and the report in ``build/mutants/KIND.md``.
 """
 

@@ -1,6 +1,5 @@
-"""Faults in the CPU kernels and the operators: pytest must notice, in a copy of the tree under build/mutants.
-
-Not a part of a test run: every fault compiles a kernel and takes half a minute or more.
+"""Faults in the CPU kernels and the operators: pytest must notice them, in a copy of the tree under build/mutants. They
+are not part of a test run: every fault compiles a kernel and takes half a minute or more.
 """
 
 from __future__ import annotations

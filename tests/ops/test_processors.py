@@ -28,7 +28,9 @@ CAPABILITIES = {
     "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
-"""And what keeps the libraries that torch calls to the same vectors: each asks the processor itself."""
+"""The environment also keeps the libraries that torch calls to the same vectors, since each library asks the
+processor itself.
+"""
 ROUNDED = {"grouped_linear": {torch.float32: 4e-6, torch.float64: 8e-15, torch.bfloat16: 8e-3, torch.float16: 1e-3}}
 """The references that promise rounding alone: the most that two processors' results may differ by, relative to one plus
 the greatest result of the call. Sums of up to 1100 terms. All others promise bits."""
@@ -99,7 +101,7 @@ def everywhere(tmp_path_factory):
         command = [sys.executable, __file__, folder / "inputs", folder / capability]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=6 * LONG, check=False)
         assert done.returncode == 0, done.stderr
-        if done.stdout.split()[-1].lower() == capability:  # else the machine has not got it
+        if done.stdout.split()[-1].lower() == capability:  # otherwise the machine does not have it
             found[capability] = torch.load(folder / capability, weights_only=False)
     if len(found) < 2:
         pytest.skip("the processor has no vectors to leave out")
@@ -133,7 +135,7 @@ def assert_within_rounding(got, wanted, tolerance, what):
 
 @pytest.mark.slow
 def test_torch_itself_does_depend_on_the_processor(everywhere):
-    """Else the tests above would compare nothing with nothing."""
+    """Otherwise, the tests above would compare nothing with nothing."""
     torchs = [found["torch"] for found in everywhere.values()]
     different = [not bool(same_bits(a, b).all()) for a, b in zip(torchs[0], torchs[1], strict=True)]
     assert any(different)

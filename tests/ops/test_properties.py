@@ -1,6 +1,6 @@
 """Random shapes, layouts and special values: operators agree with their references, and with what they promise.
 
-Shapes are small, 0 to 6 a side, where edges meet; the examples are the same ones at every run.
+Shapes are small, 0 to 6 a side, where edges meet; the examples are the same in every run.
 """
 
 import pytest
@@ -26,7 +26,7 @@ TOLERANCE = {
 
 @st.composite
 def tensors(draw, shape, dtype, special=True):
-    """Values from a small set (ties), random ones and special ones, in some memory layout."""
+    """Draw random values, values from a small set (ties) or special values, in some memory layout."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     kind = draw(st.sampled_from(["random", "ties", "special"] if special else ["random", "ties"]))
     value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -163,7 +163,9 @@ def test_gate_topk(call):
 @MANY
 @given(DTYPES, SIDE, st.integers(1, 6), st.data())
 def test_gate_topk_orders_as_a_stable_sort_of_the_logits(dtype, tokens, count, data):
-    """Without bias and groups: NaN first, then by value, ties to the lower expert, -0 tied with +0."""
+    """Without bias and groups, NaN comes first, then larger values; ties go to the lower expert, and -0 ties with
+    +0.
+    """
     logits = data.draw(tensors((tokens, count), dtype))
     k = data.draw(st.integers(1, count))
     experts = pymoe.ops.gate_topk(logits, k, score=data.draw(st.sampled_from(["softmax", "sigmoid"]))).experts

@@ -268,7 +268,7 @@ def test_mxfp4_rounds_as_the_standard_says(backend):
 
 @BACKENDS
 def test_mxfp4_weights_are_kept_when_they_are_rounded_again(backend):
-    """This holds for groups that contain a 4 or a 6; the scale of other groups could be smaller."""
+    """The claim holds for groups that contain a 4 or a 6; the scale of other groups could be smaller."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(256, (2, 65, 3, 16), dtype=torch.uint8, generator=random)
     codes[..., 7] = 0x6F

@@ -25,7 +25,9 @@ def choices_of(routing, num_choices):
 
 @pytest.mark.parametrize("capacity", [None, 700])
 def test_rows_of_an_expert_keep_the_order_of_token_and_choice(capacity):
-    """Stable also across the blocks that threads sort on their own: far more slots than one block holds."""
+    """The order also holds across the blocks that threads sort separately: there are far more slots than one block
+    holds.
+    """
     experts = skewed(30_000, 3, 50, generator())
     routing = build_routing(experts, 50, capacity=capacity)
     owner = choices_of(routing, 3)

@@ -1,4 +1,4 @@
-"""From the sdist into new environments, as a user does it."""
+"""Tests of an installation from the sdist into new environments, as a user makes it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Leaves:
-    """The leaves of a random map, and arguments made of them."""
+    """The leaves of a random map, and arguments computed from them."""
 
     def __init__(self, rng: random.Random, generator: torch.Generator) -> None:
         self.rng = rng
@@ -90,7 +90,7 @@ def outcome(seed: int, mapper: Mapper) -> Outcome:
     made: Made = FUNCTIONS[seed % len(FUNCTIONS)](mapper, leaves.named, generator)
     results = mapper(made.function, *[call_of(leaves, made) for _ in range(rng.randint(1, 6))])
     outputs = [results]
-    if rng.random() < 0.3:  # a map over what a map has made
+    if rng.random() < 0.3:  # a map over the results of a map
         again = [value for value in tensors(results) if value.is_floating_point()]
         if again:
             calls = [(rng.getrandbits(30), value.sin(), leaves.tensor()) for value in again[:3]]

@@ -1,4 +1,4 @@
-"""Where calls fail, the first one's own exception comes out, and nothing else is left: no gradient, no thread."""
+"""If calls fail, the first call's own exception is raised, and nothing else is left: no gradient, no thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A map equals the loop over its calls on whatever graph, and repeats it to the bit whoever is faster.
+"""A map equals the loop over its calls on any graph, and repeats it bit for bit, whichever thread is faster.
 
 random_maps.py says what there is in these graphs.
 """

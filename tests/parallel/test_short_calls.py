@@ -25,7 +25,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
 
 
 class Meets(torch.autograd.Function):
-    """Waits in both passes for as many others as ``barriers`` says; short without."""
+    """Waits in each pass at the barrier that ``barriers`` gives, if any; otherwise, the pass is short."""
 
     barriers: tuple[threading.Barrier | None, threading.Barrier | None] = (None, None)
 

@@ -123,7 +123,7 @@ def model(faults: Faults) -> nn.Sequential:
 
 
 def batch() -> torch.Tensor:
-    """Always the same."""
+    """Return a batch, always the same one."""
     return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 

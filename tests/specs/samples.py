@@ -20,7 +20,7 @@ def special_values(dtype: torch.dtype) -> Tensor:
 
 
 def tied(*shape: int, dtype: torch.dtype, generator: torch.Generator, levels: int = 3) -> Tensor:
-    """Values from a few levels around zero, both zeros among them, so that nearly all are tied."""
+    """Return values from a few levels around zero, including both zeros, so that nearly all are tied."""
     level = torch.randint(0, levels, shape, generator=generator)
     values = (level - levels // 2).to(dtype)
     negative = torch.randint(0, 2, shape, generator=generator).bool()

@@ -98,7 +98,9 @@ def error_raised(spec: OpSpec, function: Callable[..., Any], error_input: ErrorI
 
 
 def deterministic(spec: OpSpec, sample: Sample, threads: tuple[int, ...] = (1, 2, 4), repeats: int = 3) -> None:
-    """Outputs and gradients are the same bits for every number of threads, on every stream and at every call."""
+    """Check that outputs and gradients have the same bits for any number of threads, on every stream and at every
+    call.
+    """
     expected: list[Tensor] = []
     for where in ways_to_run(sample, threads):
         for _ in range(repeats):
@@ -111,7 +113,7 @@ def deterministic(spec: OpSpec, sample: Sample, threads: tuple[int, ...] = (1, 2
 
 
 def ways_to_run(sample: Sample, threads: tuple[int, ...]) -> Iterator[str]:
-    """Sets torch to every number of threads; on CUDA, to the stream in use and to as many others, one after another."""
+    """Yield after setting torch to each number of threads, or on CUDA, to the current stream and as many others."""
     devices = {value.device for value in tensors_in((sample.args, sample.kwargs)) if value.device.type == "cuda"}
     for device in devices:
         yield "the current stream"

@@ -1,4 +1,4 @@
-"""enable and disable: whole models, also those whose experts stand outside transformers' interface."""
+"""enable and disable: whole models, including models whose experts are outside transformers' interface."""
 
 import copy
 import pickle

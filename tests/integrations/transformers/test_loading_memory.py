@@ -1,7 +1,8 @@
-"""How much memory a checkpoint takes while its experts are quantised: that of the result and about one layer's experts.
+"""Quantising a checkpoint's experts takes the memory of the result and of about one layer's experts.
 
-The scaled-down twin of a checkpoint of 57 GB on a machine of 24. Every way runs in a process of its own, which counts
-anonymous memory; the whole model, quantised after that, shows that the counter would see more.
+The test is a scaled-down copy of loading a checkpoint of 57 GB on a machine with 24 GB. Every way of loading runs in
+its own process, which counts anonymous memory; the whole model, quantised after that, shows that the counter would see
+more.
 """
 
 import json

@@ -129,7 +129,9 @@ def test_parametrized_weights_are_rounded_as_they_are_used():
 
 
 def test_offloaded_weights_are_refused():
-    """They are on the meta device until their module is called; the next call said so of the packed ones."""
+    """Offloaded weights are on the meta device until their module is called; without this check, only the next call
+    failed.
+    """
     model = build("mixtral")
     experts = model.model.layers[0].mlp.experts.to("meta")
     forward = experts.forward

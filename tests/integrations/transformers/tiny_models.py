@@ -77,7 +77,7 @@ TINY = dict(
     eos_token_id=None,
     tie_word_embeddings=False,
 )
-"""Arguments of configurations; a model gets those that its own knows."""
+"""Arguments of configurations; each model gets the arguments that its configuration knows."""
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EVERY_HEAD_ITS_OWN = {"num_key_value_heads": 4}
