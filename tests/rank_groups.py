@@ -65,7 +65,7 @@ class Ranks:
         return [answer["result"] for answer in answers]
 
     def ask(self, function, /, **options):
-        """The same, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
+        """Return what run() returns, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
         self.start()
         case = place_of(function)
         line = json.dumps({"case": case, "options": options}).encode() + b"\n"

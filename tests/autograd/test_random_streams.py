@@ -78,7 +78,7 @@ def test_every_draw_depends_on_seed_and_position_alone(name: str) -> None:
 
 
 def test_every_operator_that_draws_is_known() -> None:
-    """Operators made of others are known by those; what torch adds is to be added, too."""
+    """Operators composed of others are known by these; operators that torch adds must be added here, too."""
     known = set(random_streams.OPERATORS.split())
     composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     has_kernel = dispatch_has_kernel_for_dispatch_key

@@ -95,7 +95,9 @@ def only(patch, *operators):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs the command line over given operators; returns exit status, JSON result and output."""
+    """Return a function that runs the command line over given operators and returns exit status, JSON result and
+    output.
+    """
 
     def runner(*operators):
         only(monkeypatch, *operators)

@@ -58,7 +58,7 @@ runpy.run_path(file, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
-    """Runs a program as the file of that name; returns its exit status and what it said."""
+    """Yield a function that runs a program as the file of a given name, and returns its exit status and output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     command = [sys.executable, "-c", FORKS]
     with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True) as forks:

@@ -1,7 +1,7 @@
 """Links and paths of README and docs lead somewhere.
 
-Sphinx checks the links between pages of docs/ (``make docs``); here are those of README, CONTRIBUTING and CHANGELOG,
-which a forge shows as they are, and every path of the tree that any page names.
+Sphinx checks the links between pages of docs/ (``make docs``); this file checks the links of README, CONTRIBUTING and
+CHANGELOG, which a forge shows as they are, and every path of the tree that any page names.
 """
 
 import re

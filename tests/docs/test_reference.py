@@ -35,7 +35,9 @@ def public_packages() -> list[str]:
 
 @pytest.fixture(scope="session")
 def documented(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of Python objects that have an entry, from a build that writes no pages: ``make docs`` writes them."""
+    """Return the names of Python objects that have an entry, from a build that writes no pages: ``make docs`` writes
+    them.
+    """
     pytest.importorskip("sphinx", reason="the documentation is built with sphinx (requirements-dev.txt)")
     folder = tmp_path_factory.mktemp("docs")
     command = [

@@ -38,7 +38,7 @@ def plan_of(layer):
 
 
 def travelled(rank, world, chunks):
-    """Per exchange of a forward and of a backward pass its width and to whom how much goes; and the expected."""
+    """Return the width and the amount per destination of each exchange in both passes, and the expected values."""
     layer, x, directions = prepared(rank, hot(chunks=chunks))
     with exchanges() as seen:
         y = layer(x)

@@ -263,7 +263,7 @@ def left_out(rank, world):
 
 
 def made_later(rank, world):
-    """Return the states of an optimizer made after a move that differ from those of a single process."""
+    """Return the states of an optimizer made after a move that differ from the states of a single process."""
     whole, spread = model(), ep.shard(model(), mesh_of(4))
     ep.redistribute(spread, shuffled(E, 4))
     found = []

@@ -199,7 +199,7 @@ def test_a_group_without_a_store_is_served_without_records():
 
 
 def test_a_wait_that_takes_no_timeout_is_not_repeated():
-    """Work objects of some backends, such as those made from futures, refuse timeouts before they are done."""
+    """Work objects of some backends, such as those created from futures, refuse timeouts before they are done."""
     waits = []
 
     class Work:

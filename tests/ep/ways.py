@@ -47,7 +47,7 @@ def gradients_of_weights(rank, world):
 
 
 def keep_gradient(tensor, kept):
-    """Append a tensor's gradient to a list when it arrives."""
+    """Append a tensor's gradient to a list once it is computed."""
     tensor.register_hook(kept.append)
 
 

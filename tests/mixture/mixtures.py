@@ -58,7 +58,7 @@ def backend(name: str, expert: nn.Module, lr: float | None = 0.05, **options: An
 
 
 def scaled(*befores: Callable[[Tensor], Any] | None, **options: Any) -> list[ExpertBackend]:
-    """Backends ``e0``, ``e1``, … that return 1, 2, … times their rows, each after what is given for it."""
+    """Return backends ``e0``, ``e1``, … that return 1, 2, … times their rows, each after it has called its function."""
     return [
         backend(f"e{i}", Scaled(i + 1.0) if before is None else Scaled(i + 1.0, before), **options)
         for i, before in enumerate(befores)

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.only_on("cpu")
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Notes of every forward whether it was direct; ``ways.blocked`` sends them all from part to part."""
+    """Return a list that records for every forward whether it was direct; ``ways.blocked`` makes all forwards
+    indirect.
+    """
     module = sys.modules["pymoe.nn.moe"]
     forward_directly = module.forward_directly
     taken = Ways()

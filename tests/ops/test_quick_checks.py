@@ -51,7 +51,7 @@ def calls(name):
 
 
 def instead_of(value):
-    """Values of the same and of other kinds, some of which fit and some do not."""
+    """Yield values of the same and of other kinds than ``value``, some of which fit and some do not."""
     yield from (None, True, 0, 1, -1, 2**40, 1.5, float("nan"), "swiglu", "sigmoid", (), [], object())
     if isinstance(value, tuple):
         for i in range(len(value)):

@@ -26,7 +26,7 @@ class Made:
 
 
 def jitter() -> None:
-    """Calls end in another order each time."""
+    """Sleep for a random time, so that calls end in another order each time."""
     time.sleep(random.random() * 5e-4)
 
 
@@ -48,7 +48,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 
 def mixed(recipe: int, *values: Any) -> Any:
-    """Steps over every tensor, sums over several of them, and outputs of all kinds."""
+    """Apply steps to every tensor, and return sums over several of them and outputs of all kinds."""
     rng = random.Random(recipe)
     jitter()
     found = [value for value in _pytree.tree_leaves(list(values)) if isinstance(value, Tensor)]
@@ -86,7 +86,7 @@ def make_callable(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Ge
 
 
 def make_closure(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """Leaves that are not among the arguments."""
+    """Return calls that use leaves that are not among the arguments."""
     tensors = list(leaves.values())
 
     def closure(recipe: int, *values: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def run_watched(watched):
-    """Runs tests/sanitized/runtime_driver.py on a runtime built with ThreadSanitizer."""
+    """Run tests/sanitized/runtime_driver.py on a runtime built with ThreadSanitizer."""
     watched.build()
     return watched.run
 

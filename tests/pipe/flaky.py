@@ -96,7 +96,7 @@ class Flaky(nn.Module):
 
     @property
     def faults(self) -> Faults:
-        """What goes wrong."""
+        """Return the planned faults of the model."""
         faults: Faults = self._faults()
         return faults
 

@@ -362,7 +362,7 @@ def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_was_changed_in_a_file_is_damage(tmp_path: Path) -> None:
-    """Only the bytes were checked, so integers passed for floating-point numbers."""
+    """Only the bytes were checked, so integers were accepted as floating-point numbers."""
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.arange(3, dtype=torch.int32)}, 1, {}))
     path.write_bytes(path.read_bytes().replace(b'"I32"', b'"F32"'))
     with pytest.raises(ValueError, match="not what was written"):

@@ -125,7 +125,7 @@ def test_without_an_optimizer_nothing_is_updated_and_no_parameter_gets_a_gradien
     expert = Scale()
     hooked: list[Tensor] = []
     expert.weight.register_hook(hooked.append)
-    expert.weight.grad = torch.full((4,), 7.0)  # somebody else's
+    expert.weight.grad = torch.full((4,), 7.0)  # another user's gradient
     backend = ExpertBackend("e", expert, args_schema=[X])
     assert not backend.trains
     assert torch.equal(backend.backward(ONES, ONES)[0], 2 * ONES)

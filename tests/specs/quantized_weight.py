@@ -32,7 +32,7 @@ FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS}
 
 
 def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """Weights of all kinds: sizes off the tiles, constant rows and groups, ties, extremes, none at all."""
+    """Yield weights of all kinds: sizes off the tiles, constant rows and groups, ties, extremes, and empty weights."""
     for sizes in SIZES:
         yield "x".join(map(str, sizes)), uniform(*sizes, dtype=dtype, generator=generator)
     for sizes in ((0, 3, 4), (2, 0, 5), (2, 3, 0)):

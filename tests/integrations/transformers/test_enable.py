@@ -23,7 +23,7 @@ OUTSIDE = {
 
 @pytest.fixture
 def products(monkeypatch):
-    """Counts the calls of grouped_linear, and of what makes both products in one call."""
+    """Return a list that grows by one with each call of grouped_linear, or of the function that makes both products."""
     seen = []
     fused = sys.modules["pymoe.nn.apply_experts"]
     for module, name in ((ops, "grouped_linear"), (raw, "grouped_linear"), (fused, "apply_experts_fused")):

@@ -53,7 +53,7 @@ class Plan:
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
-    """Run the planned steps and report "step" for each; "done", "raised", "told" or "other" at last."""
+    """Run the planned steps; report "step" for each, and "done", "raised", "told" or "other" at the end."""
     plan = Plan(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait

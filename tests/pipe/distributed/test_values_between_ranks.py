@@ -65,8 +65,8 @@ class ByHand(StagedModel):
 
 
 class Middle(nn.Module):
-    """Has arguments that later stages take, a value for two stages that are not neighbours, and an output of the
-    first stage.
+    """Has arguments that later stages take, a value for two stages that are not adjacent, and an output of the first
+    stage.
     """
 
     names = ("x", "mask", "power", "bias")
