@@ -121,7 +121,9 @@ def sources(root: Path = ROOT) -> list[Path]:
 def compile_all(
     nvcc: str, paths: list[Path] | None = None, *, root: Path = ROOT, folder: Path = FOLDER, flags: list[str] = FLAGS
 ) -> list[Compiled]:
-    """Compile the sources, or fetch what was compiled of the same before; as many at a time as there are processors."""
+    """Compile the sources, or fetch earlier results for the same sources; run one compilation per processor at a
+    time.
+    """
     version = toolkit_version(nvcc)
     command = [nvcc, *flags, *STRICT, *gencode(default_arch_list(version)), f"-I{root / 'csrc'}"]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -96,7 +96,7 @@ def ranks(body: Callable[..., None], count: int, **options: Any) -> Iterator[Ran
 
 
 def are_told(ends: dict[int, tuple[str, Any]], victim: int) -> list[Any]:
-    """Check that all ranks but one have ended since that one failed; return what they were told."""
+    """Check that all ranks except one have ended since that one failed; return what they were told."""
     assert {what for what, _ in ends.values()} == {"told"}, ends
     assert set(ends) == set(range(len(ends) + 1)) - {victim}
     assert {told[0] for _, told in ends.values()} == {victim}, ends

@@ -96,7 +96,7 @@ PYTHON_MAY_USE = {
     },
     "pipe/auxiliary": {"nn", "pipe"},
     "remote": {"_common", "runtime", "remote", "_errors"},
-    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
+    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, if a server is asked for them
     "integrations": {
         "_common",
         "reference",
@@ -134,7 +134,7 @@ def cpp_faults(file, text):
     for quoted, system in re.findall(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', text, re.MULTILINE):
         header = quoted or system
         if file.startswith("kernels/cuda/") and header.startswith("cuda_on_cpu/"):
-            continue  # the emulator of the tests, where there is no nvcc
+            continue  # the tests' emulator, which replaces nvcc
         folder = header.split("/")[0]
         if folder == "cuda_on_cpu" and file in FACES_OF_CUDA:
             continue

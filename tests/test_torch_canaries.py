@@ -75,7 +75,7 @@ NOT_REPLACED = {
 
 
 def on_a_thread(function):
-    """Return the result of ``function()`` on a thread that has no torch state of its own."""
+    """Return the result of ``function()`` on a thread without any torch state."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()

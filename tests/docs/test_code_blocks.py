@@ -1,6 +1,6 @@
 """Every Python block of README and docs runs, and every command of a shell block exists.
 
-The blocks of a page run in order, in one process of their own. A block is left out where the line above it says why:
+The blocks of a page run in order, in one process of their own. A block is skipped if the line above it gives a reason:
 ``<!-- not run: it needs two processes -->``.
 """
 
@@ -34,8 +34,8 @@ def as_program(page: Path) -> str:
     return "\n".join(lines)
 
 
-# Reads names of programs, runs each in a child of its own and answers with its exit status: to import torch takes
-# longer than most pages. Their output goes to the file "said" beside them.
+# Reads names of programs, runs each in a child of its own and answers with its exit status: importing torch takes
+# longer than most pages. Their output goes to the file "said" in the same folder.
 FORKS = """
 import os, runpy, signal, sys
 import torch, pymoe.nn, pymoe.pipe, pymoe.runtime

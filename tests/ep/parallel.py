@@ -102,7 +102,7 @@ def one_step(rank, world, shape, kind, tied=False, dtype="float64", replaced=Non
 
 
 def spread_over_a_group(rank, world):
-    """Return how far gradients are off for a model spread over a process group and cut further over a mesh."""
+    """Return how far gradients are off if a model is spread over a process group and then cut over a mesh."""
     whole, spread, mesh = model(), model(), mesh_of(2, 2)
     called = ep.data_parallel(ep.shard(spread, mesh["ep"].get_group()), mesh, kind="fsdp")
     x = data(world)[0]

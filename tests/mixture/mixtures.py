@@ -36,7 +36,7 @@ class Scaled(nn.Module):
 
 
 class Stuck:
-    """Holds whoever comes, until it is opened. A lid on what a test lets hang."""
+    """Blocks every caller until it is opened, so that tests can let an expert hang."""
 
     def __init__(self) -> None:
         self.begun, self.open = threading.Event(), threading.Event()

@@ -124,7 +124,8 @@ def test_every_row_gets_its_k_min_before_the_last_seconds_begin() -> None:
     stuck = Stuck()
     backends = scaled(None, None, stuck, None)
     inf = math.inf
-    # The second row needs who is held; the others have so many answers that two a row have come on the average.
+    # The second row needs the expert that is held; the other rows have so many answers that each row has two on
+    # average.
     gate = Logits([[5.0, 4.0, -inf, 3.0], [-inf, 5.0, 4.0, -inf], [5.0, 4.0, -inf, 3.0]])
     moe = mixture(backends, gate=gate, top_k=3, k_min=2, timeout_after_k_min=0.0)
     results: list[Tensor] = []

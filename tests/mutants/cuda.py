@@ -93,7 +93,7 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     source = ROOT / (fault.file if fault.file.endswith(".cu") else f"csrc/kernels/{fault.tests}_cuda.cu")
     planted = changed if fault.file.endswith(".cu") else source
     command = compile_command(folder, source)
-    # The changed file is found first, also where it is a header.
+    # The changed file is found first, even if it is a header.
     compile_line = [
         *command[:1],
         f"-I{place / 'csrc'}",
@@ -142,7 +142,7 @@ def prepare(faults: Sequence[Any]) -> dict[str, Path]:
 
 
 def judge(fault: CudaFault, folders: dict[str, Path]) -> tuple[bool, str]:
-    """Build and run the kernel's tests with the fault; it is noticed where they fail."""
+    """Build and run the kernel's tests with the fault; the fault is noticed if they fail."""
     with tempfile.TemporaryDirectory() as place:
         # Some of the cases first: a fault that a late test notices would else wait for all cases of those before.
         status, output = run_tests(plant(fault, folders[fault.how], Path(place)), fault, (0.2, 1.0))

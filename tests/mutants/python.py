@@ -62,7 +62,7 @@ def prepare(faults: Sequence[Any]) -> None:
 
 
 def judge(fault: PythonFault, _: None) -> tuple[bool, str]:
-    """Build the copy with the fault and run its tests there; it is noticed where one fails."""
+    """Build the copy with the fault and run its tests there; the fault is noticed if one fails."""
     path = TREE / fault.file
     path.write_text(fault.planted())
     try:

@@ -79,7 +79,7 @@ def prepare(faults: Sequence[Any]) -> list[str]:
 
 
 def judge(fault: ScheduleFault, common: list[str]) -> tuple[bool, str]:
-    """Build and run the schedules with the fault; it is noticed where they fail."""
+    """Build and run the schedules with the fault; the fault is noticed if they fail."""
     with tempfile.TemporaryDirectory() as place:
         changed = Path(place) / fault.file
         changed.parent.mkdir(parents=True)

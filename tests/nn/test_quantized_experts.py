@@ -35,7 +35,7 @@ def layer(backend="native", dtype=torch.float32, **options):
 
 
 def with_rounded_weights(moe, *form):
-    """Return a copy whose experts have the weights that the quantised ones represent."""
+    """Return a copy whose experts have the weights that the quantised experts represent."""
     rounded = copy.deepcopy(moe)
     with torch.no_grad():
         for weight in (rounded.experts.w_in, rounded.experts.w_out):

@@ -40,7 +40,7 @@ class Faults:
         self.longest = longest
         self.step = 0
         self._inside: Counter[int] = Counter()  # calls in progress, by thread
-        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers have received or made
+        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers have received or created
 
     def planted(self, *place: Any) -> bool:
         """Return whether the call at a place (pass, stage, micro-batch) raises in this step."""

@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def in_time(work: Callable[[], object]) -> None:
-    """Run ``work`` on a thread of its own, which must not hang."""
+    """Run ``work`` on its own thread, which must not hang."""
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
     thread.start()

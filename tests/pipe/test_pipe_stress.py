@@ -96,7 +96,7 @@ class Stress:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Run ``work`` on a thread of its own, which must not hang."""
+    """Run ``work`` on its own thread, which must not hang."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -87,7 +87,7 @@ def test_live_activations_are_those_of_the_clock(schedule, seed):
 
 
 def test_a_simulation_by_hand():
-    """Use two stages, two micro-batches and 1F1B; stage 1 is slow, and messages take 1."""
+    """Use two stages, two micro-batches and 1F1B; stage 1 is slow, and a message takes 1 time unit."""
     record = simulate(build("1f1b", 2, 2), Times((1, 3), (1, 2), (0, 2)), communication=1)
     assert [[(str(s.action), s.start, s.end) for s in order] for order in record.spans] == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 10, 11), ("0B1", 17, 18)],

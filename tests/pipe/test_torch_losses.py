@@ -122,7 +122,7 @@ SUMS_UNSEEN = {
     "triplet_margin_loss",
     "triplet_margin_with_distance_loss",
 }
-"""In a user's own function, their sums look like other computations, and need ``reduction="sum"``."""
+"""In a user's own function, the sums of these losses look like other computations, and need ``reduction="sum"``."""
 
 
 def parameters(thing):

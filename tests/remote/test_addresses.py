@@ -1,4 +1,4 @@
-"""An address that cannot be served raises a clear error when the server is made or started."""
+"""An address that cannot be served raises a clear error when the server is created or started."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ NAN = float("nan")
 
 
 class Scale(nn.Module):
-    """Multiplies rows by a weight, whose gradient is the sum of inputs times gradients. Can be told to do other
-    things.
+    """Multiplies rows by a weight, whose gradient is the sum of inputs times gradients. Tests can change what it
+    does.
     """
 
     def __init__(self) -> None:

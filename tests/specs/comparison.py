@@ -1,4 +1,4 @@
-"""Assertions that two tensors are the same, or close, which say where they are not and by how much.
+"""Assertions that two tensors are the same, or close, which report where the tensors differ and by how much.
 
 Special values as in :mod:`pymoe.bench.correctness`, whose comparisons these are, in more words.
 """

@@ -151,7 +151,7 @@ def test_the_crossings_in_bytes_are_those_of_the_closed_forms():
 
 
 def test_bytes_are_equal_where_they_cross():
-    """With clones, whose bytes do not depend on the tokens if as many are made, and with counts."""
+    """Test clones, whose bytes do not depend on the tokens if as many clones are made, and counts."""
     block = Block("hot", 8, 8, 2, 1)
     load = Load("skewed", ((torch.tensor([0, 0, 0, 1]).repeat(16)[:, None],),), 2)
     found = simulated(block, 2, 32, load, spread="1-clone", min_rows_to_clone=1)

@@ -1,4 +1,4 @@
-"""Hooks and replaced parts are heard on pymoe, where its operators do the work of parts, as in transformers' code."""
+"""Hooks and replaced parts take effect on pymoe, whose operators do the work of parts, as in transformers' code."""
 
 import sys
 

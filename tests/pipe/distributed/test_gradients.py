@@ -28,7 +28,7 @@ from pymoe.pipe.distributed import watching
 
 
 def on_one_rank(rank, world):
-    """Run a whole pipe on every rank, each in a group of its own."""
+    """Run a whole pipe on every rank, each rank in its own group."""
     groups = [dist.new_group([one]) for one in range(world)]
     return steps(0, 1, "ScheduleInterleaved1F1B", micro_batches=4, count=3, group=groups[rank])
 

@@ -72,7 +72,7 @@ class Layer(nn.Module):
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
-    """Run steps without end; report "step" after the first, and "raised", "told" or "other" at the end."""
+    """Run steps without end; report "step" for the first three, and "raised", "told" or "other" at the end."""
     bad = Bad(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait

@@ -129,7 +129,7 @@ def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
 
 
 def is_told_of_the_bug(told, rank, phase):
-    """Check that a rank was told of another rank's bug."""
+    """Check the report of a rank that was told of another rank's bug."""
     assert told[:4] == (rank, phase, rank, 2)
     assert told[4].startswith(f"rank {rank} failed in the {phase} of micro-batch 2 in stage {rank}: ")
     assert "Bug: the answer is not 42" in told[4]
