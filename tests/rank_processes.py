@@ -31,7 +31,7 @@ def free_address() -> str:
 class Ranks:
     """Processes, and what they report: pairs of a word and a value.
 
-    Each reports by a pipe of its own. (A queue that a rank is killed in would be locked for all.)
+    Each process reports through its own pipe. (A queue in which a rank is killed would stay locked for all.)
     """
 
     def __init__(self, body: Callable[..., None], count: int, **options: Any) -> None:

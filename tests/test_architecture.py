@@ -1,4 +1,4 @@
-"""The directions of the house: who may include and import whom, read from the sources.
+"""The directions of dependencies: which files may include and import which, read from the sources.
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.

@@ -94,7 +94,8 @@ def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
 @pytest.mark.only_on("cpu")
 def test_grouped_linear_of_more_experts_than_the_gpu_counts():
     """The kernel that plans on the GPU counts experts in int32: near 2^31 experts the count overflowed, and the kernel
-    wrote before the start of its plan. Nobody has so many experts, but a raw operator must be safe with any arguments.
+    wrote before the start of its plan. No model has so many experts, but a raw operator must be safe with any
+    arguments.
     """
     offsets = torch.empty((1 << 30) + 1, dtype=torch.int32)  # never touched
     weight = torch.zeros(1, 1, 1).expand(1 << 30, 1, 1)
@@ -288,8 +289,8 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
 
 def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
     """The hook of a parameter on a GPU ran for every micro-batch, and again for their sum: it was kept out by a mark on
-    the thread that had asked for the backward pass, but autograd runs a device's nodes on a thread of its own. Here a
-    thread plays the device's, with tensors that are not on the host.
+    the thread that had asked for the backward pass, but autograd runs a device's nodes on the device's own thread.
+    Here, a thread acts as the device's thread, with tensors that are not on the host.
     """
     leaf = torch.ones(2, device="meta", requires_grad=True)
     seen = []

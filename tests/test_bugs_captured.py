@@ -224,9 +224,9 @@ SHARED = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}
 
 
 def test_a_capture_before_the_first_backward_pass_left_children_of_a_fork_without_gradients():
-    """``torch.export`` makes tensors without values, for which a build of torch for CUDA pretends to have a GPU where
-    there is none. The first backward pass after it started a thread for that GPU, and torch refused every backward pass
-    in children of a fork. A build for CPUs never did.
+    """``torch.export`` makes tensors without values, for which a build of torch for CUDA pretends to have a GPU on
+    machines without one. The first backward pass after it started a thread for that GPU, and torch refused every
+    backward pass in children of a fork. A build for CPUs never did.
     """
     script = """
     import warnings

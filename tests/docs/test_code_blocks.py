@@ -34,8 +34,8 @@ def as_program(page: Path) -> str:
     return "\n".join(lines)
 
 
-# Reads names of programs, runs each in a child of its own and answers with its exit status: importing torch takes
-# longer than most pages. Their output goes to the file "said" in the same folder.
+# Reads names of programs, runs each in its own child and answers with its exit status: importing torch takes longer
+# than most pages. Their output goes to the file "said" in the same folder.
 FORKS = """
 import os, runpy, signal, sys
 import torch, pymoe.nn, pymoe.pipe, pymoe.runtime

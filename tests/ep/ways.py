@@ -199,7 +199,7 @@ def evaluated_first(rank, world):
 
 
 def disagreeing(rank, world, wrong):
-    """Return what check_calls reports after calls in which one rank differed, and when it is asked again."""
+    """Return what check_calls reports after calls in which one rank differed, and what a second check reports."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"first": MoE(12, 8, 6, 2), "second": MoE(12, 8, 6, 2)}).float()
     ep.shard(model, dist.group.WORLD, transport="padded", room=64)

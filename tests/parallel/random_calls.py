@@ -186,7 +186,7 @@ class Products(torch.autograd.Function):
 
 
 class ProductsWithSetup(torch.autograd.Function):
-    """The context in a method of its own; differentiable once."""
+    """The context in a separate method; differentiable once."""
 
     @staticmethod
     def forward(recipe: int, *tensors: Tensor) -> Any:

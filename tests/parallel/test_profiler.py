@@ -16,7 +16,7 @@ CALLS = 3
 
 
 class Meeting(torch.autograd.Function):
-    """Calls that run at the same time, so each on a thread of its own."""
+    """Calls that run at the same time, and so each on its own thread."""
 
     barrier = threading.Barrier(CALLS)
 

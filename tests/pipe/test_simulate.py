@@ -72,7 +72,7 @@ def test_the_numbers_of_a_record_fit_together(schedule, seed):
 @examples(100)
 @given(schedules(), st.integers(0, 2**20))
 def test_live_activations_are_those_of_the_clock(schedule, seed):
-    """Counted from the ends of actions alone; no two actions of a worker end at the same time."""
+    """Counts use only the ends of actions; no two actions of a worker end at the same time."""
     time = times(schedule, seed)
     record = simulate(schedule, lambda action: 1 + time(action))
     for worker, order in enumerate(record.spans):

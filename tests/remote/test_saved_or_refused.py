@@ -236,7 +236,7 @@ def test_these_are_refused_when_the_server_is_made(tmp_path: Path, kind: str) ->
 
 
 def test_a_sibling_that_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would fail if torch alone loaded optimizer states, or if other numbers than the state's were
+    """The test above would fail if torch alone loaded optimizer states, or if numbers other than the state's were
     written.
     """
     monkeypatch.setattr(checkpoints, "load_exactly", lambda backend, state: backend.load_state_dict(state))
