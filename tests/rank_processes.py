@@ -31,7 +31,8 @@ def free_address() -> str:
 class Ranks:
     """Processes, and what they report: pairs of a word and a value.
 
-    Each process reports through its own pipe. (A queue in which a rank is killed would stay locked for all.)
+    Each process reports through its own pipe. (If a rank were killed while it used a shared queue, the queue would stay
+    locked for all.)
     """
 
     def __init__(self, body: Callable[..., None], count: int, **options: Any) -> None:
