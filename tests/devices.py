@@ -95,7 +95,9 @@ class TorchOn:
 
 
 def replacements(module: ModuleType, device: torch.device) -> Iterator[tuple[ModuleType, str, object]]:
-    """(module, name, value): what a test's module, and helpers of tests/nn, see instead of what makes CPU tensors."""
+    """Yield (module, name, value): what a test's module and helpers of tests/nn see instead of functions that make
+    CPU tensors.
+    """
     helpers = [sys.modules[name] for name in ("moe_layers", "naive_moe") if name in sys.modules]
     for one in (module, *helpers):
         for name, value in vars(one).items():

@@ -12,7 +12,7 @@ def module_of(file):
 
 
 def imports(file, text):
-    """(module, at import time?) for every import in the Python file ``file``, relative names resolved."""
+    """Find every import in the Python file ``file``: (module, at import time?), with relative names resolved."""
     package = Path(file).with_suffix("").parts
     tree = ast.parse(text)
     lazy = {
@@ -21,7 +21,7 @@ def imports(file, text):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for node in ast.walk(function)
     }
-    for test in ast.walk(tree):  # an import for the type checker alone never runs
+    for test in ast.walk(tree):  # an import only for the type checker never runs
         if isinstance(test, ast.If) and ast.unparse(test.test).endswith("TYPE_CHECKING"):
             if package[-1] == "__init__":  # names that a package also offers are found when somebody asks for them
                 test.body = []

@@ -45,20 +45,20 @@ class Compiled:
 
     @property
     def report(self) -> str:
-        """What ptxas says of each kernel for each architecture."""
+        """Return what ptxas reports of each kernel for each architecture."""
         return (self.folder / "report.txt").read_text()
 
     def cubin(self, architecture: str) -> Path:
-        """The machine code for an architecture such as ``"sm_90"``."""
+        """Return the file of the machine code for an architecture such as ``"sm_90"``."""
         return self.folder / f"{architecture}.cubin"
 
     @property
     def object(self) -> Path:
-        """The object file, for programs that call its host functions."""
+        """Return the object file, for programs that call its host functions."""
         return self.folder / "object.o"
 
     def ptx(self, architecture: str) -> Path:
-        """The PTX that becomes the machine code of an architecture such as ``"sm_90"``."""
+        """Return the file of the PTX that becomes the machine code of an architecture such as ``"sm_90"``."""
         return self.folder / f"{architecture.replace('sm', 'compute')}.ptx"
 
 
@@ -114,14 +114,16 @@ def architectures(nvcc: str) -> list[str]:
 
 
 def sources(root: Path = ROOT) -> list[Path]:
-    """Every source of kernels, the one that takes longest first, so that all processors end together."""
+    """Return every source of kernels, the largest first, so that all processors end at about the same time."""
     return sorted(root.glob("csrc/kernels/*.cu"), key=lambda path: -path.stat().st_size)
 
 
 def compile_all(
     nvcc: str, paths: list[Path] | None = None, *, root: Path = ROOT, folder: Path = FOLDER, flags: list[str] = FLAGS
 ) -> list[Compiled]:
-    """Compile the sources, or fetch what was compiled of the same before; as many at a time as there are processors."""
+    """Compile the sources, or fetch earlier results for the same sources; run one compilation per processor at a
+    time.
+    """
     version = toolkit_version(nvcc)
     command = [nvcc, *flags, *STRICT, *gencode(default_arch_list(version)), f"-I{root / 'csrc'}"]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -33,7 +33,9 @@ def compiler() -> str:
 
 @cache
 def stamp(of_compiler: str) -> str:
-    """What makes all anew where the compiler or torch is another one: ninja sees commands and our own headers alone."""
+    """Return a hash of the compiler's version and torch's, which rebuilds all: ninja sees only commands and our own
+    headers.
+    """
     said = subprocess.run([*shlex.split(of_compiler), "--version"], capture_output=True, text=True, check=True).stdout
     return hashlib.sha256(f"{said}\0{torch.__version__}".encode()).hexdigest()[:16]
 
@@ -52,7 +54,9 @@ def sources(*patterns: str) -> list[Path]:
 
 
 def merged(name: str, files: Sequence[Path]) -> Source:
-    """One source that includes ``files``, whose headers take longer to compile than the code after them."""
+    """Return a source that includes ``files``, because their headers take longer to compile than the code after
+    them.
+    """
     path = ROOT / "build" / "merged" / "tests" / name
     text = "".join(f'#include "{file.relative_to(ROOT / "csrc")}"\n' for file in files)
     if not path.exists() or path.read_text() != text:
@@ -64,19 +68,19 @@ def merged(name: str, files: Sequence[Path]) -> Source:
 
 
 def kernel_sources() -> list[Source]:
-    """The CPU kernels."""
+    """Return the sources of the CPU kernels."""
     return [Source(file) for file in sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp")]
 
 
 def operator_sources() -> list[Source]:
-    """The operators, as setup.py compiles them: those that include torch's headers as one."""
+    """Return the operators' sources as setup.py compiles them: all that include torch's headers as one source."""
     operators = sources("csrc/ops/*.cpp")
     with_torch = [file for file in operators if "<torch/csrc/stable/" in file.read_text()]
     return [merged("with_torch.cpp", with_torch), *(Source(file) for file in operators if file not in with_torch)]
 
 
 def runtime_sources() -> list[Source]:
-    """What setup.py makes ``pymoe._runtime`` of."""
+    """Return the sources from which setup.py builds ``pymoe._runtime``."""
     bindings = sources("csrc/bindings/*.cpp")
     kernels = (ROOT / "csrc/kernels/gather_batch_cpu.cpp", ROOT / "csrc/kernels/cpu/parallel.cpp")
     return [

@@ -75,7 +75,7 @@ Pretended.__name__ = "Tensor"  # as messages call it
 
 
 def run(func, args, kwargs):
-    """One operation, on what the pretended tensors hold."""
+    """Run one operation on the values that the pretended tensors hold."""
     name = str(func._schema.name) + "." + func._schema.overload_name
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
     pretended = any(isinstance(value, Pretended) for value in tensors)
@@ -112,7 +112,9 @@ class Factories(TorchDispatchMode):
 
 @functools.cache
 def load_library() -> Path:
-    """Autograd asks the guard of a tensor's device for its stream."""
+    """Build and load the library that gives autograd a guard of the pretended device, which it asks for a tensor's
+    stream.
+    """
     source = Path(__file__).with_suffix(".cpp")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
     library = source.parents[1] / "build" / "tests" / f"pretended-{torch.__version__}-{digest}.so"
@@ -152,7 +154,7 @@ def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def give_the_cpu_wide_products() -> torch.library.Library:
-    """From now on ``torch.mm(..., out_dtype=torch.float32)``, which torch has for GPUs alone, works on the CPU."""
+    """Make ``torch.mm(..., out_dtype=torch.float32)``, which torch has only for GPUs, work on the CPU from now on."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", wide_mm, "CPU")
     return library
@@ -160,7 +162,7 @@ def give_the_cpu_wide_products() -> torch.library.Library:
 
 @contextmanager
 def wide_products(device_type: str):
-    """Inside, routers on this type of device multiply as they do on a GPU."""
+    """Make routers on this type of device multiply as they do on a GPU, within the block."""
     give_the_cpu_wide_products()
     there = device_type in router_product.DEVICES
     router_product.DEVICES.add(device_type)
@@ -173,7 +175,7 @@ def wide_products(device_type: str):
 
 @contextmanager
 def pretended():
-    """Inside, torch has the device."""
+    """Make torch have the pretended device, within the block."""
     load_library()
     with wide_products(DEVICE.type), Factories():
         yield

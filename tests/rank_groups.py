@@ -24,13 +24,13 @@ PATIENCE = 300  # seconds until ranks that do not answer are ended, also where m
 
 
 def place_of(function):
-    """The folder and the file that have a function, and its name there."""
+    """Return the folder and the file that contain a function, and the function's name there."""
     file = Path(function.__code__.co_filename)
     return str(file.parent), file.stem, function.__qualname__
 
 
 def function_at(folder, module, name):
-    """The function, in another process."""
+    """Import and return the function, in another process."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return getattr(importlib.import_module(module), name)
@@ -56,7 +56,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function, /, **options):
-        """What ``function(rank, world, **options)`` returns on every rank; options are JSON."""
+        """Return what ``function(rank, world, **options)`` returns on every rank; options are JSON."""
         answers = self.ask(function, **options)
         failures = [answer["failure"] for answer in answers if "failure" in answer]
         if failures:
@@ -65,7 +65,7 @@ class Ranks:
         return [answer["result"] for answer in answers]
 
     def ask(self, function, /, **options):
-        """The same, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
+        """Return what run() returns, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
         self.start()
         case = place_of(function)
         line = json.dumps({"case": case, "options": options}).encode() + b"\n"

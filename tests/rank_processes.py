@@ -22,7 +22,7 @@ _context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed", "pymoe.ep"]
 
 
 def free_address() -> str:
-    """For a process group."""
+    """Return a free address for a process group."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
@@ -31,7 +31,8 @@ def free_address() -> str:
 class Ranks:
     """Processes, and what they report: pairs of a word and a value.
 
-    Each reports by a pipe of its own. (A queue that a rank is killed in would be locked for all.)
+    Each process reports through its own pipe. (If a rank were killed while it used a shared queue, the queue would stay
+    locked for all.)
     """
 
     def __init__(self, body: Callable[..., None], count: int, **options: Any) -> None:
@@ -51,7 +52,7 @@ class Ranks:
         return self._collect(count, lambda what: what == word)
 
     def ends(self, count: int) -> dict[int, tuple[str, Any]]:
-        """How ``count`` ranks have ended: their first report that is not a "step"."""
+        """Return how ``count`` ranks have ended: their first report that is not a "step"."""
         return self._collect(count, lambda what: what != "step")
 
     def signal(self, rank: int, number: int) -> None:
@@ -84,7 +85,7 @@ def _run(place: tuple[str, str, str], rank: int, address: str, connection: Conne
 
 @contextlib.contextmanager
 def ranks(body: Callable[..., None], count: int, **options: Any) -> Iterator[Ranks]:
-    """Processes that are gone afterwards. Each runs ``body(rank, address, connection, **options)``."""
+    """Start processes that run ``body(rank, address, connection, **options)``, and end them afterwards."""
     started = Ranks(body, count, **options)
     try:
         yield started
@@ -96,7 +97,7 @@ def ranks(body: Callable[..., None], count: int, **options: Any) -> Iterator[Ran
 
 
 def are_told(ends: dict[int, tuple[str, Any]], victim: int) -> list[Any]:
-    """Check that all ranks but one have ended since that one failed; return what they were told."""
+    """Check that all ranks except one have ended since that one failed; return what they were told."""
     assert {what for what, _ in ends.values()} == {"told"}, ends
     assert set(ends) == set(range(len(ends) + 1)) - {victim}
     assert {told[0] for _, told in ends.values()} == {victim}, ends

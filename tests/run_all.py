@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "tests"
 PYTHON = sys.executable
-# Several test processes share the cores. A thread that waits for others of its process must sleep, not spin: spinning,
-# each would hold up whom it waits for, and small parallel loops take ten times as long.
+# Several test processes share the cores. A thread that waits for others of its process must sleep, not spin: a spinning
+# thread would hold up the threads for which it waits, and small parallel loops take ten times as long.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", **os.environ}
 
 
@@ -66,14 +66,15 @@ def clang_format(*options: str) -> list[str]:
 
 CPP = {".cpp", ".h", ".cu"}
 XDIST = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist=worksteal"]
-# What runs on the emulated kernels: files that begin with check_ are collected here alone.
+# What runs on the emulated kernels: files that begin with check_ are collected only here.
 EMULATED = [
     "tests/cuda_on_cpu/check_emulated.py",
     "tests/ops/test_native_equals_reference.py",
     "tests/nn/test_moe_values.py",
     "tests/nn/test_moe_losses.py",
 ]
-# In a process of its own: autograd counts devices before its first backward pass, and the pretended one must be there.
+# In its own process: autograd counts devices before its first backward pass, and the pretended device must exist by
+# then.
 LAUNCHES = "tests/cuda_on_cpu/check_launches.py"
 ON_CUDA = "not narrower and not asked_for and not quantize"  # what concerns the CPU, or has no CUDA kernel
 

@@ -1,4 +1,4 @@
-"""The directions of the house: who may include and import whom, read from the sources.
+"""The directions of dependencies: which files may include and import which, read from the sources.
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
@@ -32,7 +32,7 @@ CPP_MAY_USE = {
     "runtime": {"core", "kernels", "runtime"},
     "bindings": {"core", "kernels", "runtime", "bindings"},
 }
-# What these take from nvcc, the tests' emulator gives to other compilers.
+# The tests' emulator gives other compilers what these headers take from nvcc.
 FACES_OF_CUDA = {"kernels/cuda/platform.h", "kernels/cuda/mma.h"}
 TORCH_HEADERS = re.compile(r"(torch|ATen|c10|caffe2)/")
 STABLE_TORCH_HEADERS = re.compile(r"torch/(csrc/stable|headeronly)/|torch/csrc/inductor/aoti_torch/c/shim\.h$")
@@ -96,7 +96,7 @@ PYTHON_MAY_USE = {
     },
     "pipe/auxiliary": {"nn", "pipe"},
     "remote": {"_common", "runtime", "remote", "_errors"},
-    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, where a server is asked for them
+    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, if a server is asked for them
     "integrations": {
         "_common",
         "reference",
@@ -129,12 +129,12 @@ MAY_IMPORT_LAZILY = {
 
 
 def cpp_faults(file, text):
-    """Every include in the file csrc/``file`` that the directions forbid."""
+    """Yield every include in csrc/``file`` that the directions forbid."""
     layer = file.split("/")[0]
     for quoted, system in re.findall(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', text, re.MULTILINE):
         header = quoted or system
         if file.startswith("kernels/cuda/") and header.startswith("cuda_on_cpu/"):
-            continue  # the emulator of the tests, where there is no nvcc
+            continue  # the tests' emulator, which replaces nvcc
         folder = header.split("/")[0]
         if folder == "cuda_on_cpu" and file in FACES_OF_CUDA:
             continue
@@ -149,7 +149,7 @@ def cpp_faults(file, text):
 
 
 def python_faults(file, text):
-    """Every import in the file pymoe/... that the directions forbid."""
+    """Yield every import in the file pymoe/... that the directions forbid."""
     parts = Path(file).with_suffix("").parts
     layer = "/".join(parts[1:3]) if "/".join(parts[1:3]) in PYTHON_MAY_USE else parts[1]
     if layer == "__init__":
@@ -193,7 +193,7 @@ def test_imports_follow_the_directions():
 
 
 def modules():
-    """Every Python module of the package: its name, and its file."""
+    """Yield the name and file of every Python module of the package."""
     for path in files("pymoe"):
         if path.suffix == ".py":
             yield module_of(path.relative_to(ROOT)), path
@@ -285,7 +285,7 @@ def test_an_optional_package_may_be_imported_where_it_is_used():
     assert not list(python_faults("pymoe/bench/table.py", lazily))
 
 
-# What a CUDA kernel file must not hold, and why.
+# What a CUDA kernel file must not contain, and why.
 FORBIDDEN_IN_KERNELS = {
     r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy\b|cudaMalloc|cudaFree": "waits for the GPU, or allocates",
     r"atomicAdd\((?:static_cast<|\()?\s*(?:float|double|__half|__nv_bfloat16)": "a float atomic: order decides results",
@@ -311,7 +311,7 @@ MAY_USE_CLUSTERS: dict[str, str] = {}
 
 
 def communication_faults(name, text):
-    """What the file csrc/kernels/``name`` holds with which blocks could wait for, or listen to, each other."""
+    """Yield a message for each way in which blocks of csrc/kernels/``name`` could wait for or read from each other."""
     code = re.sub(r"//.*", "", text)
     for pattern, why in BETWEEN_BLOCKS.items():
         if re.search(pattern, code) and not ("cluster" in pattern and name in MAY_USE_CLUSTERS):
@@ -346,7 +346,7 @@ def test_planted_communication_is_found(line):
 
 
 def kernel_faults(text):
-    """What a CUDA kernel file holds that it must not."""
+    """Return the reasons for which a CUDA kernel file is refused."""
     code = re.sub(r"//.*", "", text)
     return [why for pattern, why in FORBIDDEN_IN_KERNELS.items() if re.search(pattern, code)]
 

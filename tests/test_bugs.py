@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed, each with its story.
+"""Tests of bugs that were found and fixed. Docstrings describe the bugs.
 
 Each test is in the file of the part that had the bug: operators (test_bugs_ops.py), parallel calls (_parallel), clients
 that help (_helping), requests, pools and runtimes (_serving, _awaiting), pipelines (_pipe), captured models
@@ -94,7 +94,8 @@ def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
 @pytest.mark.only_on("cpu")
 def test_grouped_linear_of_more_experts_than_the_gpu_counts():
     """The kernel that plans on the GPU counts experts in int32: near 2^31 experts the count overflowed, and the kernel
-    wrote before the start of its plan. Nobody has so many experts, but a raw operator must be safe with any arguments.
+    wrote before the start of its plan. No model has so many experts, but a raw operator must be safe with any
+    arguments.
     """
     offsets = torch.empty((1 << 30) + 1, dtype=torch.int32)  # never touched
     weight = torch.zeros(1, 1, 1).expand(1 << 30, 1, 1)
@@ -288,8 +289,8 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
 
 def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
     """The hook of a parameter on a GPU ran for every micro-batch, and again for their sum: it was kept out by a mark on
-    the thread that had asked for the backward pass, but autograd runs a device's nodes on a thread of its own. Here a
-    thread plays the device's, with tensors that are not on the host.
+    the thread that had asked for the backward pass, but autograd runs a device's nodes on the device's own thread.
+    Here, a thread acts as the device's thread, with tensors that are not on the host.
     """
     leaf = torch.ones(2, device="meta", requires_grad=True)
     seen = []
@@ -309,8 +310,8 @@ def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, monkeypatch):
-    """A stage that repeats a forward puts the buffers back for it that the first one saw, and then those that were
-    there. What another stage with the same batch norm wrote meanwhile was lost: of 16 updates 5 to 8 were left.
+    """A stage that repeats a forward restores the buffers that the first run saw, and afterwards the present ones.
+    Updates that another stage with the same batch norm made meanwhile were lost: of 16 updates, 5 to 8 were left.
     """
     monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     norm = torch.nn.BatchNorm1d(4)
@@ -436,8 +437,8 @@ def test_a_compiled_layer_has_the_statistics_of_its_call():
 def test_a_rank_waits_at_exit_until_the_threads_of_gloo_are_idle(kind, tmp_path):
     """A rank aborted once it was done: "terminate called without an active exception".
 
-    A thread of gloo let go of its last tensor after Python had begun to end, and asked for the interpreter's lock.
-    Here a thread with gloo's name is still at work then, and it is cut short unless the exit waits for it.
+    A thread of gloo released its last tensor after Python had begun to end, and asked for the interpreter's lock. Here
+    a thread with gloo's name is still at work then, and it is cut short unless the exit waits for it.
     """
     ran = run_python(
         f"""

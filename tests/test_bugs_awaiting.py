@@ -1,4 +1,6 @@
-"""Tests of bugs that were found and fixed in ``await`` and in options of pools and runtimes, each with its story."""
+"""Tests of bugs that were found and fixed in ``await`` and in options of pools and runtimes. Docstrings describe the
+bugs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_a_batch_that_raises_stop_iteration_does_not_end_an_await_with_its_value
 @pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("timeout", [None, 1000.0])
 def test_an_await_that_was_abandoned_with_its_loop_is_collected(timeout: float | None) -> None:
-    """The timer of an await with a limit held its task where the collector could not see it."""
+    """The timer of an await with a limit held its task in a place that the collector cannot see."""
 
     def abandon() -> weakref.ref:
         backend = ExpertBackend("e", nn.Linear(4, 4), args_schema=(BatchTensorProto(4),))

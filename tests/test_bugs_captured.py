@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in captured models, each with its story."""
+"""Tests of bugs that were found and fixed in captured models. Docstrings describe the bugs."""
 
 import copy
 import pathlib
@@ -199,9 +199,9 @@ def test_a_model_without_a_tensor_among_its_arguments_could_not_be_captured():
 
 
 def test_a_counter_that_the_forward_counts_with_kept_its_counts():
-    """A capture puts the user's containers back as they were, a ``collections.Counter`` by ``update(pairs)``, which
-    counts the pairs themselves: ``Counter(x=1)`` came back as ``Counter({("x", 1): 1})``, and the model was refused
-    for attributes that it does not have.
+    """A capture restores the user's containers, and restored a ``collections.Counter`` by ``update(pairs)``, which
+    counts the pairs themselves: ``Counter(x=1)`` came back as ``Counter({("x", 1): 1})``, and the model was refused for
+    attributes that it does not have.
     """
 
     class Counts(Scaled):
@@ -224,9 +224,9 @@ SHARED = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}
 
 
 def test_a_capture_before_the_first_backward_pass_left_children_of_a_fork_without_gradients():
-    """``torch.export`` makes tensors without values, for which a build of torch for CUDA pretends to have a GPU where
-    there is none. The first backward pass after it started a thread for that GPU, and torch refused every backward pass
-    in children of a fork. A build for CPUs never did.
+    """``torch.export`` makes tensors without values, for which a build of torch for CUDA pretends to have a GPU on
+    machines without one. The first backward pass after it started a thread for that GPU, and torch refused every
+    backward pass in children of a fork. A build for CPUs never did.
     """
     script = """
     import warnings
@@ -282,8 +282,9 @@ def test_where_torch_refuses_gradients_in_a_child_all_else_works():
 
 
 def test_a_change_in_an_array_of_objects_is_seen_after_one_of_numbers_was_looked_at():
-    """The way to compare arrays was remembered by class: after an array of numbers had come first, an array of objects
-    was compared by the addresses of its objects alone, and a pipe went on with what these had held in the capture.
+    """The method for comparing arrays was remembered by class: after an array of numbers had come first, an array of
+    objects was compared only by the addresses of its objects, and a pipe continued with the contents that these had in
+    the capture.
     """
 
     class Scaled(nn.Module):

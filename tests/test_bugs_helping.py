@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in clients that run batches while they wait, each with its story."""
+"""Tests of bugs that were found and fixed in clients that run batches while they wait. Docstrings describe the bugs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in operators, each with its story."""
+"""Tests of bugs that were found and fixed in operators. Docstrings describe the bugs."""
 
 import copy
 
@@ -34,7 +34,7 @@ def test_a_buffer_that_dispatch_fills_is_known_to_have_changed(backend, raw):
 
 
 def test_a_buffer_made_for_inference_is_filled():
-    """A tensor made in inference mode has no version counter."""
+    """A tensor created in inference mode has no version counter."""
     routing = pymoe.ops.build_routing(torch.tensor([[0, 1], [1, 0]]), 2)
     with torch.inference_mode():
         x, buffer = torch.rand(2, 3), torch.ones(4, 3)
@@ -43,10 +43,9 @@ def test_a_buffer_made_for_inference_is_filled():
 
 
 def test_the_reference_of_gelu_does_not_depend_on_the_processor():
-    """Where there is AVX-512 torch leaves gelu to oneDNN, whose gelu of infinity is NaN, and of the largest float
-    infinity.
-
-    The reference called it, and native operator and specification differed on such machines alone.
+    """On machines with AVX-512, torch leaves gelu to oneDNN, which returns NaN for infinity, and infinity for the
+    largest float. The reference called torch's gelu, so native operator and specification differed on these machines
+    only.
     """
     largest = torch.finfo(torch.float32).max
     h = torch.tensor([[torch.inf, largest, -largest, torch.nan]]).repeat(4, 8)

@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in parallel calls, each with its story."""
+"""Tests of bugs that were found and fixed in parallel calls. Docstrings describe the bugs."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_nodes_of_a_call_keep_their_order_where_some_get_other_numbers() -> None
     their bits changed.
     """
     x = torch.ones(2, requires_grad=True)
-    for _ in range(20):  # these numbers are below all later ones
+    for _ in range(20):  # these numbers are smaller than all later ones
         x * 2
     for far in (0, 5, 9):
         steps = [x * 2]

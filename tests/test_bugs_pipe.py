@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in pipelines, each with its story."""
+"""Tests of bugs that were found and fixed in pipelines. Docstrings describe the bugs."""
 
 import copy
 import time

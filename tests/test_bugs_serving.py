@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in requests, pools and runtimes, each with its story."""
+"""Tests of bugs that were found and fixed in requests, pools and runtimes. Docstrings describe the bugs."""
 
 from __future__ import annotations
 

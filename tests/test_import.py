@@ -44,7 +44,7 @@ def test_import_starts_no_thread(measured):
 def test_import_loads_torch_and_numpy_alone(measured):
     """The import loads none of the packages that only benchmarks and examples need, such as rich or matplotlib."""
     packages = {name for name in measured["packages"] if not name.startswith("_sysconfigdata")}  # Python's own, too
-    # The counter of FLOPs is a part of torch that nobody had asked for; it looks for triton, which CUDA builds bring.
+    # Nobody had asked for torch's counter of FLOPs, which looks for triton; CUDA builds of torch install triton.
     assert packages - set(sys.stdlib_module_names) <= {"pymoe", "torch", "triton"}
 
 

@@ -1,6 +1,6 @@
-"""Private names of torch are tried before a result rests on them: one that is there, and does nothing, raises.
+"""Private names of torch are tested before a result depends on them: a name that exists but does nothing raises.
 
-Each name of pymoe/_torch_private.py is exercised by a canary, or stands in NOT_EXERCISED with the reason.
+Each name of pymoe/_torch_private.py is exercised by a canary, or is listed in NOT_EXERCISED with the reason.
 """
 
 import ast
@@ -64,7 +64,8 @@ NOT_EXERCISED = {
     "_set_params_and_buffers_to_ignore_for_model": "DDP raises at a DTensor that it is not told of",
     "_get_default_group": "it is asked for an error where there is none",
 }
-# What stands behind them is used while pymoe is imported, or would end the process: no test can replace them.
+# The functions behind these names are used while pymoe is imported, or would end the process, so no test can replace
+# them.
 NOT_REPLACED = {
     "parse_dispatch_key",
     "dispatch_has_backend_fallback",
@@ -74,7 +75,7 @@ NOT_REPLACED = {
 
 
 def on_a_thread(function):
-    """Return the result of ``function()`` on a thread that has no torch state of its own."""
+    """Return the result of ``function()`` on a thread without any torch state."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()

@@ -1,4 +1,4 @@
-"""What these tests share with those of parallel calls lies there: that folder goes on the path."""
+"""Put the folder of the tests of parallel calls on the path, because these tests share modules in it."""
 
 import sys
 from pathlib import Path

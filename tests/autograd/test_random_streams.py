@@ -1,4 +1,4 @@
-"""What a call draws depends on the seed and on its position alone."""
+"""The numbers that a call draws depend only on the seed and on the call's position."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_draw_depends_on_seed_and_position_alone(name: str) -> None:
 
 
 def test_every_operator_that_draws_is_known() -> None:
-    """Operators made of others are known by those; what torch adds is to be added, too."""
+    """Operators composed of known operators need no entry; operators that torch adds must be added, too."""
     known = set(random_streams.OPERATORS.split())
     composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     has_kernel = dispatch_has_kernel_for_dispatch_key
@@ -265,7 +265,7 @@ def test_a_generator_that_others_set_meanwhile_stays(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_outside_of_calls_see_the_generator_of_the_process_while_calls_begin_and_end() -> None:
-    """And calls see theirs: maps begin on three threads, whose ends put torch.random back under each other."""
+    """Calls see their own generators, too: maps on three threads end, and restore torch.random, in any order."""
     torch.manual_seed(12345)
     wrong: list[object] = []
     ended = threading.Event()

@@ -104,7 +104,7 @@ def seen() -> Any:
 
 
 def on_all_threads(func: Callable[[], Any], calls: int = 3) -> list[tuple[int, Any]]:
-    """(thread, what ``func`` returned) of calls that run at the same time, so each on a thread of its own."""
+    """Return (thread, result of ``func``) of calls that run at the same time, and so each on its own thread."""
     barrier = threading.Barrier(calls)
     found: list[tuple[int, Any]] = []
 

@@ -1,4 +1,4 @@
-"""A worker as those of peers are, with the plain batcher in place of hivemind: see test_children.py."""
+"""A worker like the workers of peers, with the plain batcher instead of hivemind: see test_children.py."""
 
 import time
 

@@ -95,7 +95,9 @@ def only(patch, *operators):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs the command line over given operators; returns exit status, JSON result and output."""
+    """Return a function that runs the command line over given operators and returns exit status, JSON result and
+    output.
+    """
 
     def runner(*operators):
         only(monkeypatch, *operators)
@@ -165,7 +167,7 @@ def test_a_wrong_gradient_is_called_wrong(run):
 
 
 def repeat(x):
-    """The gradient of 16 bits is rounded at each of 15 additions."""
+    """Repeat ``x``; a 16-bit gradient is rounded at each of 15 additions."""
     return torch.stack([x] * 16)
 
 

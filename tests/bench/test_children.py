@@ -1,4 +1,4 @@
-"""Processes that answer lines of JSON: answers stay apart from what else is printed, and failures are named."""
+"""Processes that answer lines of JSON: answers are kept apart from other output, and failures are named."""
 
 import sys
 

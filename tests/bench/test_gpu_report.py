@@ -40,7 +40,7 @@ def stage(name, code, reserved=20.0, most=60.0, **options):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Outcomes by name, folder, and the file to which a hanging stage's child writes while it lives."""
+    """Return outcomes by name, the folder, and the file to which a hanging stage's child writes while it lives."""
     folder = tmp_path_factory.mktemp("report")
     pulse = folder / "pulse"
     child = (
@@ -99,7 +99,7 @@ def test_what_is_written_names_no_machine_and_no_path(planted):
 def test_a_slow_stage_leaves_later_ones_their_time(tmp_path):
     slow, later = stage("slow", "import time; time.sleep(600)", 2.0, 500.0), stage("later", "print('ran')", 8.0, 20.0)
     outcomes = run_stages([slow, later], tmp_path, limit=12.0)
-    # The later one starts only while five seconds are left, so that it passed says when the slow one was ended.
+    # The later stage starts only while five seconds are left, so its passing shows when the slow stage was ended.
     assert [one.status for one in outcomes] == ["timed out", "passed"]
     assert outcomes[0].allowed <= 12.0 - 8.0
 
@@ -296,7 +296,7 @@ def test_every_tool_runs_its_canary_first_and_is_written_at_once(tmp_path, monke
     for of_tool in commands.values():
         assert ["canary" in command for command in of_tool] == [True, False]
     for of_tool in granted.values():
-        assert of_tool == pytest.approx([60.0 / 3, 0.95 * 60.0])  # of the 60 s that a tool may take
+        assert of_tool == pytest.approx([60.0 / 3, 0.95 * 60.0])  # of the 60 s that a tool may run
 
 
 def test_the_canary_has_a_fault_for_every_tool():

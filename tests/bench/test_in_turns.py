@@ -26,7 +26,7 @@ sys.exit({status})
 
 
 def tree(folder, first=1.0, rounds=3, extra="backward", status=0):
-    """A checkout whose only benchmark finds the seconds that it is told."""
+    """Create a checkout whose only benchmark reports given seconds."""
     (folder / "benchmarks").mkdir(parents=True)
     text = FAKE.format(first=first, rounds=rounds, extra=extra, status=status)
     (folder / "benchmarks" / "fake.py").write_text(text)

@@ -302,7 +302,7 @@ def test_a_run_writes_its_tables_and_keeps_earlier_cases(tmp_path, monkeypatch, 
     assert not rendered.exists()
 
     def started(command, **_):
-        """A process that measures another number of tokens."""
+        """Write a result for another number of tokens, instead of running a process."""
         file = Path(command[command.index("--worker") + 1])
         file.write_text(json.dumps({**result, "run": result["runs"][0], "cases": [case | {"tokens": 2}]}))
         return types.SimpleNamespace(returncode=0)

@@ -40,7 +40,7 @@ def test_times_of_all_actions_add_up_to_the_sequential_run():
 
 
 def spoiled(case):
-    """The model alone, with a gradient that is a little off."""
+    """Return the model alone, with a gradient that is wrong by 0.1 %."""
     running = open_alone(case)
     right = running._step
 
@@ -53,7 +53,7 @@ def spoiled(case):
 
 
 def absent(case):
-    """Not there."""
+    """Raise ImportError, as for a missing package."""
     raise ImportError("no such package")
 
 

@@ -69,7 +69,7 @@ def test_micro_batches_are_counted_while_their_saved_tensors_live():
 
 
 def spoiled(case):
-    """The sequential run, with a gradient that is a little off."""
+    """Return the sequential run, with a gradient that is wrong by 0.1 %."""
     running = open_sequential(case)
     right = running._step
 
@@ -82,14 +82,14 @@ def spoiled(case):
 
 
 def failing(case):
-    """Fails when it is timed."""
+    """Return a candidate that fails when it is timed."""
     running = open_sequential(case)
     running.step = lambda: 1 / 0
     return running
 
 
 def absent(case):
-    """Not there."""
+    """Raise ImportError, as for a missing package."""
     raise ImportError("no such package")
 
 

@@ -8,7 +8,7 @@ from pymoe.bench.timing import LONGEST_SPAN, MOST_CALLS, Quartiles, Timing, Wall
 
 
 class Clock:
-    """A clock that stands still until a candidate moves it, and the record of who did."""
+    """A clock that moves only when a candidate moves it, and a record of the candidates that did."""
 
     def __init__(self):
         self.time = 0.0
@@ -18,7 +18,7 @@ class Clock:
         return self.time
 
     def candidate(self, name, *durations):
-        """A call that takes ``durations`` in turn, the last one for ever."""
+        """Return a call that takes each of ``durations`` in turn, and the last one from then on."""
         left = list(durations)
 
         def call():

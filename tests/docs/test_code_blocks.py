@@ -1,6 +1,6 @@
 """Every Python block of README and docs runs, and every command of a shell block exists.
 
-The blocks of a page run in order, in one process of their own. A block is left out where the line above it says why:
+The blocks of a page run in order, in one process of their own. A block is skipped if the line above it gives a reason:
 ``<!-- not run: it needs two processes -->``.
 """
 
@@ -34,8 +34,8 @@ def as_program(page: Path) -> str:
     return "\n".join(lines)
 
 
-# Reads names of programs, runs each in a child of its own and answers with its exit status: to import torch takes
-# longer than most pages. Their output goes to the file "said" beside them.
+# Reads names of programs, runs each in its own child and answers with its exit status: importing torch takes longer
+# than most pages. Their output goes to the file "said" in the same folder.
 FORKS = """
 import os, runpy, signal, sys
 import torch, pymoe.nn, pymoe.pipe, pymoe.runtime
@@ -58,7 +58,7 @@ runpy.run_path(file, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
-    """Runs a program as the file of that name; returns its exit status and what it said."""
+    """Yield a function that runs a program as the file of a given name, and returns its exit status and output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     command = [sys.executable, "-c", FORKS]
     with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True) as forks:

@@ -1,7 +1,7 @@
 """Links and paths of README and docs lead somewhere.
 
-Sphinx checks the links between pages of docs/ (``make docs``); here are those of README, CONTRIBUTING and CHANGELOG,
-which a forge shows as they are, and every path of the tree that any page names.
+Sphinx checks the links between pages of docs/ (``make docs``); this file checks the links of README, CONTRIBUTING and
+CHANGELOG, which a forge shows as they are, and every path of the tree that any page names.
 """
 
 import re
@@ -27,7 +27,7 @@ def with_included(file: Path) -> str:
 
 
 def heading_anchors(text: str) -> set[str]:
-    """The anchors that a forge, and MyST, make of a page's headings."""
+    """Return the anchors that a forge and MyST derive from a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

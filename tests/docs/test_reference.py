@@ -35,7 +35,9 @@ def public_packages() -> list[str]:
 
 @pytest.fixture(scope="session")
 def documented(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of Python objects that have an entry, from a build that writes no pages: ``make docs`` writes them."""
+    """Return the names of Python objects that have an entry, from a build that writes no pages: ``make docs`` writes
+    them.
+    """
     pytest.importorskip("sphinx", reason="the documentation is built with sphinx (requirements-dev.txt)")
     folder = tmp_path_factory.mktemp("docs")
     command = [
@@ -73,7 +75,7 @@ def test_every_public_name_has_an_entry(documented: set[str]) -> None:
 
 
 def found(name: str) -> object:
-    """The object of a documented name; None if it is a member of a class or a parameter."""
+    """Return the object of a documented name, or None for a member of a class or a parameter."""
     module, _, attribute = name.rpartition(".")
     try:
         return importlib.import_module(name)
@@ -87,7 +89,7 @@ def found(name: str) -> object:
 
 @pytest.fixture(scope="module")
 def help_of() -> dict[str, str]:
-    """What every command says of itself: all in one process, which imports torch once."""
+    """Return every command's help text, from one process that imports torch once."""
     done = subprocess.run(
         [sys.executable, "-c", ASK_FOR_HELP, json.dumps(COMMANDS)], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -28,7 +28,7 @@ def shares_of_losses(rank, world, **way):
 
 
 def two_layers_that_disagree(rank, world):
-    """Return what check_calls reports, asked twice, after ranks disagreed in both layers of a model."""
+    """Return what two calls of check_calls report after ranks disagreed in both layers of a model."""
     spread = ep.shard(model(), mesh_of(4), transport="padded", room=200)
     layers = [one for one in spread.modules() if isinstance(one, ep.ShardedMoE)]
     for layer in layers:

@@ -21,7 +21,7 @@ def layer(ranks=None, **options):
 
 
 def as_one_process(rank, world, dtype, by):
-    """Return the differences from a layer that is spread after it is made."""
+    """Return the differences from a layer that is spread after its construction."""
     ranks = dist.group.WORLD if by == "group" else mesh_of(4)
     built, following = layer(ranks, dtype=getattr(torch, dtype))
     whole, its_following = layer(dtype=getattr(torch, dtype))

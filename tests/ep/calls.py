@@ -45,7 +45,9 @@ def host_reads(rank, world, chunks, scope, **way):
 
 
 def sent(rank, world, chunks):
-    """Exchanges of a forward, and of both passes; rows sent; rows that the formula expects."""
+    """Return the number of exchanges of a forward and of both passes, the rows sent, and the rows that the formula
+    expects.
+    """
     one = case(chunks=chunks)
     layer, x, directions = prepared(rank, one)
     with exchanges() as seen:

@@ -38,7 +38,7 @@ def plan_of(layer):
 
 
 def travelled(rank, world, chunks):
-    """Per exchange of a forward and of a backward pass its width and to whom how much goes; and the expected."""
+    """Return the width and the amount per destination of each exchange in both passes, and the expected values."""
     layer, x, directions = prepared(rank, hot(chunks=chunks))
     with exchanges() as seen:
         y = layer(x)
@@ -174,7 +174,7 @@ def order_of_events(rank, world):
 
 
 def room(rank, world, clones, less):
-    """What is said where a rank may receive as many rows as the fullest one has with a clone, or fewer."""
+    """Return the error, if any, when a rank has room for the fullest rank's rows with a clone, minus ``less`` rows."""
     layer, x, _ = prepared(rank, hot(clones=1))
     layer(x)
     layer, x, _ = prepared(rank, hot(clones=clones), room=max(layer.last_rows) - less)

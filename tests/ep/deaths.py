@@ -55,7 +55,7 @@ def reporting(results, function, *args):
         results.send(("other", repr(error)))
     else:
         results.send(("done", None))
-    signal.pause()  # a rank that has been told stays, with its connections, and so does one that has raised
+    signal.pause()  # a rank that was told or has raised stays alive with its connections
 
 
 def train(rank, address, results, place=None, how="die", steps=100_000, hosts_differ=False, store="its own", **options):

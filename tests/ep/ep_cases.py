@@ -154,7 +154,7 @@ def by_rank(moe, x, tokens):
         load = torch.bincount(own_experts.flatten(), minlength=moe.num_experts).int()
         weights.append(moe.losses(Gate(own_weights, own_experts, load), own_logits)[0])
         slot = ops.build_routing(own_experts, moe.num_experts, capacity=moe._capacity(count, moe.top_k)).slot
-        experts.append(torch.where(slot < 0, moe.num_experts, own_experts))  # somebody else's expert: adds nothing
+        experts.append(torch.where(slot < 0, moe.num_experts, own_experts))  # an expert of another rank: adds nothing
     one = moe.experts
     y = apply_experts(
         *(x, torch.cat(experts), torch.cat(weights), one.w_in, one.w_out),

@@ -14,7 +14,7 @@ ROUNDING = {"float64": 1e-11, "float32": 2e-4, "bfloat16": 6e-2}
 
 def sharded(case, group, **way):
     """Return the case's layer on a group after one backward pass, its output and the input's gradient."""
-    if way.get("transport") == "padded":  # room for all rows of a rank between any two
+    if way.get("transport") == "padded":  # room for all rows that any rank sends to another
         way["room"] = max(1, max(case.tokens) * case.top_k) * case.world * case.chunks
     moe = case.spread(group, **way)
     if case.scope == "group":
@@ -27,7 +27,7 @@ def sharded(case, group, **way):
 
 
 def one(rank, world, case, **way):
-    """What differs from one process on this rank; None where the rank is not in the group.
+    """Return what differs from one process on this rank; None if the rank is not in the group.
 
     With ``deduplicate``, outputs and gradients of inputs are compared to rounding, the rest as without. Cases have no
     clones where rows travel in another way.

@@ -7,7 +7,9 @@ from limits import rounds
 
 
 def examples(number):
-    """Decorates a property test: so many examples, the same ones at every run, and ten times as many exhaustively."""
+    """Decorate a property test to run ``number`` examples, the same in every run, and ten times as many
+    exhaustively.
+    """
     return settings(max_examples=rounds(number, 10 * number), deadline=None, derandomize=True, database=None)
 
 

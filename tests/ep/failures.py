@@ -1,4 +1,4 @@
-"""Functions that the ranks run for test_failures.py: all ranks but one act correctly."""
+"""Functions that the ranks run for test_failures.py: all ranks except one act correctly."""
 
 import re
 import time

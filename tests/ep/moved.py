@@ -238,7 +238,9 @@ def disagreement(rank, world, wrong):
 
 
 def left_out(rank, world):
-    """What the step of an optimizer says that was not there, and its files; then of one that was made later."""
+    """Return errors around a move that leaves out an optimizer: of its steps, of the next move, and of a newer
+    optimizer's step.
+    """
     spread = ep.shard(model(), mesh_of(4))
     optimizer = OPTIMIZERS["adamw"](spread.parameters())
 
@@ -261,7 +263,7 @@ def left_out(rank, world):
 
 
 def made_later(rank, world):
-    """Return the states of an optimizer made after a move that differ from those of a single process."""
+    """Return the states of an optimizer made after a move that differ from the states of a single process."""
     whole, spread = model(), ep.shard(model(), mesh_of(4))
     ep.redistribute(spread, shuffled(E, 4))
     found = []
@@ -307,7 +309,9 @@ def before_memory(rank, world):
 
 
 def cut_by_hand(rank, world):
-    """What differs after an initialisation of experts that the user has had cut, and what a move of them says."""
+    """Return which parameters differ after initialising experts that the user cut with FSDP, and the error when
+    they are moved.
+    """
     mesh = mesh_of(2, 2)
     whole, spread = model(), ep.shard(model(), mesh["ep"])
     fully_shard(spread[2].experts, mesh=mesh["edp"])

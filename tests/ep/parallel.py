@@ -71,10 +71,10 @@ def gradients(rank, world, shape, kind, micro_batches, **way):
 
 
 def one_step(rank, world, shape, kind, tied=False, dtype="float64", replaced=None):
-    """How far gradients are from those of one process: of layers that share a weight, in a dtype, or ...
+    """Return how far a model's gradients are from the gradients of one process.
 
-    ... of a model whose parameters have been replaced since: by a cast to their own dtype, by what was loaded, by
-    memory where they had none, or by thawing experts that were frozen.
+    ``replaced`` names a change of parameters after sharding: a "cast" to their own dtype, "loaded" tensors, "memory"
+    for parameters on the meta device, or "thawed" experts that were frozen.
     """
     options = {"tied": tied, "dtype": getattr(torch, dtype)}
     whole, mesh = model(**options), mesh_of(*shape)
@@ -102,7 +102,7 @@ def one_step(rank, world, shape, kind, tied=False, dtype="float64", replaced=Non
 
 
 def spread_over_a_group(rank, world):
-    """Return how far gradients are off for a model spread over a process group and cut further over a mesh."""
+    """Return how far gradients are off if a model is spread over a process group and then cut over a mesh."""
     whole, spread, mesh = model(), model(), mesh_of(2, 2)
     called = ep.data_parallel(ep.shard(spread, mesh["ep"].get_group()), mesh, kind="fsdp")
     x = data(world)[0]
@@ -129,7 +129,9 @@ def mixed_precision(rank, world, shape, clones):
 
 
 def ignored_by_ddp(rank, world):
-    """Return the gradients of a parameter that DDP was told to ignore, and the gradients of this rank by itself."""
+    """Return whether an ignored parameter keeps this rank's own gradient, and whether another parameter gets DDP's
+    mean.
+    """
     spread, alone = model(), model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(spread, ["3.weight"])
     ep.shard(spread, mesh_of(4))
@@ -234,7 +236,9 @@ def scaled_losses(rank, world):
 
 
 def clipped(rank, world, norm_type, max_norm):
-    """Norms and gradients after clipping: over two meshes, whole ones, one without a gradient, and in one process."""
+    """Return how far norm and clipped gradients are from one process, and the expected norm. Parameters are whole
+    or spread over one of two meshes; one has no gradient.
+    """
     spread = [
         ep.shard(MoE(H, 6, E, 2, dtype=torch.float64), mesh)
         for mesh in (mesh_of(2, 2)["ep"], mesh_of(4))
@@ -336,7 +340,9 @@ def refused(rank, world, what):
 
 
 def twins(rank, world, kind, init_sync=True):
-    """Return the place among its twins, whether experts differed at first, and whether they are as expected now."""
+    """Return the rank's place among ranks with the same experts, whether experts differed at first, and whether
+    they now have the expected values.
+    """
     mesh = mesh_of(2, world // 2)
     torch.manual_seed(mesh.get_local_rank("edp"))
     spread = nn.Sequential(nn.Linear(H, H), MoE(H, 6, E, 2, bias=True))
@@ -356,7 +362,7 @@ def twins(rank, world, kind, init_sync=True):
 
 
 def _of_expert_group(parameter, mesh, kind):
-    """A parameter as this rank's place among the experts has it, whether FSDP has cut it further or not."""
+    """Return the part of a parameter for this rank's place among the experts, even if FSDP has cut it further."""
     if kind == "ddp":
         return parameter.to_local()
     whole = parameter.full_tensor()
@@ -364,7 +370,7 @@ def _of_expert_group(parameter, mesh, kind):
 
 
 def other_twins(rank, world):
-    """Return the ranks' errors when twins have experts of another size."""
+    """Return the ranks' errors when ranks that should have the same experts have experts of another size."""
     mesh = mesh_of(2, world // 2)
     spread = ep.shard(MoE(H, 6 + mesh.get_local_rank("edp"), E, 2), mesh["ep"])
     try:
@@ -374,7 +380,9 @@ def other_twins(rank, world):
 
 
 def early_optimizer(rank, world):
-    """What a step of an optimizer says that was made before the model was sharded, and one made afterwards."""
+    """Return the error of an optimizer that was created before sharding; one that was created afterwards must not
+    raise.
+    """
     whole = model()
     early = torch.optim.SGD(whole.parameters(), lr=0.1)
     spread = ep.shard(whole, dist.group.WORLD)

@@ -15,7 +15,7 @@ H, ROWS = 8, 12
 
 
 def model():
-    """Two blocks."""
+    """Return a model of two blocks."""
     torch.manual_seed(0)
     blocks = [[nn.Linear(H, H), MoE(H, 6, 4, 2, num_shared_experts=1), nn.Tanh()] for _ in range(2)]
     return nn.Sequential(*(layer for block in blocks for layer in block)).double()

@@ -17,9 +17,10 @@ from pymoe import ep
 
 
 def made(spread_over):
-    """A model, its optimizer and its ranks: 0 for a whole one, "2x2" for a mesh with FSDP, else a number of ranks.
+    """Return a model, its optimizer and its group.
 
-    "3 placed" and "2x2 placed" have experts on other ranks than at first, so that they can be told from these.
+    ``spread_over`` is 0 for a whole model, "2x2" for a mesh with FSDP, or a number of ranks. If " placed" follows,
+    experts are moved to other ranks than at first.
     """
     own, group = model(bias=True), None
     where, _, placed = str(spread_over).partition(" ")
@@ -95,7 +96,9 @@ def load(rank, world, folder, spread_over):
 
 
 def load_whole_state_dict(rank, world, spread_over):
-    """What differs after ``load_state_dict`` of a whole model's, and how many names a wrong size is told by."""
+    """Return the names of tensors that differ after a whole model's state dict is loaded, and whether a wrong size
+    is refused by name.
+    """
     whole, optimizer, _ = made(0)
     train(whole, optimizer)
     own, _, _ = made(spread_over)

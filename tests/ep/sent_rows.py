@@ -14,9 +14,10 @@ TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 24, 8, 16, 10, 3
 
 
 def sent_in_a_step(rank, world, chunks, deduplicate=False, clones=0):
-    """The choices of this rank's tokens, and for each exchange of rows whom it sent how many, and their bytes ...
+    """Return this rank's choices, the rows that each exchange sends to every rank, a row's size in bytes, and a byte
+    count.
 
-    ... and how many bytes travelled to other ranks beside the rows: numbers of experts and weights, or clones.
+    The byte count is of bytes sent to other ranks in addition to rows: expert numbers and weights, or clones.
     """
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, dtype=torch.float32)
     with torch.no_grad():
@@ -36,5 +37,5 @@ def sent_in_a_step(rank, world, chunks, deduplicate=False, clones=0):
 
 
 def bytes_of(exchange):
-    """Of one row."""
+    """Return the size of one row in bytes."""
     return exchange["width"] * getattr(torch, exchange["dtype"]).itemsize

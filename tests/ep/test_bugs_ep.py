@@ -1,4 +1,4 @@
-"""Tests of bugs that were found and fixed in experts spread over ranks, each with its story."""
+"""Tests of bugs that were found and fixed in experts spread over ranks. Docstrings describe the bugs."""
 
 import bugs
 import calls
@@ -28,9 +28,11 @@ def test_check_calls_clears_the_notes_of_all_layers(ranks):
 
 @pytest.mark.parametrize("way", [{}, {"clones": 1}, calls.ONCE], ids=["plain", "clones", "deduplicated"])
 def test_a_backward_pass_after_one_for_other_gradients_waits_for_its_exchanges(ranks, way):
-    """With clones rows and weights arrive in one node, so a pass for one of them starts both, and collects one.
+    """With clones rows and weights arrive in one node, so a pass for one of them starts both exchanges and collects
+    only one.
 
-    The next pass over the kept graph started its exchange into the same memory, with the former one still under way.
+    The next pass over the kept graph then started an exchange into the same memory while the former one was still under
+    way.
     """
     assert ranks.run(bugs.other_gradients_first, **way) == [[[], []]] * 4
 

@@ -1,4 +1,4 @@
-"""Checkpoints are of the whole model: what some number of ranks has saved, any other loads, bit for bit.
+"""Checkpoints hold the whole model: any number of ranks loads what another number has saved, bit for bit.
 
 The same holds for ranks that have other experts than at first.
 """

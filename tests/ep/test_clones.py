@@ -18,7 +18,9 @@ def filled(shares):
 
 
 def test_a_hot_expert_is_cloned_to_the_emptiest_rank():
-    """Rank 0 has 100 rows, 90 of them of expert 0; rank 1 has 20. 40 rows move to it, first of those it has itself."""
+    """Rank 0 has 100 rows, 90 of them of expert 0; rank 1 has 20. 40 rows move to rank 1, rows of its own tokens
+    first.
+    """
     shares = plan_clones(torch.tensor([[40, 5, 5, 5], [50, 5, 5, 5]]), 1)
     assert shares.hosts == ((0, 1), (0,), (1,), (1,))
     assert shares.rows[:, 0].tolist() == [[40, 0], [10, 40]]

@@ -1,8 +1,9 @@
 """A layer on 1, 2, 3 and 4 ranks equals the layer in one process that has the tokens of all ranks.
 
-Outputs, gradients of inputs and gradients of experts bit for bit, also where rows travel in padded buffers; gradients
-of router and shared experts, which are sums over ranks, to rounding, and so those of experts of which ranks took
-clones. Where a token travels once to a rank, outputs and gradients of inputs to rounding, too.
+Outputs, gradients of inputs and gradients of experts are equal bit for bit, also where rows travel in padded buffers;
+gradients of router and shared experts, which are sums over ranks, are equal to rounding, and so are gradients of
+experts that ranks cloned. Where a token travels once to a rank, outputs and gradients of inputs are equal to rounding,
+too.
 """
 
 import pytest

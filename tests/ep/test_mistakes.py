@@ -58,7 +58,7 @@ def test_ranks_in_unequal_calls_all_raise(ranks, wrong, text):
     for said, afterwards in ranks.run(mistakes.unequal_calls, wrong=wrong):
         kind, seen, who = said
         assert kind == "GroupError"
-        if wrong == "model":  # how many the tests have made is unknown
+        if wrong == "model":  # the model's number depends on how many models other tests have created
             assert "rank 2: 'few' of model " in seen
         else:
             assert text in without_models(seen)

@@ -140,7 +140,9 @@ def test_where_all_ranks_raise_in_a_backward_pass_they_may_run_it_again():
 
 
 def test_a_call_that_is_recomputed_is_no_failure_where_checkpointing_stops_it_early():
-    """In it torch raises an error of its own inside the layer when it has recomputed enough, on healthy ranks."""
+    """In such a call, torch raises an error of its own inside the layer, on healthy ranks, once it has recomputed
+    enough.
+    """
     with ranks(recompute, RANKS, how="sleep") as group:
         ends = group.ends(RANKS)
     assert ends == dict.fromkeys(range(RANKS), ("done", None))
@@ -197,7 +199,7 @@ def test_a_group_without_a_store_is_served_without_records():
 
 
 def test_a_wait_that_takes_no_timeout_is_not_repeated():
-    """Work objects of some backends, such as those made from futures, refuse timeouts before they are done."""
+    """Work objects of some backends, such as those created from futures, refuse timeouts before they are done."""
     waits = []
 
     class Work:

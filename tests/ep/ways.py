@@ -47,12 +47,14 @@ def gradients_of_weights(rank, world):
 
 
 def keep_gradient(tensor, kept):
-    """Append a tensor's gradient to a list when it arrives."""
+    """Append a tensor's gradient to a list once it is computed."""
     tensor.register_hook(kept.append)
 
 
 def sent_once(rank, world, ep_ranks, experts, top_k, chunks, tokens, **options):
-    """By number: rows that left this rank in both passes, as counted and as found in its choices, and bytes beside."""
+    """Return counts by name: rows that left this rank, as sent and as expected from its choices, and its other
+    exchanges.
+    """
     group = groups()[ep_ranks]
     if rank >= ep_ranks:
         return None
@@ -141,7 +143,9 @@ def overflowing(rank, world, chunks, room, dtype, capacity):
 
 
 def first_that_fit(sharding, experts, capacity, room):
-    """(T, K) with 6 for choices that are dropped, and how many of these for want of room, told one by one."""
+    """Return the (T, K) choices, with 6 for dropped ones, and how many were dropped for lack of room, counted one
+    by one.
+    """
     taken, filled, overflow = [0] * 6, {}, 0
     kept = experts.clone()
     for token, choice in torch.cartesian_prod(*map(torch.arange, experts.shape)).tolist():
@@ -195,7 +199,7 @@ def evaluated_first(rank, world):
 
 
 def disagreeing(rank, world, wrong):
-    """Return what check_calls reports after calls in which one rank differed, and when it is asked again."""
+    """Return what check_calls reports after calls in which one rank differed, and what a second check reports."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"first": MoE(12, 8, 6, 2), "second": MoE(12, 8, 6, 2)}).float()
     ep.shard(model, dist.group.WORLD, transport="padded", room=64)

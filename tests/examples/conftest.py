@@ -1,4 +1,4 @@
-"""The examples are scripts beside the package: their folder goes on the path, as running one of them puts it there."""
+"""Put the folder of the examples on the path, as running one of these scripts does."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 @pytest.fixture(autouse=True, scope="package")
 def thread_count() -> Iterator[None]:
-    """Runs set the process's thread count; the tests after them find it as it was."""
+    """Restore the process's thread count, which runs of the examples set."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

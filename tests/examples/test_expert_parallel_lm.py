@@ -1,5 +1,5 @@
-"""examples/expert_parallel_lm.py, small: with experts over processes the losses are those of one, also after a
-resume, and where experts move and are cloned meanwhile.
+"""examples/expert_parallel_lm.py, small: with experts over processes, the losses equal those of one process, also after
+a resume, and where experts move and are cloned meanwhile.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""examples/pipeline_torchrun.py, small: over processes the losses are those of one process."""
+"""examples/pipeline_torchrun.py, small: over several processes, the losses equal those of one process."""
 
 import pytest
 from torchrun import torchrun

@@ -18,7 +18,7 @@ from pymoe.integrations.prometheus import RuntimeCollector, register
 
 
 class Served:
-    """What the collector needs of a runtime."""
+    """The part of a runtime that the collector needs."""
 
     def __init__(self, *pools):
         self.pools = pools
@@ -26,7 +26,7 @@ class Served:
 
 @pytest.fixture
 def pool():
-    """Three batches, and requests that ended in every way."""
+    """Return a pool with three batches and with requests that ended in every way."""
     one = counted.CountedPool("expert.forward")
     one.batch(4, 8, wait=0.001, process=0.002)
     one.batch(1, 1, wait=0.01, process=0.002)
@@ -36,7 +36,7 @@ def pool():
 
 
 def scrape(*runtimes, **named):
-    """All samples, by name and labels, as a server would read them."""
+    """Return all samples by name and labels, as a server would read them."""
     registry = prometheus_client.CollectorRegistry()
     register(named or runtimes[0], registry=registry)
     text = prometheus_client.generate_latest(registry).decode()

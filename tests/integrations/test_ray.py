@@ -27,7 +27,7 @@ WIDTH = 8
 
 
 def experts_of(name: str) -> Callable[[], Any]:
-    """A function that Ray sends by value: the actor's process does not know this file."""
+    """Return a function that Ray sends by value, because the actor's process cannot import this file."""
 
     def make() -> Any:
         torch.manual_seed(0)
@@ -122,7 +122,7 @@ sys.stdin.read()
 @pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("who", ["a client", "the actor"])
 def test_an_actor_whose_server_was_drained_by_the_command_ends(tmp_path: Path, who: str) -> None:
-    """It lived on without a server, so that Ray had nothing to start again."""
+    """The actor lived on without a server, so that Ray had nothing to restart."""
     program = ACTOR.format(folder=str(Path(__file__).parent), checkpoints=str(tmp_path))
     paths = [str(Path(__file__).parents[1]), *(one for one in sys.path if one)]
     with subprocess.Popen(
@@ -143,7 +143,7 @@ def test_an_actor_whose_server_was_drained_by_the_command_ends(tmp_path: Path, w
 
 
 def test_the_documented_program_makes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its actors served an expert of one name, and a mixture takes none twice."""
+    """All of the program's actors served an expert of the same name, and a mixture accepts no name twice."""
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "remote.md").read_text()
     (program,) = [one for one in page.split("```python\n")[1:] if "pymoe_ray.serve" in one.partition("```")[0]]
     (sorter,) = [one for one in page.split("```python\n")[1:] if "def sorter" in one.partition("```")[0]]
@@ -167,7 +167,7 @@ def test_the_documented_program_makes_a_mixture(monkeypatch: pytest.MonkeyPatch)
 
 
 class Moved:
-    """Stands for Ray: says where each server is now."""
+    """Stands in for Ray, and knows where each server is now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **servers: ExpertServer) -> None:
         self.servers = servers
@@ -196,7 +196,7 @@ def test_all_mixtures_follow_a_server_that_moved(monkeypatch: pytest.MonkeyPatch
 
 
 def test_connections_that_come_to_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those before a name that was not there stayed open; and one a second where a mixture does not take what came."""
+    """Connections opened before a missing name stayed open, as did one per second while a mixture refused what came."""
     made: list[Connection] = []
     real = pymoe_ray.ServedExperts._connect
 

@@ -1,4 +1,4 @@
-"""What several test files here share lies beside them: their folder goes on the path."""
+"""Put this folder on the path, because its test files share modules in it."""
 
 import sys
 from pathlib import Path

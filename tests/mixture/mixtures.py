@@ -23,7 +23,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """Rows times a number; what it is told to do before comes before."""
+    """Multiplies rows by a number, after it has called ``before``."""
 
     def __init__(self, factor: float, before: Callable[[Tensor], Any] = lambda x: None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Scaled(nn.Module):
 
 
 class Stuck:
-    """Holds whoever comes, until it is opened. A lid on what a test lets hang."""
+    """Blocks every caller until it is opened, so that tests can let an expert hang."""
 
     def __init__(self) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def backend(name: str, expert: nn.Module, lr: float | None = 0.05, **options: An
 
 
 def scaled(*befores: Callable[[Tensor], Any] | None, **options: Any) -> list[ExpertBackend]:
-    """Backends ``e0``, ``e1``, … that return 1, 2, … times their rows, each after what is given for it."""
+    """Return backends ``e0``, ``e1``, … that return 1, 2, … times their rows, each after it has called its function."""
     return [
         backend(f"e{i}", Scaled(i + 1.0) if before is None else Scaled(i + 1.0, before), **options)
         for i, before in enumerate(befores)
@@ -66,7 +66,7 @@ def scaled(*befores: Callable[[Tensor], Any] | None, **options: Any) -> list[Exp
 
 
 class Logits(nn.Module):
-    """A gate that says what it is told, for every row alike or row by row."""
+    """A gate that returns given logits, the same for every row or one set per row."""
 
     def __init__(self, logits: Sequence[Any]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def mixture(backends: Sequence[ExpertBackend], **options: Any) -> MixtureOfExper
 
 
 class Plain(nn.Module):
-    """The mixture in plain PyTorch: experts of its own, dense sums over those that are chosen."""
+    """The mixture in plain PyTorch: its own experts, and dense sums over the chosen experts."""
 
     def __init__(self, mixture: MixtureOfExpertBackends, out: Sequence[int] = ()) -> None:
         super().__init__()

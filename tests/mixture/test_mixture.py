@@ -189,7 +189,7 @@ def test_frozen_experts_pass_gradients_on() -> None:
     moe = mixture(backends, gate=Logits([0.0, 0.0]))
     x = torch.ones(3, WIDTH, dtype=torch.float64)
     with Runtime(backends):
-        moe(x).sum().backward()  # to the gate alone: nobody is asked for more
+        moe(x).sum().backward()  # only the gate gets gradients, so no expert is asked for a backward pass
         assert moe.stats()["e0"].backward.requests == 0
         moe(x.requires_grad_()).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 1.5))

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def requests(moe: MixtureOfExpertBackends, calls: int) -> list[int]:
-    """To each backend, by so many calls."""
+    """Return the number of requests that ``calls`` calls send to each backend."""
     before = [stats.forward.requests for stats in moe.stats().values()]
     for _ in range(calls):
         moe(ONES)
@@ -36,7 +36,7 @@ def test_it_is_asked_now_and_then_ever_less_often_until_it_answers(clock: Simple
     moe = mixture(backends, timeout_after_k_min=SOON, rest_after=3, rest=10.0)
     with Runtime(backends, num_workers=2):
         assert requests(moe, 6) == [6, 3]
-        assert torch.equal(moe(ONES), ONES)  # the weights are those of the one who is asked
+        assert torch.equal(moe(ONES), ONES)  # all weight goes to the expert that is asked
         for span in (10, 20, 40):
             clock.now += span - 0.1
             assert requests(moe, 2) == [2, 0]

@@ -31,7 +31,7 @@ def nan(x: Tensor) -> None:
 
 
 class OnlyForward(nn.Module):
-    """An expert whose backward pass does what it is told."""
+    """An expert whose backward pass calls ``hook``."""
 
     def __init__(self, factor: float, hook: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class OnlyForward(nn.Module):
 
 
 def quiet(moe: Any) -> bool:
-    """Whether every request is accounted for."""
+    """Return whether every request is accounted for."""
     return all(
         one.requests == one.answered + one.failed + one.anomalous + one.given_up
         for stats in moe.stats().values()
@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_answers_that_came() -> None:
 
 
 def test_gradients_of_answers_that_did_not_come_are_zero_and_not_whatever_the_memory_held() -> None:
-    """With ``detect_anomalies`` they were looked at, too: training failed now and then, for no reason."""
+    """With ``detect_anomalies``, such gradients were checked, too: training failed now and then without a reason."""
     backends = scaled(None, dead)
     moe = mixture(backends, gate=Logits([0.0, 0.0]), detect_anomalies=True)
     x = torch.ones(512, WIDTH, dtype=torch.float64)
@@ -124,7 +124,8 @@ def test_every_row_gets_its_k_min_before_the_last_seconds_begin() -> None:
     stuck = Stuck()
     backends = scaled(None, None, stuck, None)
     inf = math.inf
-    # The second row needs who is held; the others have so many answers that two a row have come on the average.
+    # The second row needs the expert that is held; the other rows have so many answers that each row has two on
+    # average.
     gate = Logits([[5.0, 4.0, -inf, 3.0], [-inf, 5.0, 4.0, -inf], [5.0, 4.0, -inf, 3.0]])
     moe = mixture(backends, gate=gate, top_k=3, k_min=2, timeout_after_k_min=0.0)
     results: list[Tensor] = []
@@ -409,7 +410,7 @@ def test_an_interrupted_wait_leaves_nothing_under_way(monkeypatch: pytest.Monkey
 
 
 def test_the_future_of_a_request_that_was_cancelled_goes_without_the_collector() -> None:
-    """What result() raised was kept in a variable of the frame that is part of its traceback, beside the future."""
+    """A frame in the traceback of the error from result() held both that error and the future."""
     future = backend("e0", mlp(0)).forward_pool.submit_task(torch.ones(1, WIDTH, dtype=torch.float64))
     future.cancel()
     gone = weakref.ref(future)

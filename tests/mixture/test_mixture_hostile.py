@@ -1,4 +1,6 @@
-"""What a mixture must stand: endless limits, a gate that goes mad, hung queues, changes in the middle of a call."""
+"""Tests of what a mixture must survive: endless limits, a gate that goes mad, hung queues, changes in the middle of a
+call.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ends a mixture's wait, and whom it does not ask.
+"""Tests of what ends a mixture's wait, and of which experts it does not ask.
 
-Nothing here depends on how fast the machine is: a wait that must end is run on a thread beside an expert that is held
-for as long as the wait may last.
+Nothing here depends on how fast the machine is: a wait that must end runs on a thread while an expert is held for as
+long as the wait may last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 
 
 def ends(call: Callable[[], Any]) -> list[Any]:
-    """What ``call`` returned; none if it did not end."""
+    """Return a list with the result of ``call``; the list is empty if the call did not end."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -72,7 +72,9 @@ def test_an_expert_that_does_not_train_is_asked_for_gradients_only_if_the_inputs
 
 
 def test_a_mixture_that_nobody_serves_says_so() -> None:
-    """As a client does; "no answer within 2.01 s" left open whether the expert was slow."""
+    """The error names the cause, as a client's does; "no answer within 2.01 s" did not show whether the expert was
+    slow.
+    """
     moe = MixtureOfExpertBackends([backend("a", mlp())], top_k=1, forward_timeout=0.05)
     with pytest.raises(TooFewAnswersError, match=r"a: GivenUp: no answer within .* s; no Runtime serves the pool"):
         moe(torch.ones(2, WIDTH, dtype=torch.float64))

@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-# How a run ends that has noticed something; the first text that its output contains says what.
+# Texts that a run prints when it has noticed a fault, and what each means; the first one found counts.
 SIGNS = {
     "ThreadSanitizer: data race": "data race",
     "AddressSanitizer: ": "address error",
@@ -55,7 +55,7 @@ def build(how: str) -> Path:
 
 
 def compile_command(folder: Path, source: Path) -> list[str]:
-    """How the variant compiles ``source``, without the names of source and object."""
+    """Return the command by which the variant compiles ``source``, without the names of source and object."""
     for entry in json.loads((folder / "compile_commands.json").read_text()):
         if Path(entry["file"]) == source:
             words = shlex.split(entry["command"])
@@ -93,7 +93,7 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     source = ROOT / (fault.file if fault.file.endswith(".cu") else f"csrc/kernels/{fault.tests}_cuda.cu")
     planted = changed if fault.file.endswith(".cu") else source
     command = compile_command(folder, source)
-    # The changed file is found first, also where it is a header.
+    # The changed file is found first, even if it is a header.
     compile_line = [
         *command[:1],
         f"-I{place / 'csrc'}",
@@ -115,10 +115,10 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
 
 
 def objects_of(fault: CudaFault, folder: Path) -> list[Path]:
-    """What the emulated tests of one operator need, and no more: the linker's time counts, too."""
+    """Return only the object files that the emulated tests of one operator need, because linking takes time, too."""
     kernels = [f"{fault.tests}{part}_cuda.cu.o" for part in ("", "_backward", "_counted")]
     needed = ["main.cpp.o", f"test_{fault.tests}.cpp.o", *kernels, "emulator.cpp.o", "fiber.cpp.o"]
-    # Of these targets alone: where all were built, the plain tests have a main.cpp of their own.
+    # Search only these targets: if all were built, the plain tests have a main.cpp of their own.
     built = [path for target in TARGETS for path in (folder / "CMakeFiles" / f"{target}.dir").rglob("*.o")]
     return [path for path in built if path.name in needed]
 
@@ -142,7 +142,7 @@ def prepare(faults: Sequence[Any]) -> dict[str, Path]:
 
 
 def judge(fault: CudaFault, folders: dict[str, Path]) -> tuple[bool, str]:
-    """Build and run the kernel's tests with the fault; it is noticed where they fail."""
+    """Build and run the kernel's tests with the fault; the fault is noticed if they fail."""
     with tempfile.TemporaryDirectory() as place:
         # Some of the cases first: a fault that a late test notices would else wait for all cases of those before.
         status, output = run_tests(plant(fault, folders[fault.how], Path(place)), fault, (0.2, 1.0))

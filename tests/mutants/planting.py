@@ -1,7 +1,7 @@
-"""Faults that are planted in the sources one at a time, so that it is known that tests notice them.
+"""Faults that are planted in the sources one at a time, to show that tests notice them.
 
-A kind of faults (python.py, schedules.py, cuda.py, static.py) says which faults there are, how one is built and run,
-and what its tests said. What is common stands here: what a fault is, that its text is found exactly once, running
+A kind of faults (python.py, schedules.py, cuda.py, static.py) defines its faults, how a fault is built and run, and
+what its tests reported. This file has the common parts: what a fault is, that its text is found exactly once, running
 several at the same time, and the report in ``build/mutants/KIND.md``.
 """
 
@@ -83,7 +83,7 @@ class StaticFault(Fault):
 
 @dataclass(frozen=True)
 class Kind:
-    """Faults of one kind, and the way to find out whether tests notice them."""
+    """Faults of one kind, and functions to find out whether tests notice them."""
 
     name: str
     faults: Sequence[Any]
@@ -92,7 +92,7 @@ class Kind:
     judge: Callable[[Any, Any], tuple[bool, str]]
     """Takes a fault and what ``prepare`` returned: whether it was noticed, and as what."""
     at_once: int = os.cpu_count() or 1
-    """How many faults are tried at the same time."""
+    """The number of faults that are tried at the same time."""
 
 
 def chosen(kind: Kind, words: Sequence[str]) -> list[Any]:

@@ -1,6 +1,5 @@
-"""Faults in the CPU kernels and the operators: pytest must notice, in a copy of the tree under build/mutants.
-
-Not a part of a test run: every fault compiles a kernel and takes half a minute or more.
+"""Faults in the CPU kernels and the operators: pytest must notice them, in a copy of the tree under build/mutants. They
+are not part of a test run: every fault compiles a kernel and takes half a minute or more.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def prepare(faults: Sequence[Any]) -> None:
 
 
 def judge(fault: PythonFault, _: None) -> tuple[bool, str]:
-    """Build the copy with the fault and run its tests there; it is noticed where one fails."""
+    """Build the copy with the fault and run its tests there; the fault is noticed if one fails."""
     path = TREE / fault.file
     path.write_text(fault.planted())
     try:

@@ -1,4 +1,4 @@
-"""Plants faults in the sources, one at a time, and looks whether tests notice.
+"""Plants faults in the sources, one at a time, and checks whether tests notice them.
 
     python tests/mutants/run.py cuda                  # in the CUDA kernels: the emulated tests must notice
     python tests/mutants/run.py schedules [WORD ...]  # in the runtime: the seeded schedules must; WORDs choose by name

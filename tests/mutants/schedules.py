@@ -40,7 +40,7 @@ def compile_common(file: str) -> str:
 
 
 def build(schedules: str, overlay: Path | None, target: Path, common: list[str]) -> None:
-    """Compile the test file ``schedules``, the headers in ``overlay`` before those of the tree."""
+    """Compile the test file ``schedules``, with headers in ``overlay`` before headers of the tree."""
     first = [f"-I{overlay}"] if overlay else []
     source = f"tests/cpp/test_schedules_{schedules}.cpp"
     command([*COMPILE, *first, *INCLUDES, source, *common, "-pthread", "-o", str(target)])
@@ -79,7 +79,7 @@ def prepare(faults: Sequence[Any]) -> list[str]:
 
 
 def judge(fault: ScheduleFault, common: list[str]) -> tuple[bool, str]:
-    """Build and run the schedules with the fault; it is noticed where they fail."""
+    """Build and run the schedules with the fault; the fault is noticed if they fail."""
     with tempfile.TemporaryDirectory() as place:
         changed = Path(place) / fault.file
         changed.parent.mkdir(parents=True)

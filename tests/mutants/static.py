@@ -1,6 +1,6 @@
-"""Faults that change nothing but the machine code, or its speed: tests/cuda_static must notice.
+"""Faults that change nothing but the machine code, or its speed: tests/cuda_static must notice them.
 
-A fault (faults_static.py) is compiled for sm_90 and one architecture more, and judged by the bars.
+A fault (faults_static.py) is compiled for sm_90 and one more architecture, and judged by the bars.
 """
 
 from __future__ import annotations

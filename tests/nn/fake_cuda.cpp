@@ -32,7 +32,7 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<kCuda> {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
-// This takes precedence over the hooks of a CUDA build of torch, which find no device on a machine without one.
+// These hooks take precedence over the hooks of a CUDA build of torch, which find no device on a machine without a GPU.
 const at::RegistererCUDAHooksRegistry registered("CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
                                                  at::RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);
 

@@ -58,7 +58,7 @@ OPTIONS = {
 
 
 def make_layer(*, seed=0, hidden_size=12, ffn_size=10, num_experts=8, top_k=2, **options):
-    """A small layer whose expert bias, if it has one, is large enough to change choices."""
+    """Return a small layer whose expert bias, if it has one, is large enough to change choices."""
     torch.manual_seed(seed)
     options.setdefault("dtype", torch.float64)
     layer = MoE(hidden_size, ffn_size, num_experts, top_k, **options)

@@ -1,4 +1,4 @@
-"""A layer checks its inputs but not its own intermediate results; values that others pass in between are still
+"""A layer checks its inputs but not its own intermediate results; values that other code passes in between are still
 checked.
 """
 

@@ -121,7 +121,7 @@ def test_made_for_inference(heard):
 
 
 def test_one_choice_with_renormalized_weights_is_told_of_once(heard):
-    """With one renormalized choice the router has a gradient of exactly 0, and never learns."""
+    """With one renormalized choice, the router's gradient is exactly 0, so the router never learns."""
     layer = MoE(12, 10, 8, 1)
     layer(torch.randn(5, 12)).sum().backward()
     assert layer.router.weight.grad.eq(0).all()

@@ -122,7 +122,7 @@ if torch.cuda.is_available():
     @pytest.mark.only_on("cuda")
     @pytest.mark.parametrize("sizes", [(64, 48), (2048, 1024)], ids=str)
     def test_an_expert_without_tokens_gets_the_gradient_zero_in_memory_that_held_other_numbers(sizes):
-        """Torch's product is not asked to clear it, and does: its memory is given NaN first."""
+        """Torch's product must clear the gradient without being asked to; its memory holds NaN first."""
         hidden, ffn = sizes
         layer = make_layer(hidden_size=hidden, ffn_size=ffn, num_experts=8, top_k=2, dtype=torch.bfloat16)
         with torch.no_grad():

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.only_on("cpu")
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Notes of every forward whether it was direct; ``ways.blocked`` sends them all from part to part."""
+    """Return a list that records for every forward whether it was direct; ``ways.blocked`` makes all forwards
+    indirect.
+    """
     module = sys.modules["pymoe.nn.moe"]
     forward_directly = module.forward_directly
     taken = Ways()
@@ -365,7 +367,7 @@ def test_it_makes_the_product_of_the_router_and_one_native_call():
 
 
 def test_it_runs_few_functions_of_python():
-    """A call ran 108 Python functions in 84 µs; with the direct native calls it takes a third of that."""
+    """A call ran 108 Python functions in 84 µs; with direct native calls it needs a third of this time."""
     layer, x = make_layer(), make_input(1)
     with torch.no_grad():
         names = [name for _, name in functions_of(lambda: layer(x))]

@@ -77,8 +77,8 @@ def test_a_program_is_compiled_ahead_of_time(tmp_path):
 
 
 def test_an_exported_graph_holds_operators_that_pipelines_and_compilers_know():
-    """The graph holds the separate operators, not the single native call, which has no gradient: the code that
-    runs the graph may need one.
+    """The graph holds the separate operators, not the single native call, which has no gradient: code that runs the
+    graph may need gradients.
     """
     layer, x = layer_and_input({})
     with torch.no_grad():

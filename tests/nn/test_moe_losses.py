@@ -12,7 +12,7 @@ COEFFICIENTS = {"aux_loss_coef": 0.7, "z_loss_coef": 0.3}
 
 
 def explicit_auxiliary(layer, x):
-    """Return the term that injection stands for, as a user would add it to the loss."""
+    """Return the auxiliary losses that injection replaces, as a user would add them to the loss."""
     gate, logits = layer.router(x)
     losses = reference.router_losses(logits, gate.load, score=layer.router.score)
     return layer.losses.aux_loss_coef * losses.load_balancing + layer.losses.z_loss_coef * losses.z

@@ -84,7 +84,7 @@ def test_a_backward_pass_in_two_parts_takes_no_more_than_that_of_the_operators(t
 
 
 def test_the_second_part_of_a_backward_pass_leaves_nothing_behind():
-    """What the first part had left for it stayed on the node, and a later pass over a kept graph started from it."""
+    """The node kept what the first part had left for the second, and a later pass over a kept graph started from it."""
     layer, x = make()
     y = layer(x.mul(1.0))
     split = SplitBackward(

@@ -1,7 +1,7 @@
-"""Whoever stands between a layer and its parts is heard: every way that torch has, and those of other packages.
+"""A layer notices any code between itself and its parts, put there by any means of torch or of other packages.
 
-The ways are read from torch. A kind of hook that a later torch adds fails here until it has been put into one of the
-lists: the layer counts it as one that calls run until then.
+The means are read from torch. A kind of hook that a later torch adds fails here until it has been put into one of the
+lists: until then, the layer treats it as a hook that calls run.
 """
 
 import inspect

@@ -35,7 +35,7 @@ def layer(backend="native", dtype=torch.float32, **options):
 
 
 def with_rounded_weights(moe, *form):
-    """Return a copy whose experts have the weights that the quantised ones represent."""
+    """Return a copy whose experts have the weights that the quantised experts represent."""
     rounded = copy.deepcopy(moe)
     with torch.no_grad():
         for weight in (rounded.experts.w_in, rounded.experts.w_out):
@@ -104,7 +104,8 @@ def test_state_goes_through_safetensors_and_the_meta_device(form, bias, tmp_path
     quantize_experts(other, *form)
     assert other.experts.w_in.packed.is_meta
     other.load_state_dict(load_file(tmp_path / "state"), assign=True)
-    # What safetensors loads does not begin where torch's allocations do: F.linear of the router may round otherwise.
+    # Tensors loaded by safetensors start at other alignments than torch's, so the router's F.linear may round
+    # otherwise.
     moe.router.row_invariant = other.router.row_invariant = True
     x = torch.randn(30, 40)
     assert_same_bits(other(x), moe(x), "y")
@@ -352,7 +353,7 @@ def test_quantised_experts_run_the_backend_that_they_were_built_with(monkeypatch
 @BITS
 @pytest.mark.parametrize("sizes", [(40, 36, 1), (40, 36, 7), (40, 36, 9), (39, 36, 8), (40, 35, 8)])
 def test_quantised_experts_that_do_not_fit_are_refused_alike_by_one_call_and_by_six(sizes, bits):
-    """The last two cases take as many bytes as those that fit."""
+    """In the last two cases, the weights have as many bytes as weights that fit."""
     moe = layer()
     moe.experts = QuantizedExperts(*sizes, bits=bits)
     if sizes[1] != 36:
@@ -390,7 +391,9 @@ def test_compiles_whole(form):
 @BITS
 @pytest.mark.parametrize("assign", [False, True])
 def test_the_state_of_a_layer_of_another_size_is_refused(bits, assign):
-    """Weights are filled up to whole tiles: those of 48 inner features had the shape of 64, and were taken for them."""
+    """Weights are padded to whole tiles: weights of 48 inner features had the shape of weights of 64, and were
+    accepted.
+    """
     small, large = (MoE(64, ffn, 4, 2).eval() for ffn in (48, 64))
     for one in (small, large):
         quantize_experts(one, bits)
@@ -494,7 +497,7 @@ def test_a_class_that_was_patched_is_not_replaced(monkeypatch):
 
 
 def stored(experts, outputs, inputs):
-    """MXFP4 weights of ordinary sizes, as a checkpoint holds them."""
+    """Return MXFP4 codes and scales of ordinary sizes, as a checkpoint stores them."""
     codes = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
     return codes, torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
 

@@ -100,7 +100,7 @@ def test_what_a_file_cannot_hold_is_refused(change, words, tmp_path):
 
 
 def test_a_layer_with_weights_of_two_formats_is_refused(tmp_path):
-    """Its file would name one format, and could not be loaded."""
+    """The layer's file would name one format, and could not be loaded."""
     moe = quantised()
     moe.experts.w_out = quantised(4, "mxfp").experts.w_out
     with pytest.raises(ValueError, match=r"of one format and as many bits, got \[\('int', 4\), \('mxfp', 4\)\]"):

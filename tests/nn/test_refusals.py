@@ -1,6 +1,7 @@
-"""What a layer refuses, with and without gradients: parts, options and tensors that were changed after it was made.
+"""A layer refuses wrong parts, options and tensors that were changed after its construction, with and without
+gradients.
 
-Each line is refused on every way through the layer, in words that name the argument and what was expected.
+Each case is refused on every path through the layer, by a message that names the argument and what was expected.
 """
 
 from itertools import product

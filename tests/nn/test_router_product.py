@@ -1,4 +1,4 @@
-"""The router of 16-bit layers on a GPU: its arithmetic, and what it leaves to the float32 product as before.
+"""Tests of the router of 16-bit layers on a GPU: its arithmetic, and the cases that still use the float32 product.
 
 The CPU stands in for a GPU: ``wide_products("cpu")`` gives it torch.mm with a float32 result, of exact products summed
 in float32, as a GPU has it.

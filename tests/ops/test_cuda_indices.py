@@ -1,4 +1,5 @@
-"""On CUDA indices are not looked at before a kernel runs, so a kernel must bear any: it returns, and harms nobody.
+"""On CUDA, indices are not checked before a kernel runs, so a kernel must survive any indices: it returns, and touches
+nothing outside its tensors.
 
 That nothing outside the tensors is touched is seen on the CPU, where the emulator runs the same kernels under the
 address sanitizer (tests/cuda_on_cpu), and on a GPU by compute-sanitizer (benchmarks/gpu_report.sh).

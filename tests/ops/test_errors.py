@@ -22,7 +22,7 @@ EVERY_MISTAKE = [pytest.param(name, case, id=f"{name}-{case}") for name in SPECS
 @pytest.mark.parametrize(("name", "case"), EVERY_MISTAKE)
 def test_raises_the_promised_error(name, case, device):
     spec, mistake = SPECS[name], moved(cases(name)[case], device)
-    with check_indices():  # on CUDA the values of indices are looked at in debug mode alone
+    with check_indices():  # on CUDA, values of indices are checked only in debug mode
         of_native = verify.error_raised(spec, spec.native, mistake)
     of_reference = verify.error_raised(spec, spec.reference, mistake)
     assert of_native == of_reference

@@ -1,4 +1,4 @@
-"""grouped_linear of rows that an order gives: no bit of outputs and gradients differs from that of sorted rows."""
+"""grouped_linear of rows that an order gives: outputs and gradients equal those of sorted rows bit for bit."""
 
 import os
 import subprocess
@@ -29,7 +29,9 @@ def random_counts_of(total, parts, random):
 
 
 def same_as_sorted(counts, sizes, order, past, dtype, random, transposed=False, bias=True):
-    """Compare outputs and all gradients of rows in an order with those of the same rows after a gather."""
+    """Compare outputs and all gradients of rows in an order with outputs and gradients of the same rows after a
+    gather.
+    """
     outputs, inputs = sizes
     used = sum(counts)
     x = uniform(used + past, inputs, dtype=dtype, generator=random)
@@ -56,7 +58,7 @@ def same_as_sorted(counts, sizes, order, past, dtype, random, transposed=False, 
 
 @DTYPES
 def test_every_bit_is_that_of_sorted_rows(dtype):
-    """Cover every way through the product: few and many rows, short and long sums, and both weight layouts."""
+    """Cover every path through the product: few and many rows, short and long sums, and both weight layouts."""
     random = torch.Generator().manual_seed(0)
     shapes = [([n, 0, n + 1], (24, k)) for n in (1, 2, 3, 6, 9, 13, 30, 70) for k in (8, 37, 300)]
     shapes += [([20, 3], (40, 2100)), ([900, 5], (33, 40)), ([5, 200], (1, 1)), ([5, 60], (1, 9)), ([5, 60], (9, 1))]

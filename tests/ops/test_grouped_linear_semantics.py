@@ -119,7 +119,7 @@ def test_a_transposed_weight_gives_the_same_but_for_the_order_of_sums():
     )
 
 
-@pytest.mark.only_on("cpu", "pretended")  # on CUDA in debug mode alone: see test_cuda_indices.py
+@pytest.mark.only_on("cpu", "pretended")  # on CUDA only in debug mode: see test_cuda_indices.py
 @pytest.mark.parametrize(
     ("values", "error"),
     [

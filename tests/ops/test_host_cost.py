@@ -1,7 +1,7 @@
-"""What a call costs the host beside its kernel, in counts: they say the same on every machine, and times do not.
+"""Tests of what a call costs the host besides its kernel, in counts, because counts are equal on all machines.
 
-A call for a few tokens takes some microseconds, of which the native call is half; every further function of Python in
-it takes a twentieth of one, and ``Function.apply`` of an ``autograd.Function`` ten.
+A call for a few tokens takes some microseconds, half of them in the native call. Each further Python function takes a
+twentieth of a microsecond, and ``Function.apply`` of an ``autograd.Function`` takes ten.
 """
 
 import pytest
@@ -90,7 +90,7 @@ def test_a_call_is_one_operator(name):
 
 @pytest.mark.parametrize("name", ["combine", "dispatch"])
 def test_a_recorded_call_binds_no_signature(name, monkeypatch):
-    """``Function.apply`` asks ``inspect.signature`` every time: 20 of its 30 microseconds."""
+    """``Function.apply`` calls ``inspect.signature`` every time, which takes 20 of its 30 microseconds."""
     monkeypatch.setattr(torch.autograd.Function, "apply", lambda *_: pytest.fail("the slow way"))
     x = torch.randn(3, 8, requires_grad=True)
     gate = ops.gate_topk(torch.randn(3, 4, requires_grad=True), 2)

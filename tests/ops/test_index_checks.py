@@ -1,7 +1,7 @@
 """pymoe.ops.check_indices: bad indices on a CUDA device raise what they raise on the CPU.
 
-No GPU is needed: the tests take the kernel's own check for absent, as it is on CUDA, and look where an error comes
-from: out of the shared Python checks in debug mode, out of the CPU kernel without it.
+No GPU is needed: the tests act as if the kernel had no check of its own, as on CUDA, and look where an error comes
+from: from the shared Python checks in debug mode, otherwise from the CPU kernel.
 """
 
 import os

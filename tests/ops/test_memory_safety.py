@@ -135,6 +135,6 @@ def test_sanitizers_find_nothing_in_hostile_calls_and_mistakes(run_sanitized):
 @pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("isa", ["baseline", "v4_bf16"] + ["amx"] * (pymoe.build_info()["cpu_isa"] == "amx"))
 def test_sanitizers_find_nothing_in_ordinary_calls(run_sanitized, isa):
-    """v4_bf16 stands for the widest instruction set without AMX that the machine has."""
+    """v4_bf16 selects the widest instruction set without AMX that the machine has."""
     result = run_sanitized("samples", PYMOE_CPU_ISA=isa)
     assert calls_made(result, "samples") >= 150

@@ -104,7 +104,7 @@ def test_the_instruction_set_is_the_one_that_was_asked_for():
 
 
 def compare_all():
-    """Make every comparison above, without pytest; returns how many."""
+    """Make every comparison above, without pytest; return their number."""
     outputs = [param.values for param in every_sample() if EXHAUSTIVE or not param.marks]
     gradients = [param.values for param in every_sample(has_gradients) if EXHAUSTIVE or not param.marks]
     large = [param.values for param in LARGE_CASES]

@@ -28,7 +28,9 @@ CAPABILITIES = {
     "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
-"""And what keeps the libraries that torch calls to the same vectors: each asks the processor itself."""
+"""The environment also keeps the libraries that torch calls to the same vectors, since each library asks the
+processor itself.
+"""
 ROUNDED = {"grouped_linear": {torch.float32: 4e-6, torch.float64: 8e-15, torch.bfloat16: 8e-3, torch.float16: 1e-3}}
 """The references that promise rounding alone: the most that two processors' results may differ by, relative to one plus
 the greatest result of the call. Sums of up to 1100 terms. All others promise bits."""
@@ -38,7 +40,9 @@ FINITE = {"quantize_weight"}
 
 
 def hostile(sample, overflows, random):
-    """``sample`` with special values in a third of its places; ``overflows``: the largest finite ones too."""
+    """Return ``sample`` with special values in a third of its elements, including the largest finite ones if
+    ``overflows``.
+    """
 
     def sprinkle(value):
         if value.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -88,7 +92,7 @@ def results(calls):
 
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory):
-    """The results by capability, of those that the machine has."""
+    """Return the results by capability, for the capabilities that the machine has."""
     folder = tmp_path_factory.mktemp("processors")
     torch.save(inputs(), folder / "inputs")
     found = {}
@@ -97,7 +101,7 @@ def everywhere(tmp_path_factory):
         command = [sys.executable, __file__, folder / "inputs", folder / capability]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=6 * LONG, check=False)
         assert done.returncode == 0, done.stderr
-        if done.stdout.split()[-1].lower() == capability:  # else the machine has not got it
+        if done.stdout.split()[-1].lower() == capability:  # otherwise the machine does not have it
             found[capability] = torch.load(folder / capability, weights_only=False)
     if len(found) < 2:
         pytest.skip("the processor has no vectors to leave out")
@@ -131,14 +135,14 @@ def assert_within_rounding(got, wanted, tolerance, what):
 
 @pytest.mark.slow
 def test_torch_itself_does_depend_on_the_processor(everywhere):
-    """Else the tests above would compare nothing with nothing."""
+    """Otherwise, the tests above would compare nothing with nothing."""
     torchs = [found["torch"] for found in everywhere.values()]
     different = [not bool(same_bits(a, b).all()) for a, b in zip(torchs[0], torchs[1], strict=True)]
     assert any(different)
 
 
 def torch_functions():
-    """What the references would be made of otherwise."""
+    """Return results of torch functions from which the references could have been built."""
     x = (torch.arange(4096, dtype=torch.float64) / 64 - 32).float().reshape(16, -1)
     return [torch.softmax(x, 1), torch.nn.functional.gelu(x), torch.sigmoid(x), torch.logsumexp(x, 1), (x * 1.1).sum(1)]
 

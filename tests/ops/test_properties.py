@@ -1,6 +1,6 @@
 """Random shapes, layouts and special values: operators agree with their references, and with what they promise.
 
-Shapes are small, 0 to 6 a side, where edges meet; the examples are the same ones at every run.
+Shapes are small, 0 to 6 a side, where edges meet; the examples are the same in every run.
 """
 
 import pytest
@@ -26,7 +26,7 @@ TOLERANCE = {
 
 @st.composite
 def tensors(draw, shape, dtype, special=True):
-    """Values from a small set (ties), random ones and special ones, in some memory layout."""
+    """Draw random values, values from a small set (ties) or special values, in some memory layout."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     kind = draw(st.sampled_from(["random", "ties", "special"] if special else ["random", "ties"]))
     value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -39,7 +39,7 @@ def tensors(draw, shape, dtype, special=True):
 
 
 def in_some_layout(value):
-    """``value`` contiguous, in one of the layouts of specs.samples, or with its first row expanded."""
+    """Draw ``value`` contiguous, in one of the layouts of specs.samples, or with its first row expanded."""
     views = [value, *(view for _, view in layouts(value))]
     if value.dim() and value.shape[0]:
         views.append(value[:1].expand_as(value))
@@ -48,7 +48,7 @@ def in_some_layout(value):
 
 @st.composite
 def routed(draw):
-    """(experts, E, capacity): choices of every kind, also several of one expert in a token."""
+    """Draw (experts, E, capacity) with any choices, including repeated choices of one expert by a token."""
     tokens, choices, experts = draw(SIDE), draw(SIDE), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     index = torch.randint(0, draw(st.integers(1, experts)), (tokens, choices), generator=generator)
@@ -126,7 +126,7 @@ def test_grouped_linear(dtype, sizes, hidden, features, with_bias, data):
 
 @st.composite
 def gate_calls(draw):
-    """(logits, k, keywords) within the contract."""
+    """Draw (logits, k, keywords) within the contract."""
     dtype = draw(DTYPES)
     groups = draw(st.none() | st.integers(1, 3))
     experts = draw(st.integers(1, 6)) if groups is None else groups * draw(st.integers(2, 4))
@@ -163,7 +163,9 @@ def test_gate_topk(call):
 @MANY
 @given(DTYPES, SIDE, st.integers(1, 6), st.data())
 def test_gate_topk_orders_as_a_stable_sort_of_the_logits(dtype, tokens, count, data):
-    """Without bias and groups: NaN first, then by value, ties to the lower expert, -0 tied with +0."""
+    """Without bias and groups, NaN comes first, then larger values; ties go to the lower expert, and -0 ties with
+    +0.
+    """
     logits = data.draw(tensors((tokens, count), dtype))
     k = data.draw(st.integers(1, count))
     experts = pymoe.ops.gate_topk(logits, k, score=data.draw(st.sampled_from(["softmax", "sigmoid"]))).experts

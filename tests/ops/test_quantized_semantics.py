@@ -1,4 +1,6 @@
-"""What quantize_weight and quantized_linear promise by name: errors of weights and activations, and their exactness."""
+"""Tests of what quantize_weight and quantized_linear promise: errors of weights and activations, and their
+exactness.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def relative(error, values):
 
 
 def by_group(weight):
-    """The weights in groups, (..., groups, 32), the last filled up with its last one."""
+    """Return the weights in groups, (..., groups, 32), the last group padded with the last weight."""
     inputs = weight.shape[-1]
     last = weight[..., -1:].expand(*weight.shape[:-1], up(inputs, GROUP) - inputs)
     return torch.cat([weight, last], dim=-1).unflatten(-1, (-1, GROUP))
@@ -221,7 +223,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 @BACKENDS
 def test_mxfp4_weights_stand_for_what_the_standard_says(backend):
-    """All codes with all scales: OCP Microscaling Formats 1.0, in float64 and then in float32."""
+    """Test all codes with all scales against OCP Microscaling Formats 1.0, in float64 and then in float32."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
     weights = backend.dequantize_weight(backend.pack_weight(codes | codes.flip(3) << 4, scales))
@@ -244,7 +246,9 @@ def test_stored_mxfp4_weights_come_back_byte_by_byte(backend):
 
 @BACKENDS
 def test_mxfp4_rounds_as_the_standard_says(backend):
-    """Its section 6.3: a scale from the largest exponent, the nearest value, ties to even, and no overflow past 6."""
+    """The standard's section 6.3 demands a scale from the largest exponent, the nearest value, ties to even, and no
+    overflow past 6.
+    """
     weight = normal(2, 70, 96) * 2.0 ** torch.randint(-60, 60, (2, 70, 1))
     middles = [value + more for value in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0) for more in (0.0, 1e-6, -1e-6)]
     weight[0, 0, :30] = torch.tensor([*middles, 0.0, -0.0, 7.99, -7.99, 6.5, -0.25, -0.75, -1.25, -5.0])
@@ -264,7 +268,7 @@ def test_mxfp4_rounds_as_the_standard_says(backend):
 
 @BACKENDS
 def test_mxfp4_weights_are_kept_when_they_are_rounded_again(backend):
-    """Of a group that has a 4 or a 6; the scale of others could be smaller."""
+    """The claim holds for groups that contain a 4 or a 6; the scale of other groups could be smaller."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(256, (2, 65, 3, 16), dtype=torch.uint8, generator=random)
     codes[..., 7] = 0x6F

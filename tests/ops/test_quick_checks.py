@@ -1,4 +1,4 @@
-"""The quick test that comes before an operator's named checks decides as they do, for good arguments and bad ones."""
+"""The quick test before an operator's named checks decides as these checks do, for right and wrong arguments."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def of_routing(experts, num_experts, capacity=None, foreign_experts=False):
     return experts, num_experts, capacity, foreign_experts
 
 
-# What the check of each operator gets, of the operator's arguments.
+# The arguments of each operator that its check gets.
 ARGUMENTS = {
     "build_routing": of_routing,
     "combine": lambda y, routing, weights=None: (y, routing, weights),
@@ -40,7 +40,7 @@ def check_of(name):
 
 
 def calls(name):
-    """Arguments of the check in the calls that the specification has, right and wrong ones."""
+    """Yield the check's arguments in the right and wrong calls of the specification."""
     spec = SPECS[name]
     wrong = [one.sample for one in spec.error_inputs()]
     for sample in [*samples_of(spec, spec.dtypes[0]), *samples_of(spec, spec.dtypes[-1]), *wrong]:
@@ -51,7 +51,7 @@ def calls(name):
 
 
 def instead_of(value):
-    """Values of the same and of other kinds, some of which fit and some do not."""
+    """Yield values of the same and of other kinds than ``value``, some of which fit and some do not."""
     yield from (None, True, 0, 1, -1, 2**40, 1.5, float("nan"), "swiglu", "sigmoid", (), [], object())
     if isinstance(value, tuple):
         for i in range(len(value)):
@@ -94,7 +94,7 @@ def test_it_decides_as_the_named_checks_do(name, monkeypatch):
 
 @NAMES
 def test_it_knows_most_calls(name, monkeypatch):
-    """Else every call would pay for both."""
+    """Otherwise, most calls would pay for both the quick test and the named checks."""
     known, fits = [], getattr(contracts, f"_{name}_fits")
     monkeypatch.setattr(contracts, f"_{name}_fits", lambda *arguments: known.append(fits(*arguments)) or known[-1])
     right = [ARGUMENTS[name](*one.args, **one.kwargs) for one in samples_of(SPECS[name], SPECS[name].dtypes[0])]

@@ -1,4 +1,4 @@
-"""What build_routing, dispatch and combine promise beyond agreeing with their references."""
+"""Tests of what build_routing, dispatch and combine promise in addition to agreeing with their references."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ GIGABYTE = 2**30
 
 
 def choices_of(routing, num_choices):
-    """The choice that owns each row in use, as token * K + k."""
+    """Return the choice that owns each row in use, as token * K + k."""
     owner = torch.full_like(routing.token, -1)
     flat = routing.slot.flatten()
     owner[flat[flat >= 0].long()] = torch.arange(flat.numel(), dtype=torch.int32)[flat >= 0]
@@ -25,7 +25,9 @@ def choices_of(routing, num_choices):
 
 @pytest.mark.parametrize("capacity", [None, 700])
 def test_rows_of_an_expert_keep_the_order_of_token_and_choice(capacity):
-    """Stable also across the blocks that threads sort on their own: far more slots than one block holds."""
+    """The order also holds across the blocks that threads sort separately: there are far more slots than one block
+    holds.
+    """
     experts = skewed(30_000, 3, 50, generator())
     routing = build_routing(experts, 50, capacity=capacity)
     owner = choices_of(routing, 3)

@@ -18,7 +18,7 @@ REFUSAL = r"has no forward-mode derivative \(jvp, jacfwd, hessian, forward_ad\);
 
 
 def function_and_inputs(name, side):
-    """A function of the differentiable tensors of a call alone, to its differentiable outputs, and those tensors."""
+    """Return a function from a call's differentiable tensors to its differentiable outputs, and those tensors."""
     spec = SPECS[name]
     sample = next(iter(spec.gradient_samples(generator())))
     inputs = tuple(value.detach() for value in leaves(sample))
@@ -40,7 +40,7 @@ def tangents_of(inputs):
 
 
 def expected_tangents(function, inputs, tangents):
-    """By two backward passes."""
+    """Return the tangents of the outputs, computed by two backward passes."""
     return torch.autograd.functional.jvp(lambda *values: function(*values), inputs, tangents)[1]
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def dynamic_symbols() -> list[list[str]]:
-    """Fields of ``readelf``: number, value, size, type, binding, visibility, section, name."""
+    """Return the fields of ``readelf``: number, value, size, type, binding, visibility, section, name."""
     text = subprocess.run(
         ["readelf", "--dyn-syms", "--wide", LIBRARY], capture_output=True, text=True, check=True
     ).stdout
@@ -49,8 +49,8 @@ def test_it_needs_neither_torchs_python_nor_cuda_libraries() -> None:
 
 
 def test_it_needs_the_library_that_brings_torchs_cuda_library_along() -> None:
-    """A weak symbol is sought in the libraries that a library needs: that of the current stream is in libtorch_cuda.so,
-    which libtorch.so needs in a CUDA build of torch. Without it every operator fails on a GPU.
+    """A weak symbol is looked up in the libraries that a library needs: the current stream's symbol is in
+    libtorch_cuda.so, which libtorch.so needs in a CUDA build of torch. Without it every operator fails on a GPU.
     """
     text = subprocess.run(["readelf", "--dynamic", LIBRARY], capture_output=True, text=True, check=True).stdout
     assert "libtorch.so" in re.findall(r"NEEDED.*\[(.*)\]", text)

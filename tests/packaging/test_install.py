@@ -1,4 +1,4 @@
-"""From the sdist into new environments, as a user does it."""
+"""Tests of an installation from the sdist into new environments, as a user makes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def new_environment(folder: Path) -> Environment:
 
 
 def with_these_packages(environment: Environment) -> Environment:
-    """Lend an environment the packages of this one, except pymoe: a torch of its own would be a download of 5 GB."""
+    """Lend an environment the packages of this one, except pymoe: its own torch would be a download of 5 GB."""
     (packages,) = environment.folder.glob("lib/python*/site-packages")
     for old in packages.glob("setuptools*"):  # of the interpreter's bundle
         shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""What pymoe says where it has not been built, or not for this Python: a few lines with one command."""
+"""Tests of what pymoe says if it was not built, or was built for another Python: a few lines with one command."""
 
 from __future__ import annotations
 

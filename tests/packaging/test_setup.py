@@ -155,7 +155,7 @@ def test_the_names() -> None:
 
 @pytest.fixture
 def planned(tmp_path: Path):
-    """Runs build_ext with a toolkit and a ninja that do nothing; returns the commands that it would have run."""
+    """Run build_ext with a toolkit and a ninja that do nothing; return the commands that it would have run."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "csrc", source / "csrc")
     (source / "pymoe").mkdir()

@@ -1,4 +1,4 @@
-"""What several test files here share lies beside them: their folder goes on the path."""
+"""Put this folder on the path, because its test files share modules in it."""
 
 import importlib.util
 import sys
@@ -12,7 +12,9 @@ sys.path.insert(0, str(HERE))
 
 @pytest.fixture(scope="session")
 def watched():
-    """The module tests/sanitized/build_runtime.py: runs Python with a runtime that ThreadSanitizer watches."""
+    """Return the module tests/sanitized/build_runtime.py, which runs Python with a runtime that ThreadSanitizer
+    watches.
+    """
     path = HERE.parent / "sanitized" / "build_runtime.py"
     spec = importlib.util.spec_from_file_location("pymoe_sanitized_build_runtime", path)
     module = importlib.util.module_from_spec(spec)

@@ -26,7 +26,7 @@ class Made:
 
 
 def jitter() -> None:
-    """Calls end in another order each time."""
+    """Sleep for a random time, so that calls end in another order each time."""
     time.sleep(random.random() * 5e-4)
 
 
@@ -48,7 +48,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 
 def mixed(recipe: int, *values: Any) -> Any:
-    """Steps over every tensor, sums over several of them, and outputs of all kinds."""
+    """Apply steps to every tensor, and return sums over several of them and outputs of all kinds."""
     rng = random.Random(recipe)
     jitter()
     found = [value for value in _pytree.tree_leaves(list(values)) if isinstance(value, Tensor)]
@@ -86,7 +86,7 @@ def make_callable(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Ge
 
 
 def make_closure(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """Leaves that are not among the arguments."""
+    """Return calls that use leaves that are not among the arguments."""
     tensors = list(leaves.values())
 
     def closure(recipe: int, *values: Any) -> Any:
@@ -122,7 +122,7 @@ def make_module(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Gene
 
 
 def make_nested(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """Calls that map again, and some of those once more."""
+    """Return calls that map again; some of their inner calls map once more."""
 
     def outer(recipe: int, *values: Any) -> Any:
         rng = random.Random(recipe)
@@ -138,7 +138,7 @@ def make_nested(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Gene
 
 
 def make_in_place(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """The first tensor is the call's own, and changed."""
+    """Return calls that each change their own first tensor in place."""
 
     def change(recipe: int, first: Tensor, *values: Any) -> Any:
         jitter()
@@ -157,7 +157,7 @@ def products(recipe: int, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def product_grads(ctx: Any, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """One for every tensor: None for some of them, and where nothing came."""
+    """Return a gradient per tensor: None if it is ignored, not needed, or if the output's gradient is missing."""
     jitter()
     results: list[Tensor | None] = []
     for i, (tensor, grad) in enumerate(zip(ctx.saved_tensors, grads, strict=True)):
@@ -186,7 +186,7 @@ class Products(torch.autograd.Function):
 
 
 class ProductsWithSetup(torch.autograd.Function):
-    """The context in a method of its own; differentiable once."""
+    """The context in a separate method; differentiable once."""
 
     @staticmethod
     def forward(recipe: int, *tensors: Tensor) -> Any:

@@ -24,7 +24,7 @@ ROWS, COLUMNS = 5, 4
 
 
 def serial(func: Any, *args_per_call: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
-    """What a map promises to equal."""
+    """Return what a loop over the calls returns, which a map must equal."""
     call = func.apply if isinstance(func, type) and issubclass(func, torch.autograd.Function) else func
     results = [call(*args) for args in args_per_call]
     return tuple(result if isinstance(result, tuple) else (result,) for result in results)
@@ -32,7 +32,7 @@ def serial(func: Any, *args_per_call: tuple[Any, ...]) -> tuple[tuple[Any, ...],
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a map has led to."""
+    """The results of a map."""
 
     outputs: list[Any]
     needs_grad: list[bool]
@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Leaves:
-    """The leaves of a random map, and arguments made of them."""
+    """The leaves of a random map, and arguments computed from them."""
 
     def __init__(self, rng: random.Random, generator: torch.Generator) -> None:
         self.rng = rng
@@ -54,7 +54,7 @@ class Leaves:
         self.index = torch.randint(0, 7, (6,), generator=generator)
 
     def tensor(self) -> Tensor:
-        """A leaf, a view of one, or a view of what was computed of one."""
+        """Return a leaf, a value computed from a leaf, or a view of one of these."""
         leaf = self.rng.choice(list(self.named.values()))
         if self.rng.random() < 0.2:
             leaf = leaf * 1.5
@@ -90,7 +90,7 @@ def outcome(seed: int, mapper: Mapper) -> Outcome:
     made: Made = FUNCTIONS[seed % len(FUNCTIONS)](mapper, leaves.named, generator)
     results = mapper(made.function, *[call_of(leaves, made) for _ in range(rng.randint(1, 6))])
     outputs = [results]
-    if rng.random() < 0.3:  # a map over what a map has made
+    if rng.random() < 0.3:  # a map over the results of a map
         again = [value for value in tensors(results) if value.is_floating_point()]
         if again:
             calls = [(rng.getrandbits(30), value.sin(), leaves.tensor()) for value in again[:3]]
@@ -105,7 +105,7 @@ def outcome(seed: int, mapper: Mapper) -> Outcome:
 
 
 def call_of(leaves: Leaves, made: Made) -> tuple[Any, ...]:
-    """The arguments of a call; its first one decides what the function does."""
+    """Return the arguments of a call; the first argument decides what the function does."""
     arguments = leaves.arguments()
     if made.only_tensors:
         arguments = tuple(value for value in arguments if isinstance(value, Tensor) and value.dtype != torch.int64)
@@ -115,14 +115,14 @@ def call_of(leaves: Leaves, made: Made) -> tuple[Any, ...]:
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors that have a gradient."""
+    """Yield the tensors that require a gradient."""
     for value in _pytree.tree_leaves(values):
         if isinstance(value, Tensor) and value.requires_grad:
             yield value
 
 
 def go_backward(rng: random.Random, outputs: Any, named: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Gradients of a random loss over some of the outputs, by one of the ways that there are."""
+    """Return gradients of a random loss over some outputs, computed in one of several ways."""
     terms: list[Tensor] = []
     for value in tensors(outputs):
         weight, kind = rng.uniform(-2, 2), rng.random()

@@ -1,4 +1,4 @@
-"""What concerns CUDA devices, looked at where there are none."""
+"""Tests of code for CUDA devices that run on machines without one."""
 
 from __future__ import annotations
 

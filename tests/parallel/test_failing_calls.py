@@ -1,4 +1,4 @@
-"""Where calls fail, the first one's own exception comes out, and nothing else is left: no gradient, no thread."""
+"""If calls fail, the first call's own exception is raised, and nothing else is left: no gradient, no thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Plan:
 
     @property
     def wanted(self) -> tuple[int, str]:
-        """The first call of those that fail in the first pass in which any does."""
+        """Return the call whose error must be raised: the first that fails, in the first pass in which any call
+        fails.
+        """
         first = "forward" if "forward" in self.passes.values() else "backward"
         return min(number for number, one in self.passes.items() if one == first), first
 

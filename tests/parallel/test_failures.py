@@ -84,7 +84,7 @@ def test_failures_leave_no_thread_and_the_next_map_works() -> None:
             with pytest.raises(Planted):
                 map_with_parallel_backward(fail, (), (), ())
             assert len(map_with_parallel_backward(torch.sin, (x,), (x,))) == 2
-        assert threading.active_count() <= before + 3  # Python counts a worker once it has asked for its name
+        assert threading.active_count() <= before + 3  # Python counts a worker once the worker has asked for its name
 
 
 def test_an_exception_that_all_calls_share() -> None:

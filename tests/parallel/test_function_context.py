@@ -138,7 +138,7 @@ def test_set_materialize_grads(materialize: bool) -> None:
     x = leaf(1.0)
     ((_, b), _) = map_with_parallel_backward(Two, (x,), (x,))
     b.backward()
-    ((one, two),) = seen  # the other call has no gradient at all and is not asked
+    ((one, two),) = seen  # the other call has no gradient at all, so its backward does not run
     assert (one is None) == (not materialize)
     assert two.item() == 1.0
     assert x.grad.item() == 2.0

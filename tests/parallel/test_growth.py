@@ -23,7 +23,7 @@ CALLS = 64
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of its own for every test."""
+    """Give every test its own pool."""
     monkeypatch.setattr(pool, "_pool", None)
 
 

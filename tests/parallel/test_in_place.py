@@ -73,7 +73,7 @@ def test_two_calls_that_write_to_one_tensor_are_refused() -> None:
 
 
 def test_writing_to_an_output_that_shares_memory_is_refused() -> None:
-    """Nothing could tell the histories of the others."""
+    """After such a write, the histories of the other views could not be updated."""
     x = leaf(1.0, 2.0, 3.0, 4.0)
     h = x * 1
     ((part,),) = map_with_parallel_backward(lambda t: t[:2], (h,))

@@ -1,4 +1,4 @@
-"""What a map computes is what a loop computes, in both passes."""
+"""A map computes what a loop computes, in both passes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_outputs_that_are_returned_twice_or_handed_through() -> None:
 
 def test_closures_over_leaves_and_over_tensors_with_a_history() -> None:
     weight, x = double(4), double(4)
-    before = weight.exp()  # one history for all calls, and for whoever else uses it
+    before = weight.exp()  # one history for all calls and other users
 
     def func(tensor: torch.Tensor) -> torch.Tensor:
         return tensor * before * weight

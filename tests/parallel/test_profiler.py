@@ -16,7 +16,7 @@ CALLS = 3
 
 
 class Meeting(torch.autograd.Function):
-    """Calls that run at the same time, so each on a thread of its own."""
+    """Calls that run at the same time, and so each on its own thread."""
 
     barrier = threading.Barrier(CALLS)
 
@@ -56,7 +56,7 @@ def test_calls_are_in_the_profile_in_both_passes() -> None:
             assert found["aten::cos"] == CALLS
             assert found["around"] == 1
         run()
-        # Nothing is left behind on any thread: what comes later is seen once, and workers are not watched any more.
+        # Nothing is left behind on any thread: a later operation is seen once, and workers are no longer watched.
         assert names(lambda: torch.ones(2).tan())["aten::tan"] == 1
 
 

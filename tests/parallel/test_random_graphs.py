@@ -1,4 +1,4 @@
-"""A map equals the loop over its calls on whatever graph, and repeats it to the bit whoever is faster.
+"""A map equals the loop over its calls on any graph, and repeats it bit for bit, whichever thread is faster.
 
 random_maps.py says what there is in these graphs.
 """
@@ -19,7 +19,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.complex128: 1e-12} 
 
 
 def the_same(found: Any, expected: Any) -> bool:
-    """Values as they are, tensors to the bit."""
+    """Return whether values are equal; tensors must also agree in dtype and shape."""
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
         return type(found) is type(expected) and found == expected
     return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
@@ -34,7 +34,9 @@ def close(found: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:
-    """What a map did otherwise than the loop. Its outputs are the same computations: they equal to the bit."""
+    """Return the differences between a map and a loop. Outputs must be equal bit for bit, because the computations
+    are the same.
+    """
     if len(found.outputs) != len(expected.outputs):
         return [f"{len(found.outputs)} outputs for {len(expected.outputs)}"]
     names = [

@@ -33,7 +33,7 @@ def workers() -> Any:
 
 
 def late(x: torch.Tensor) -> torch.Tensor:
-    """``x``, after a while that no other call has waited."""
+    """Return ``x`` after a random delay."""
     time.sleep(random.random() / 500)
     return x
 
@@ -65,7 +65,7 @@ def nested(mapper: Mapper, net: nn.Module, *xs: torch.Tensor) -> torch.Tensor:
 
 
 def twice(mapper: Mapper, net: nn.Module, *xs: torch.Tensor) -> torch.Tensor:
-    """Two maps, and what is saved around them."""
+    """Run two maps, with operations around them that save tensors."""
     return (summed(mapper, net, *xs).exp().sin() * summed(mapper, net, *xs[:2])).tanh()
 
 

@@ -25,7 +25,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
 
 
 class Meets(torch.autograd.Function):
-    """Waits in both passes for as many others as ``barriers`` says; short without."""
+    """Waits in each pass at the barrier that ``barriers`` gives, if any; otherwise, the pass is short."""
 
     barriers: tuple[threading.Barrier | None, threading.Barrier | None] = (None, None)
 
@@ -64,7 +64,7 @@ def test_calls_that_were_short_and_then_wait_for_each_other_get_workers(
         for left in (2, 1):
             assert both_passes().tolist() == [6.0, 6.0]
             assert len(trusted) == left
-        assert list(trusted.values()) == [False]  # that of the other pass
+        assert list(trusted.values()) == [False]  # the other pass's entry
         monkeypatch.setattr(Meets, "barriers", (None, None))
         both_passes()
         assert list(trusted.values()) == [False, False]

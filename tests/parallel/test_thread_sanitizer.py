@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def run_watched(watched):
-    """Runs tests/sanitized/runtime_driver.py on a runtime built with ThreadSanitizer."""
+    """Build the runtime with ThreadSanitizer; return a function that runs tests/sanitized/runtime_driver.py on it."""
     watched.build()
     return watched.run
 

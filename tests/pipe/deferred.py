@@ -25,7 +25,7 @@ def run(module: Callable[[Tensor], Any], batch: Tensor, chunks: int, stage: int 
 
 
 def micro_batches(module: nn.Module, batch: Tensor, chunks: int) -> Callable[[int], Any]:
-    """Runs one of them."""
+    """Return a function that runs ``module`` on one of ``chunks`` micro-batches."""
     parts = batch.tensor_split(chunks)
 
     def forward(index: int, **flags: Any) -> Any:

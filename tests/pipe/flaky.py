@@ -40,7 +40,7 @@ class Faults:
         self.longest = longest
         self.step = 0
         self._inside: Counter[int] = Counter()  # calls in progress, by thread
-        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers have received or made
+        self.seen: list[weakref.ref[torch.Tensor]] = []  # tensors that layers have received or created
 
     def planted(self, *place: Any) -> bool:
         """Return whether the call at a place (pass, stage, micro-batch) raises in this step."""
@@ -96,7 +96,7 @@ class Flaky(nn.Module):
 
     @property
     def faults(self) -> Faults:
-        """What goes wrong."""
+        """Return the planned faults of the model."""
         faults: Faults = self._faults()
         return faults
 
@@ -123,7 +123,7 @@ def model(faults: Faults) -> nn.Sequential:
 
 
 def batch() -> torch.Tensor:
-    """Always the same."""
+    """Return a batch, always the same one."""
     return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 

@@ -1,4 +1,4 @@
-"""The way from ``Pipe.step`` to a layer: ``python tests/pipe/frames.py`` prints the package's frames on it.
+"""The call path from ``Pipe.step`` to a layer: ``python tests/pipe/frames.py`` prints the package's frames on it.
 
 Frames are those of functions of pymoe that are on the stack of the thread that runs the layer, the outermost first:
 inline on the caller's thread, and on a worker's thread; with the default options and in a recomputation.
@@ -49,7 +49,7 @@ class Traced(nn.Module):
 
 
 def frames_of_this_thread() -> list[Frame]:
-    """The frames of pymoe from ``Pipe.step``, or where the thread began, to the caller."""
+    """Return the frames of pymoe from ``Pipe.step``, or from the thread's beginning, to the caller."""
     found: list[Frame] = []
     frame = sys._getframe(1)
     while frame is not None:

@@ -363,7 +363,7 @@ class StructuredArray(Array):
 
 
 def of_class(begin, change):
-    """Return a layer of a class of its own, with ``kept`` in the class."""
+    """Return a layer with its own class, which holds ``kept``."""
 
     def make():
         class OfClass(Keeps):

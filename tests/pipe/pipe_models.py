@@ -132,7 +132,7 @@ def sgd(model):
 
 @functools.cache
 def can_build(schedule, stages, micro_batches):
-    """Return whether there is such a schedule, since some need certain numbers of micro-batches."""
+    """Return whether the schedule can be built, since some need certain numbers of micro-batches."""
     try:
         build(schedule, stages, micro_batches)
     except ValueError:

@@ -80,7 +80,7 @@ class InParts(torch.autograd.Function):
 
 
 class Boundary(torch.autograd.Function):
-    """The node where a stage's graph begins, which must never run."""
+    """The node where a stage's graph begins; it must never run."""
 
     @staticmethod
     def forward(ctx, *tensors):

@@ -39,7 +39,7 @@ class Spend(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Takes as long as it is told, by the fake clock."""
+    """Takes a given time, by the fake clock."""
 
     def __init__(self, forward: float, backward: float = 0.0) -> None:
         super().__init__()

@@ -84,7 +84,9 @@ def test_peaks_of_live_activations_when_interleaved(p, m, v):
 
 
 def test_a_split_backward_keeps_what_the_weights_need():
-    """ZB-H1 holds p activations on every worker; where the backward of inputs frees half, p - r and r halves."""
+    """ZB-H1 holds p activations on every worker; if the backward of inputs frees half of each, worker r holds p - r
+    activations and r halves.
+    """
     record = simulate(build("zero-bubble", 4, 8))
     assert record.peak_memory() == (4, 4, 4, 4)
     assert record.peak_memory(kept=0.5) == (4, 3.5, 3, 2.5)

@@ -144,7 +144,8 @@ def test_a_recomputation_that_puts_back_what_another_step_may_read_is_refused_wi
 @pytest.mark.parametrize("kind", ["Generator", "NumpyGenerator", "Buffer", "Array"])
 def test_a_state_that_was_put_back_is_noted_before_another_step_may_leave_it_there(kind, monkeypatch):
     """Two recomputations that overlap may leave the state of the first forward behind, as it was when the steps began:
-    then nothing shows afterwards that it was ever another. Here another recomputation has put it back just before.
+    then nothing shows afterwards that the state was ever different. Here, another recomputation has restored it just
+    before.
     """
     layer = KINDS[kind]().float()
     barriers = [threading.Barrier(2) for _ in range(2)]

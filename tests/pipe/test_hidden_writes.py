@@ -1,4 +1,4 @@
-"""Writes that no version counter shows: fingerprints of memory find them, however the pipe was made."""
+"""Writes that no version counter shows: fingerprints of memory find them, for pipes built in any way."""
 
 import copy
 

@@ -77,7 +77,7 @@ def mean_of_the_chosen(output, y):
 
 
 def times_reciprocal(output, y):
-    """A mean in disguise, which is taken for a sum."""
+    """Compute a mean that is mistaken for a sum."""
     return F.cross_entropy(output, y, reduction="sum") * (1 / tokens(y).double())
 
 

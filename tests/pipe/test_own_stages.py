@@ -114,7 +114,7 @@ def test_stages_that_cannot_be_are_refused():
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_output_that_a_later_stage_edits_in_place_gives_no_wrong_gradients(chunks, checkpoint):
-    """The values were right, but the gradients were those of a model without the edit."""
+    """The output's values were right, but the gradients belonged to a model without the edit."""
 
     class Edits(nn.Module):
         def forward(self, h):

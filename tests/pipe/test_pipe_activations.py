@@ -91,7 +91,7 @@ def test_checkpointed_micro_batches_hold_graphs_in_their_backward_alone():
 
 
 def test_the_graph_of_a_checkpointed_forward_goes_with_it():
-    """It is made for modules that ask for gradients, but nothing keeps it for the backward."""
+    """The graph is built for modules that ask for gradients, but nothing keeps it for the backward."""
     counter = Counter(2)
     model = nn.Sequential(*[Stage(counter, number, 0.0) for number in range(2)])
     loss = Pipe(model, 4, "always")(torch.randn(8, WIDTH, requires_grad=True)).sum()

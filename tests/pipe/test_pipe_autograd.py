@@ -196,7 +196,7 @@ def test_a_tensor_changed_between_the_passes_is_noticed():
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_an_edit_of_what_the_stage_before_has_saved_is_noticed(checkpoint):
-    """Sigmoid saves its result, which the next stage changes: the model alone fails, too."""
+    """Sigmoid saves its result, which the next stage changes: the model without a pipe fails, too."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.LeakyReLU(inplace=True)).double()
     x, y = a_batch()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

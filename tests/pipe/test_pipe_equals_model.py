@@ -1,4 +1,4 @@
-"""A pipe has the results of the model alone: outputs, gradients, statistics and, after training, parameters. Pipes of
+"""A pipe has the same results as the model: outputs, gradients, statistics and, after training, parameters. Pipes of
 four stages with default checkpointing train for a hundred steps, others for fewer; with ``--level=exhaustive`` all are
 trained for a hundred.
 """

@@ -40,7 +40,7 @@ HOOKS = {
 @pytest.mark.parametrize("hooks", [[name] for name in HOOKS] + [list(HOOKS)], ids="+".join)
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_call_of_the_pipe_calls_the_models_own_hooks(hooks, copied):
-    """The hooks see whole mini-batches, before and after the pipe was made."""
+    """The hooks see whole mini-batches, if they are registered before or after the pipe is created."""
     x = torch.randn(7, WIDTH, dtype=torch.float64)
     found = []
     for wrap in (lambda module: module, lambda module: copied(Pipe(module, 3, balance=[2, 1]))):

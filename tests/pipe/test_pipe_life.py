@@ -34,7 +34,9 @@ def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_callbacks_of_the_garbage_collector() -> Iterator[None]:
-    """An interrupt in a garbage collector callback is printed and lost, so remove these. (Hypothesis has one.)"""
+    """Remove callbacks of the garbage collector (Hypothesis has one): an interrupt in one of them is printed and
+    lost.
+    """
     before = gc.callbacks[:]
     gc.callbacks.clear()
     yield
@@ -55,7 +57,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def in_time(work: Callable[[], object]) -> None:
-    """Run ``work`` on a thread of its own, which must not hang."""
+    """Run ``work`` on its own thread, which must not hang."""
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
     thread.start()
@@ -157,8 +159,8 @@ def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
 
 
 def test_a_fork_in_the_middle_of_a_step() -> None:
-    """The child gets new weights, because torch may hold locks of the old ones for ever there, with or without a
-    pipe.
+    """The child gets new weights, because in the child, torch may hold locks of the old weights for ever, with or
+    without a pipe.
     """
     faults = Faults(3, longest=SLOW)
     pipe = Pipe(model(faults), CHUNKS)

@@ -67,7 +67,7 @@ def test_context_variables_reach_the_stages(monkeypatch):
 
 
 def test_autocast_reaches_forward_and_repetition():
-    """Recomputations cast, too, so gradients equal those without checkpointing."""
+    """Recomputations cast, too, so gradients equal the gradients without checkpointing."""
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     found = []
     for checkpoint in ("never", "always"):

@@ -75,7 +75,7 @@ class Stress:
             assert all("failed, too: " in note for note in notes[1:])
 
     def judge(self, planted: list[tuple[str, int, int]], raised: tuple[str, int, int]) -> None:
-        """After a step."""
+        """Check the gradients after a step, and count its outcome."""
         grads = grads_of(self.pipe)
         if planted:
             assert raised in planted
@@ -96,7 +96,7 @@ class Stress:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Run ``work`` on a thread of its own, which must not hang."""
+    """Run ``work`` on its own thread, which must not hang."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -194,7 +194,7 @@ HIDING = {
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", HIDING)
 def test_an_object_that_hides_tensors_with_gradients_is_refused_by_its_class(kind, checkpoint):
-    """It ended in the backward pass with "a backward pass went past the beginning of a stage's graph"."""
+    """The step failed in the backward pass with "a backward pass went past the beginning of a stage's graph"."""
     put, take = HIDING[kind]
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     model = nn.Sequential(layers[0], layers[1], Say(put), Say(take), layers[2])

@@ -17,7 +17,7 @@ def test_there_are_four_schedules():
 
 
 def one_after_the_other(stages, micro_batches, *, repeats=1):
-    """A schedule with one worker, which runs one micro-batch after the other."""
+    """Return a schedule with one worker, which runs one micro-batch after the other."""
     forth = range(stages)
     order = [
         step

@@ -1,4 +1,4 @@
-"""A pipe runs the model's current layers, whatever was replaced after the pipe was made."""
+"""A pipe runs the model's current layers, even if layers were replaced after the pipe was built."""
 
 import copy
 

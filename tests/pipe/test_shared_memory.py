@@ -251,7 +251,7 @@ def test_a_leaf_is_not_changed_in_place(doubles):
 
 
 def test_an_input_that_changes_before_the_backward_pass_is_noticed(doubles):
-    """Aliases of it had separate version counters, and gradients were those of the caller's new values."""
+    """Aliases of the input had separate version counters, and gradients were computed from the caller's new values."""
     z = torch.randn(4, WIDTH, requires_grad=True) * 1
     loss = Pipe(nn.Sequential(Say(torch.square)), 2, "never")(z).sum()
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_the_numbers_of_a_record_fit_together(schedule, seed):
 @examples(100)
 @given(schedules(), st.integers(0, 2**20))
 def test_live_activations_are_those_of_the_clock(schedule, seed):
-    """Counted from the ends of actions alone; no two actions of a worker end at the same time."""
+    """Counts use only the ends of actions; no two actions of a worker end at the same time."""
     time = times(schedule, seed)
     record = simulate(schedule, lambda action: 1 + time(action))
     for worker, order in enumerate(record.spans):
@@ -87,7 +87,7 @@ def test_live_activations_are_those_of_the_clock(schedule, seed):
 
 
 def test_a_simulation_by_hand():
-    """Use two stages, two micro-batches and 1F1B; stage 1 is slow, and messages take 1."""
+    """Use two stages, two micro-batches and 1F1B; stage 1 is slow, and a message takes 1 time unit."""
     record = simulate(build("1f1b", 2, 2), Times((1, 3), (1, 2), (0, 2)), communication=1)
     assert [[(str(s.action), s.start, s.end) for s in order] for order in record.spans] == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 10, 11), ("0B1", 17, 18)],

@@ -58,7 +58,7 @@ def kept() -> int:
 
 
 def stashing(*commands: Any, names: tuple[str, ...] = ("skip",), pops: tuple[str, ...] = ()) -> nn.Module:
-    """A module that yields ``commands``."""
+    """Return a module that yields ``commands``."""
 
     @skippable(stash=names, pop=pops)
     class Yields(nn.Module):

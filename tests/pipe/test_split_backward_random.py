@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def random_stage(seed):
-    """Return a function of two tensors (5, 4), made of random layers, branches and ties."""
+    """Return a function of two tensors (5, 4), composed of random layers, branches and ties."""
     chosen = random.Random(seed)
     linears = [nn.Linear(4, 4, bias=chosen.random() < 0.7) for _ in range(2)]
     norm, table = nn.LayerNorm(4), nn.Embedding(5, 4)

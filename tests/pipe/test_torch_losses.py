@@ -122,7 +122,7 @@ SUMS_UNSEEN = {
     "triplet_margin_loss",
     "triplet_margin_with_distance_loss",
 }
-"""In a user's own function, their sums look like other computations, and need ``reduction="sum"``."""
+"""In a user's own function, the sums of these losses look like other computations, and need ``reduction="sum"``."""
 
 
 def parameters(thing):
@@ -160,7 +160,7 @@ def model_of(width=CLASSES):
 
 
 def outcome(loss_fn, target, **options):
-    """Compare a step with the model's own backward; return None if there is no such loss."""
+    """Compare a step with the model's own backward; return None if the model alone fails, too."""
     plain, model = model_of(), model_of()
     x = numbers(3)
     try:

@@ -348,7 +348,7 @@ def test_zero_bubble_runs_a_functions_backward_once_and_hooks_once():
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_worker_of_a_1f1b_schedule_begins_with_the_first_micro_batch(stages):
-    """Torch: the last rank's order has forwards 1 to m, but not 0."""
+    """Torch: the last rank's order contains forwards 1 to m, but not forward 0."""
     plan = build("1f1b", stages, 6)
     validate(plan)
     for stage, order in enumerate(plan.orders):
@@ -419,7 +419,7 @@ def test_buffers_keep_their_persistence_and_dictionaries_and_numbers_cross(sched
 
 
 def test_outputs_of_a_micro_batch_go_when_its_backward_has_run():
-    """Torch: holds all outputs until the step has ended."""
+    """Torch: the stage holds all outputs until the step has ended."""
     alive = []
     most = []
 

@@ -9,7 +9,7 @@ from pymoe.pipe.skip import Namespace, SkipRoute, skip_routes, skippable, verify
 
 
 def layer(stash: str = "", pop: str = "") -> nn.Module:
-    """A module that stashes and pops names of one letter."""
+    """Return a module that stashes and pops names of one letter."""
     return skippable(stash=list(stash), pop=list(pop))(type("Layer", (nn.Module,), {}))()
 
 

@@ -38,7 +38,7 @@ def make_certificates(folder: Path) -> Certificates:
         )
     for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "strange-ca"), ("127.0.0.1", "ca")):
         openssl("req", *KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        names = "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:10.87.0.2\n"  # the last says it as CN alone
+        names = "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:10.87.0.2\n"  # the last names its host only in CN
         (folder / "names").write_text("basicConstraints=CA:FALSE\n" if name == "127.0.0.1" else names)
         signed_by = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2"]
         openssl("x509", "-req", "-in", f"{name}.csr", *signed_by, "-out", f"{name}.crt", "-extfile", "names")

@@ -77,7 +77,7 @@ class ServerProcess:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
     def wait(self) -> int:
-        """The exit status."""
+        """Wait for the process to end, and return its exit status."""
         if self.status is None:
             self.status = self.starter.ask({"wait": self.pid})
         return self.status

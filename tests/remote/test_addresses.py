@@ -1,4 +1,4 @@
-"""An address that cannot be served raises a clear error when the server is made or started."""
+"""An address that cannot be served raises a clear error when the server is created or started."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def in_child(use: object) -> str:
 
 
 def test_a_fork_of_a_process_that_serves_says_that_it_cannot_serve() -> None:
-    """It waited for threads of gRPC that only the parent has."""
+    """The child waited for threads of gRPC that only the parent has."""
     backend = mlp("a")
     with ExpertServer(backend) as server, connect(server.address, timeout=LONG) as there:
         (a,) = there.backends()

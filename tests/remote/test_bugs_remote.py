@@ -1,4 +1,4 @@
-"""Fixed bugs of pymoe.remote, each with its story."""
+"""Fixed bugs of pymoe.remote. Docstrings describe the bugs."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_command_ends_although_an_expert_hangs(processes: ServerProcesses, t
 
 
 def test_a_server_that_was_drained_takes_no_expert() -> None:
-    """It accepted the expert, but never served it."""
+    """The server accepted the expert, but never served it."""
     server = ExpertServer(mlp("a"))
     with server:
         pass

@@ -255,7 +255,7 @@ def test_a_drain_that_is_interrupted_has_not_saved_and_says_so(tmp_path: Path, m
 
 
 def test_a_further_drain_saves_what_the_first_could_not(tmp_path: Path) -> None:
-    """If an expert had changed without an update, it did not try again, and raised the first error once more."""
+    """If an expert had changed without an update, drain() did not try again, and raised the first error once more."""
     backend = mlp("a")
     server = ExpertServer(backend, checkpoints=tmp_path, save_every=0)
     server.start()
@@ -340,7 +340,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused_when_the_server_is_made(
 
 
 def test_callers_whose_rows_meet_in_a_message_share_no_block_of_int8() -> None:
-    """One caller's NaN made NaN of other callers' results, and its large numbers made their small ones 0."""
+    """One caller's NaN turned other callers' results into NaN, and its large numbers turned their small numbers
+    into 0.
+    """
     server = ExpertServer(of(nn.Identity(), "a", lr=None))
     with server, connect(server.address, encoding="int8", timeout=LONG) as there:
         (expert,) = there.backends()

@@ -58,7 +58,7 @@ def test_info_and_drain(processes: ServerProcesses, tmp_path: Path, capsys: pyte
 def test_commands_fail_that_could_not_save_and_name_the_experts(
     processes: ServerProcesses, tmp_path: Path, by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ended with status 0, although the expert's updates were lost."""
+    """Both commands ended with status 0, although the expert's updates were lost."""
     server = processes.start(tmp_path / "said", "experts:unsavable", "--checkpoints", str(tmp_path / "saved"))
     with connect(server.address, timeout=LONG) as there:
         there.backends()[0].backward_pool(X, X)

@@ -19,7 +19,7 @@ SHORT, LONG = torch.randn(1, 64), torch.randn(64, 1 << 14)
 
 
 def address(data: Any) -> int:
-    """Where bytes are."""
+    """Return the address of the bytes."""
     if isinstance(data, Tensor):
         return data.data_ptr()
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])

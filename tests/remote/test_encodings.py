@@ -112,8 +112,8 @@ def test_no_encoding_makes_a_tensor_longer(encoding: str, dtype: torch.dtype) ->
 
 
 def test_what_a_row_becomes_depends_on_no_other_row() -> None:
-    """Blocks of 256 numbers combined rows of several callers: one caller's NaN made others' numbers NaN, and its
-    large numbers made their small ones 0.
+    """Blocks of 256 numbers combined rows of several callers: one caller's NaN turned others' numbers into NaN, and its
+    large numbers turned their small numbers into 0.
     """
     x = torch.randn(6, 3, 100)
     alone = [sent(row[None], "int8") for row in x]

@@ -82,7 +82,7 @@ def test_nothing_is_applied_twice_where_the_server_is_killed(processes: ServerPr
     server = processes.start(tmp_path / "0", *options)
     address = server.address
     with CuttingProxy(address, mean=0.3) as proxy:
-        there = connect(address, timeout=LONG)  # for what it says
+        there = connect(address, timeout=LONG)  # a connection without the proxy, for the checks
         (counter,) = there.backends()
         with connect(proxy.address, timeout=LONG, wait=LONG) as trainer, ThreadPoolExecutor(1) as thread:
             (remote,) = trainer.backends()

@@ -21,7 +21,7 @@ ANSWER = [torch.ones(2)]
 
 
 class Request:
-    """A request that a journal runs, which ends when it is told to."""
+    """A request that a journal runs, and that ends when a test ends it."""
 
     def __init__(self) -> None:
         self.outcome: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()

@@ -27,7 +27,7 @@ NETEM = ["netem", "delay", "25ms", "5ms", "loss", "1%"]
 
 @pytest.fixture(params=[False, True], ids=["a plain wire", "a wire that delays and loses"])
 def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A namespace behind a wire: a plain one, or one with 50 ms round trip and 1 % loss each way."""
+    """Yield the name of a namespace behind a plain wire, or behind one with 50 ms round trip and 1 % loss each way."""
     name, wire = f"pymoe-{os.getpid()}", f"py{os.getpid()}"
     ours, theirs = f"{wire}a", f"{wire}b"
     within = ["ip", "netns", "exec", name]
@@ -58,7 +58,9 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def mixture(namespace: str, certificates: Certificates, tmp_path: Path) -> Iterator[pymoe.MixtureOfExpertBackends]:
-    """Two experts behind the wire, with TLS and a token, and a local one; rows ask two of the three."""
+    """Yield a mixture of two experts behind the wire, with TLS and a token, and a local expert; rows ask two of the
+    three.
+    """
     token = tmp_path / "token"
     token.write_text("correct-horse")
     root = Path(__file__).parents[2]

@@ -236,7 +236,7 @@ def test_these_are_refused_when_the_server_is_made(tmp_path: Path, kind: str) ->
 
 
 def test_a_sibling_that_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would fail if torch alone loaded optimizer states, or if other numbers than the state's were
+    """The test above would fail if torch alone loaded optimizer states, or if numbers other than the state's were
     written.
     """
     monkeypatch.setattr(checkpoints, "load_exactly", lambda backend, state: backend.load_state_dict(state))
@@ -332,7 +332,7 @@ class Versioned(nn.Linear):
 
 
 def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
-    """It took its own saved state for one of an older version."""
+    """The module mistook its own saved state for the state of an older version."""
     one, other = (of(Versioned(WIDTH, WIDTH), "e") for _ in range(2))
     ExpertServer(one, checkpoints=tmp_path).drain()
     ExpertServer(other, checkpoints=tmp_path)
@@ -340,7 +340,9 @@ def test_a_module_knows_the_version_of_its_state(tmp_path: Path) -> None:
 
 
 def test_many_clients_with_long_names_are_saved(tmp_path: Path) -> None:
-    """Their keys were in the header, which safetensors limits to 100 MB: saves failed until the keys were forgotten."""
+    """The clients' keys were in the header, which safetensors limits to 100 MB: saves failed until the keys were
+    forgotten.
+    """
     keys = {f"{number:06d}" + "\U0001f600" * 60: (0, [1]) for number in range(1000)}
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.ones(3)}, 1, keys))
     assert int.from_bytes(path.read_bytes()[:8], "little") < 1000, "the header"
@@ -360,7 +362,7 @@ def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_was_changed_in_a_file_is_damage(tmp_path: Path) -> None:
-    """Only the bytes were checked, so integers passed for floating-point numbers."""
+    """Only the bytes were checked, so integers were accepted as floating-point numbers."""
     path = write_checkpoint(tmp_path, Checkpoint({"a": torch.arange(3, dtype=torch.int32)}, 1, {}))
     path.write_bytes(path.read_bytes().replace(b'"I32"', b'"F32"'))
     with pytest.raises(ValueError, match="not what was written"):

@@ -278,7 +278,7 @@ def test_many_callers_share_calls_and_a_lone_one_waits_for_nobody(server: Expert
 
 
 def test_a_call_has_the_patience_of_its_own_requests(server: ExpertServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not the deadline of a request that is done."""
+    """The call's deadline is not the deadline of a request that has ended."""
     seen: list[float] = []
     real = pymoe.remote.requests.RemoteCall
     monkeypatch.setattr("pymoe.remote.requests.RemoteCall", lambda *all_: (seen.append(all_[-1]), real(*all_))[1])

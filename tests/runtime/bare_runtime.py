@@ -11,7 +11,7 @@ from limits import LONG
 from pymoe import _runtime
 from pymoe._runtime import WorkerPool
 
-# Loads the module from its file, without the package and torch, whose import takes longest.
+# Loads the module from its file, without the package and torch, because their import takes longest.
 PRELUDE = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("pymoe._runtime", {_runtime.__file__!r})

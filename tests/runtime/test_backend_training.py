@@ -20,8 +20,8 @@ NAN = float("nan")
 
 
 class Scale(nn.Module):
-    """Multiplies rows by a weight, whose gradient is the sum of inputs times gradients. Can be told to do other
-    things.
+    """Multiplies rows by a weight, whose gradient is the sum of inputs times gradients. Tests can change what it
+    does.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def test_without_an_optimizer_nothing_is_updated_and_no_parameter_gets_a_gradien
     expert = Scale()
     hooked: list[Tensor] = []
     expert.weight.register_hook(hooked.append)
-    expert.weight.grad = torch.full((4,), 7.0)  # somebody else's
+    expert.weight.grad = torch.full((4,), 7.0)  # another user's gradient
     backend = ExpertBackend("e", expert, args_schema=[X])
     assert not backend.trains
     assert torch.equal(backend.backward(ONES, ONES)[0], 2 * ONES)

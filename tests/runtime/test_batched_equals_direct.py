@@ -24,7 +24,9 @@ X = BatchTensorProto(6, dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def _one_thread_an_operator() -> Iterator[None]:
-    """Each thread that runs a batch has its own threads for large operators, and these spin while they wait."""
+    """Give every operator one thread: threads that run batches would start further threads, which spin while they
+    wait.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -96,7 +98,7 @@ def test_two_thousand_requests_of_random_sizes(make: Callable[[], nn.Module]) ->
     for batches in backend.recorded.values():
         assert sum(len(batch[0]) for batch in batches) == sum(sizes)
         assert max(len(batch[0]) for batch in batches) == 64
-        assert len(batches) < sum(math.ceil(size / 64) for size in sizes) / 1.25  # else nothing was batched
+        assert len(batches) < sum(math.ceil(size / 64) for size in sizes) / 1.25  # otherwise nothing was batched
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_reduction": "mean", "clip_grad_norm": 0.5, "accumulate_steps": 3}])

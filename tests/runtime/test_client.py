@@ -194,7 +194,7 @@ def test_no_rows() -> None:
 
 
 def test_outputs_may_be_changed_in_place() -> None:
-    """They are views of a batch's result, whose other rows belong to other clients."""
+    """Outputs are views of a batch's result, whose other rows belong to other clients."""
     with served(Call(lambda weight, x: (weight * x, x + 1))) as client:
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
         first, second = client(x)

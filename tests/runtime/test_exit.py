@@ -83,7 +83,9 @@ def without_comments(path: Path) -> str:
 
 
 def test_the_gil_is_taken_and_let_go_of_in_one_file() -> None:
-    """Only in with_gil() and WithoutGil, which a thread whose interpreter is gone never leaves."""
+    """The GIL is taken and released only in with_gil() and WithoutGil, which a thread never leaves if its
+    interpreter is gone.
+    """
     own = re.compile(r"PyGILState_(Ensure|Release)|PyEval_\w*Thread\b|Py_(BEGIN|END)_ALLOW|gil_scoped|\bGilTaken\b")
     found = {path.name for path in sources("bindings", "runtime") if own.search(without_comments(path))}
     assert found == {"gil.h", "gil.cpp"}

@@ -22,7 +22,7 @@ class Planted(Exception):
 
 
 def process(x: Tensor) -> Tensor:
-    """Doubles its input; a negative row raises, and a huge one is slow."""
+    """Double the input; a negative row raises, and a huge one is slow."""
     if (x < 0).any():
         raise Planted
     if (x > 1e6).any():

@@ -73,7 +73,7 @@ def test_requests_are_submitted_in_their_order_and_those_that_left_are_not() -> 
 
 
 def test_a_request_that_was_given_up_leaves_its_place_and_its_tensors_at_once() -> None:
-    """It stayed behind earlier requests, with its tensors, for as long as the expert hung."""
+    """The request stayed behind earlier requests, with its tensors, for as long as the expert hung."""
     room = Room()
     room.join("patient")
     assert room.asked.acquire(timeout=LONG)

@@ -346,7 +346,7 @@ for _ in range(3):
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    """A data set that holds a pool, as one does whose items an expert made."""
+    """A data set that holds a pool, like a data set whose items an expert computes."""
 
     def __init__(self, pool: TaskPool) -> None:
         self.pool = pool

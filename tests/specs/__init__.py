@@ -68,7 +68,7 @@ def all_specs() -> list[OpSpec]:
 
 
 def all_raw_calls() -> list[RawCall]:
-    """Return the raw calls of every specification, and those of operators that are made of others."""
+    """Return the raw calls of every specification, and of operators composed of other operators."""
     composed = importlib.import_module("specs.composed").raw_calls
     parts = (*(spec.raw_calls for spec in all_specs() if spec.raw_calls is not None), composed)
     return [call for raw_calls in parts for call in raw_calls(generator())]

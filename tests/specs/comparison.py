@@ -1,4 +1,4 @@
-"""Assertions that two tensors are the same, or close, which say where they are not and by how much.
+"""Assertions that two tensors are the same, or close, which report where the tensors differ and by how much.
 
 Special values as in :mod:`pymoe.bench.correctness`, whose comparisons these are, in more words.
 """
@@ -16,7 +16,7 @@ from pymoe.bench.correctness import INTEGER_OF_SIZE, same_bits
 def ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
     """Return how many representable numbers two values are apart: int64, 0 for NaN and NaN and for -0 and +0.
 
-    NaN and a number are the largest int64 apart. Infinity is the neighbour of the largest finite number.
+    NaN and a number are the largest int64 apart. Infinity is next to the largest finite number.
     """
     integer = INTEGER_OF_SIZE[expected.element_size()]
     lowest = torch.iinfo(integer).min

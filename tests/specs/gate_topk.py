@@ -24,7 +24,7 @@ SHAPES = (
 
 
 def _options(num_experts: int, k: int, bias: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ways to call the operator; every case of :func:`samples` takes its share of them in turn."""
+    """Yield options for calls of the operator; every case of :func:`samples` uses a share of them in turn."""
     yield "", {}
     yield "sigmoid", {"score": "sigmoid"}
     yield "plain", {"renormalize": False, "scale": 2.5}

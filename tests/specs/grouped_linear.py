@@ -30,7 +30,7 @@ def random_sample(
 
 
 def ordered(sample: Sample, generator: torch.Generator) -> Sample:
-    """The sample with its rows in a random order; places past the last offset name rows that do not exist."""
+    """Return the sample with its rows in a random order; entries past the last offset name rows that do not exist."""
     x, _, offsets = sample.args[:3]
     order = torch.randperm(x.shape[0], generator=generator).int()
     order[int(offsets[-1]) :] = 2**31 - 1

@@ -1,4 +1,4 @@
-"""Raw calls gone wrong: what a caller past Python's checks may hand to an operator of ``torch.ops.pymoe``.
+"""Wrong raw calls, which a caller who bypasses Python's checks may pass to an operator of ``torch.ops.pymoe``.
 
 A kernel may refuse such a call with an exception or return something; it must never touch memory outside its tensors.
 """
@@ -18,7 +18,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def hostile_indices(index: Tensor, limit: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs: ``index`` with values that point outside, in one place or everywhere, and out of order."""
+    """Yield (name, tensor) pairs: ``index`` with values out of range, in one place or everywhere, and out of order."""
     info = torch.iinfo(index.dtype)
     for value in (-2, -1, limit, limit + 1, info.min, info.max, info.min + 1, info.max - 1):
         yield f"all_{value}", torch.full_like(index, value)
@@ -35,7 +35,7 @@ def hostile_indices(index: Tensor, limit: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def hostile_shapes(value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of another shape, layout or dtype than the operator expects."""
+    """Yield (name, tensor) pairs of another shape, layout or dtype than the operator expects."""
     yield "empty", value.new_empty((0,) * value.dim())
     yield "scalar", value.new_zeros(())
     yield "flat", value.flatten()
@@ -58,7 +58,7 @@ def hostile_shapes(value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def hostile_calls(call: RawCall) -> Iterator[RawCall]:
-    """``call`` with one argument at a time replaced."""
+    """Yield ``call`` with one argument at a time replaced."""
     limit = max((value.shape[0] for value in call.args if isinstance(value, Tensor) and value.dim()), default=1)
     for position, value in enumerate(call.args):
         replacements: list[tuple[str, Any]] = []

@@ -32,7 +32,7 @@ FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS}
 
 
 def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """Weights of all kinds: sizes off the tiles, constant rows and groups, ties, extremes, none at all."""
+    """Yield weights of all kinds: sizes off the tiles, constant rows and groups, ties, extremes, and empty weights."""
     for sizes in SIZES:
         yield "x".join(map(str, sizes)), uniform(*sizes, dtype=dtype, generator=generator)
     for sizes in ((0, 3, 4), (2, 0, 5), (2, 3, 0)):
@@ -71,7 +71,7 @@ def _dequantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Itera
 
 
 def stored(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """MXFP4 weights as checkpoints hold them: name, codes and scales; all codes with all scales among them."""
+    """Yield name, codes and scales of MXFP4 weights as checkpoints store them, including all codes with all scales."""
 
     def some(*sizes: int, scales: tuple[int, int] = (120, 131)) -> tuple[Tensor, Tensor]:
         codes = torch.randint(256, (*sizes, 16), generator=generator, dtype=torch.uint8)
@@ -183,7 +183,7 @@ def _quantize_errors() -> Iterator[ErrorInput]:
 
 
 def wrong_weights() -> Iterator[tuple[str, object, type[Exception], str]]:
-    """What is no packed weight of (2, 70, 40): name, value, error, message."""
+    """Yield (name, value, error, message) for values that are no packed weight of shape (2, 70, 40)."""
     good = reference.quantize_weight(torch.ones(2, 70, 40), 8)
     yield "weight_tensor", good.packed, TypeError, "weight must be a QuantizedWeight, got Tensor"
     yield "weight_none", None, TypeError, "weight must be a QuantizedWeight, got NoneType"

@@ -21,12 +21,12 @@ class Choices(NamedTuple):
     capacity: int | None = None
 
     def routing(self) -> Routing:
-        """What the reference makes of them."""
+        """Return the reference's routing of these choices."""
         return build_routing(self.experts, self.num_experts, capacity=self.capacity)
 
 
 def in_rows(routing: Routing, rows: int) -> Routing:
-    """The routing in a buffer of so many rows: choices past them are dropped, or rows are left over."""
+    """Return the routing in a buffer of ``rows`` rows: choices past its end are dropped, or rows are left over."""
     slot, token, offsets = routing
     kept = token[:rows]
     return Routing(
@@ -51,12 +51,12 @@ SHAPES = (
 
 
 def skewed(tokens: int, choices: int, experts: int, generator: torch.Generator) -> Tensor:
-    """(T, K) int32, most of them among the first experts."""
+    """Return (T, K) int32 choices, most of them among the first experts."""
     return (torch.rand(tokens, choices, generator=generator) ** 4 * experts).int()
 
 
 def usual(generator: torch.Generator) -> Iterator[Choices]:
-    """Every shape, without capacity and with one that drops."""
+    """Yield choices of every shape, without a capacity and with one that drops choices."""
     for tokens, choices, experts in SHAPES:
         chosen = distinct(tokens, choices, experts, generator)
         name = f"T{tokens}_K{choices}_E{experts}"
@@ -65,7 +65,7 @@ def usual(generator: torch.Generator) -> Iterator[Choices]:
 
 
 def odd(generator: torch.Generator) -> Iterator[Choices]:
-    """Skew, empty experts, repeats within a token, and capacities at the edges."""
+    """Yield choices with skew, empty experts, repeats within a token, and capacities at the edges."""
     yield Choices("all_to_the_first", torch.zeros(40, 3, dtype=torch.int32), 8)
     yield Choices("all_to_the_last", torch.full((40, 3), 7, dtype=torch.int32), 8)
     yield Choices("all_to_the_last_capacity", torch.full((40, 3), 7, dtype=torch.int32), 8, 50)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def special_values(dtype: torch.dtype) -> Tensor:
-    """NaN, infinities, both zeros, subnormals, the smallest normal numbers, the largest ones, and one."""
+    """Return NaN, infinities, zeros, the smallest subnormal and normal numbers, the largest ones, and one; of both
+    signs.
+    """
     info = torch.finfo(dtype)
     smallest = float(info.smallest_normal) * info.eps  # the smallest subnormal
     values = [float("nan"), float("inf"), 0.0, smallest, info.smallest_normal, info.max, 1.0]
@@ -18,7 +20,7 @@ def special_values(dtype: torch.dtype) -> Tensor:
 
 
 def tied(*shape: int, dtype: torch.dtype, generator: torch.Generator, levels: int = 3) -> Tensor:
-    """Values from a few levels around zero, both zeros among them, so that nearly all are tied."""
+    """Return values from a few levels around zero, including both zeros, so that nearly all are tied."""
     level = torch.randint(0, levels, shape, generator=generator)
     values = (level - levels // 2).to(dtype)
     negative = torch.randint(0, 2, shape, generator=generator).bool()
@@ -26,7 +28,7 @@ def tied(*shape: int, dtype: torch.dtype, generator: torch.Generator, levels: in
 
 
 def sprinkled(value: Tensor, generator: torch.Generator, share: float = 0.3, finite: bool = False) -> Tensor:
-    """A copy of ``value`` in which about ``share`` of the elements are special values."""
+    """Return a copy of ``value`` in which about ``share`` of the elements are special values."""
     special = special_values(value.dtype)
     if finite:
         special = special[special.isfinite()]
@@ -35,7 +37,7 @@ def sprinkled(value: Tensor, generator: torch.Generator, share: float = 0.3, fin
 
 
 def layouts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same values in other memory layouts: (name, view) pairs.
+    """Yield (name, view) pairs of the same values in other memory layouts.
 
     ``offset`` starts inside its storage, at an address that is aligned to one element only; ``stepped`` skips every
     other element and ``padded`` keeps a gap behind every row (both hold NaN or the largest integer where nobody may
@@ -62,5 +64,5 @@ def layouts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def expanded(value: Tensor, size: int, dim: int = 0) -> Tensor:
-    """``value`` repeated ``size`` times along ``dim`` without memory of its own: stride 0."""
+    """Return ``value`` repeated ``size`` times along ``dim`` without memory of its own, by stride 0."""
     return value.select(dim, 0).unsqueeze(dim).expand(*value.shape[:dim], size, *value.shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""What the test suite verifies of every operator, as functions of its specification.
+"""Checks of every operator, as functions of its specification.
 
 Each raises AssertionError with a message that names the output or the gradient, the element and both values.
 """
@@ -45,7 +45,7 @@ def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
 
 
 def gradients_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
-    """The gradients of the native operator must be the reference's, within the tolerance.
+    """Check that the native operator's gradients equal the reference's within the tolerance.
 
     For 16-bit dtypes the reference works on the same values in float32: autograd adds up its gradients in the dtype of
     the tensor, and would round at every step where the native backward rounds once.
@@ -78,7 +78,7 @@ def gradcheck(spec: OpSpec, sample: Sample, function: Callable[..., Any] | None 
 
 
 def error_raised(spec: OpSpec, function: Callable[..., Any], error_input: ErrorInput) -> str:
-    """The call must raise exactly the named exception; its message names operator and argument. Returns the message."""
+    """Check that the call raises the named exception with operator and argument in its message; return the message."""
     sample = error_input.sample
     raised = None
     try:
@@ -98,7 +98,9 @@ def error_raised(spec: OpSpec, function: Callable[..., Any], error_input: ErrorI
 
 
 def deterministic(spec: OpSpec, sample: Sample, threads: tuple[int, ...] = (1, 2, 4), repeats: int = 3) -> None:
-    """Outputs and gradients are the same bits for every number of threads, on every stream and at every call."""
+    """Check that outputs and gradients have the same bits for any number of threads, on every stream and at every
+    call.
+    """
     expected: list[Tensor] = []
     for where in ways_to_run(sample, threads):
         for _ in range(repeats):
@@ -111,7 +113,7 @@ def deterministic(spec: OpSpec, sample: Sample, threads: tuple[int, ...] = (1, 2
 
 
 def ways_to_run(sample: Sample, threads: tuple[int, ...]) -> Iterator[str]:
-    """Sets torch to every number of threads; on CUDA, to the stream in use and to as many others, one after another."""
+    """Yield after setting torch to each number of threads, or on CUDA, to the current stream and as many others."""
     devices = {value.device for value in tensors_in((sample.args, sample.kwargs)) if value.device.type == "cuda"}
     for device in devices:
         yield "the current stream"

@@ -11,7 +11,7 @@ from pymoe.bench.operators import uniform
 
 
 def halve(x, keep):
-    """(x / 2, which rows were kept): rows from ``keep`` on are zero."""
+    """Return (x / 2, which rows were kept), with zeros in rows from ``keep`` on."""
     if keep > x.shape[0]:
         raise ValueError(f"halve: keep must be at most T, got {keep}")
     kept = torch.arange(x.shape[0]) < keep

@@ -48,7 +48,7 @@ def test_weights_gradients_and_states_are_counted():
     assert part.weights == whole.weights / 4
     assert part.buffers - whole.buffers == 2 * 4 * (experts + rest)
     load = Load("random", ((random_choices(40, 6, 2, 0),),), 6)
-    # On four ranks 2, 2, 2 and no experts.
+    # The four ranks have 2, 2, 2 and no experts.
     found = simulate(TINY, 4, 10, load).memory["EP"]
     assert found.weights == 3 * 4 * (2 * 3 * 4 * 8 + rest)
 

@@ -38,7 +38,7 @@ def test_weights_of_choices_travel_in_float64_where_the_router_computes_in_it():
 
 
 def counted(choices, ranks, experts, deduplicate):
-    """(bytes of a row's size 1 that leave a rank in the mean, fullest rank over mean), row by row."""
+    """Return (rows that a rank sends on average, fullest rank over mean), counted row by row."""
     owner = contiguous(experts, ranks).owner
     sent, filled = 0, [0] * ranks
     for token, chosen in enumerate(choices.tolist()):
@@ -107,7 +107,7 @@ def test_no_formula_is_given_where_none_holds():
 
 
 def test_group_limited_routing_reaches_fewer_ranks():
-    """With the best four of eight groups, a token on eight ranks travels to at most four."""
+    """If tokens choose among the best four of eight groups, a token on eight ranks is sent to at most four."""
     block = PRESETS["deepseek-v3"]
     load = uniform(block, 4096)
     assert max(len(set(chosen)) for chosen in (load.choices[0][0] // 32).tolist()) <= 4
@@ -116,7 +116,9 @@ def test_group_limited_routing_reaches_fewer_ranks():
 
 
 def test_plans_help_a_skewed_load():
-    """Placement follows the counts of the previous step, and clones those of this one; both even out a skewed load."""
+    """Placement follows the counts of the previous step, and clones follow the counts of this step; both even out a
+    skewed load.
+    """
     block = Block("many experts", 64, 64, 128, 8)
     found = simulated(block, 32, 256, load=zipf(block, 32 * 256, 1.0), min_rows_to_clone=1)
     factor = {one.name: one.imbalance for one in found.balances}
@@ -149,7 +151,7 @@ def test_the_crossings_in_bytes_are_those_of_the_closed_forms():
 
 
 def test_bytes_are_equal_where_they_cross():
-    """With clones, whose bytes do not depend on the tokens if as many are made, and with counts."""
+    """Test clones, whose bytes do not depend on the tokens if as many clones are made, and counts."""
     block = Block("hot", 8, 8, 2, 1)
     load = Load("skewed", ((torch.tensor([0, 0, 0, 1]).repeat(16)[:, None],),), 2)
     found = simulated(block, 2, 32, load, spread="1-clone", min_rows_to_clone=1)
@@ -164,7 +166,9 @@ def test_bytes_are_equal_where_they_cross():
 
 
 def test_bytes_of_data_parallelism_are_those_of_a_ring():
-    """In R - 1 steps each rank sends an R-th of the gradients, and again to spread the sums; 4 ranks, 240 bytes."""
+    """In each of R - 1 steps, each rank sends 1/R of the gradients, and in as many more steps it sends 1/R of the sums;
+    4 ranks, 240 bytes.
+    """
     block = Block("tiny", 2, 5, 4, 1)
     assert data_parallel_bytes(block, 4) == 2 * 3 * (4 * 30 * 2 / 4)
     assert fully_sharded_bytes(block, 4) == 3 * 3 * (4 * 30 * 2 / 4)

@@ -1,6 +1,6 @@
-"""Every experts class of the installed transformers that stands behind its experts interface, built small.
+"""Small instances of every class of experts that the installed transformers has behind its experts interface.
 
-The classes are found in the sources, so that a collection of tests imports nothing of transformers.
+The classes are found in the sources, so that collecting the tests does not import transformers.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ SMALL = {
 """Names that configurations have for the three sizes."""
 
 OWN_ARGUMENTS = {"Ernie4_5_VLMoeMoeExperts": {"intermediate_size": FFN}}
-"""Of constructors that take more than a configuration."""
+"""Arguments of constructors that need more than a configuration."""
 
 
 class ExpertsClass(NamedTuple):

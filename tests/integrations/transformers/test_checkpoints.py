@@ -54,7 +54,7 @@ REFUSED = {"axk1": "AXK1MoE", "gpt_oss": "GptOssMLP", "llama4": "Llama4TextMoe",
 
 
 def block_of(model, name):
-    """The last block of this class in a tiny model, its router spread out so that choices differ."""
+    """Return the last block of this class in a tiny model, with random weights large enough that choices differ."""
     built = tiny_models.build(model)
     if hasattr(built.config, "_experts_implementation"):
         built.config._experts_implementation = "eager"
@@ -298,7 +298,7 @@ def test_what_a_block_would_lose_is_refused(change):
 
 
 def test_another_number_of_choices_is_seen():
-    """The layer had a number of its own, and a router with another one became a block with that of the layer."""
+    """The layer's own number of choices was used, even if its router had another number."""
     block, config = block_of("mixtral", "MixtralSparseMoeBlock")
     moe = from_transformers(block)
     moe.router.top_k = 1

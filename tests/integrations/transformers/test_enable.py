@@ -1,4 +1,4 @@
-"""enable and disable: whole models, also those whose experts stand outside transformers' interface."""
+"""enable and disable: whole models, including models whose experts are outside transformers' interface."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ OUTSIDE = {
 
 @pytest.fixture
 def products(monkeypatch):
-    """Counts the calls of grouped_linear, and of what makes both products in one call."""
+    """Return a list that grows by one with each call of grouped_linear, or of the function that makes both products."""
     seen = []
     fused = sys.modules["pymoe.nn.apply_experts"]
     for module, name in ((ops, "grouped_linear"), (raw, "grouped_linear"), (fused, "apply_experts_fused")):
@@ -271,7 +271,7 @@ def test_experts_that_cannot_be_computed_are_refused_by_name_and_reason():
 
 
 def test_nllb_is_refused_because_transformers_computes_other_experts():
-    """Its eager forward takes the router's mask of zeros and ones for numbers of experts."""
+    """Its eager forward uses the router's mask of zeros and ones as expert numbers."""
     from transformers import NllbMoeConfig
     from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 

@@ -116,7 +116,7 @@ def test_no_tokens():
 
 
 def test_an_activation_of_ones_own_is_called():
-    """A class that replaces what stands between the products is computed by its own code, not by the fused swiglu."""
+    """A class that replaces the code between the products is computed by its own code, not by the fused swiglu."""
     experts = build(MIXTRAL)
     assert fused_activation(experts) == "swiglu"
     arguments = inputs(experts)

@@ -1,4 +1,4 @@
-"""Hooks and replaced parts are heard on pymoe, where its operators do the work of parts, as in transformers' code."""
+"""Hooks and replaced parts take effect on pymoe, whose operators do the work of parts, as in transformers' code."""
 
 import sys
 
@@ -19,7 +19,7 @@ ACTIVATIONS = {
     "longcat_flash": "model.layers.0.mlp.experts.act_fn",
     "step3p7": "layers.0.mlp.experts.act_fn",
 }
-"""Of models outside the interface; the layer 0 of Step3p7 does not clamp."""
+"""Activations of models outside the interface; layer 0 of Step3p7 does not clamp."""
 
 PASSED_OVER = {
     "dbrx": "transformer.blocks.0.ffn.experts.mlp",
@@ -73,13 +73,13 @@ def test_replaced_parts_outside_the_interface(name, path):
 
 
 def all_scores(router, arguments, output):
-    """A hook by which every token goes to every expert: a score that is not 0 for each."""
+    """Send every token to every expert, as a hook that makes each score non-zero."""
     scores, logits = output
     return torch.full_like(scores, 0.3), logits
 
 
 def other_logits(router, arguments, output):
-    """A hook that changes what the router is seen to have preferred, and not its scores."""
+    """Change the router's reported logits and not its scores, as a hook."""
     scores, logits = output
     return scores, -logits
 
@@ -120,7 +120,7 @@ def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
 
 
 def test_a_router_of_llama4_whose_logits_transformers_records_stays_on_pymoe(monkeypatch):
-    """Its hook stays on the router once somebody has asked for the logits; it changes nothing."""
+    """Transformers' hook stays on the router once the logits have been asked for; it changes nothing."""
     model = tiny_models.build("llama4")
     enable(model)
     ids = tiny_models.tokens(24)
@@ -204,7 +204,7 @@ def test_without_hooks_nothing_of_transformers_runs():
 
 
 def gradients(model):
-    """The gradients of a model's parameters, for one objective."""
+    """Return the gradients of a model's parameters for a fixed objective."""
     outputs = model(input_ids=tiny_models.tokens(24), use_cache=False)
     found = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
     (found * torch.linspace(-1, 2, found.numel()).reshape(found.shape)).sum().backward()

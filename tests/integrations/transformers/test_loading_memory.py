@@ -1,7 +1,8 @@
-"""How much memory a checkpoint takes while its experts are quantised: that of the result and about one layer's experts.
+"""Quantising a checkpoint's experts takes the memory of the result and of about one layer's experts.
 
-The scaled-down twin of a checkpoint of 57 GB on a machine of 24. Every way runs in a process of its own, which counts
-anonymous memory; the whole model, quantised after that, shows that the counter would see more.
+The test is a scaled-down copy of loading a checkpoint of 57 GB on a machine with 24 GB. Every way of loading runs in
+its own process, which counts anonymous memory; the whole model, quantised after that, shows that the counter would see
+more.
 """
 
 import json
@@ -48,7 +49,7 @@ print(json.dumps({"status": status, "peak": memory.peak}))
 
 def run(program, *arguments):
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    # glibc keeps freed blocks of up to 32 MiB, which those of published models exceed.
+    # glibc keeps freed blocks of up to 32 MiB, and the blocks of published models are larger.
     variables = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr

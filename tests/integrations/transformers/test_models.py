@@ -1,4 +1,6 @@
-"""Whole models: logits, gradients and generated tokens are those of eager, and the state dict stays as it is."""
+"""Whole models: logits, gradients and generated tokens equal those of the eager experts, and the state dict stays as it
+is.
+"""
 
 import sys
 
@@ -34,7 +36,7 @@ def models(names):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The layers that asked pymoe for a routing."""
+    """Return a list that grows by one each time a layer asks pymoe for a routing."""
     seen = []
     fused = sys.modules["pymoe.nn.apply_experts"]
     for module, name in ((ops, "build_routing"), (raw, "build_routing"), (fused, "apply_experts_fused")):

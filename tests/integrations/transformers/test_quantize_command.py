@@ -1,4 +1,4 @@
-"""python -m pymoe.quantize: a folder as the hub has it becomes a packed one, or stays alone with a sentence."""
+"""python -m pymoe.quantize: a folder as on the hub becomes a packed folder, or is left alone with a message."""
 
 import json
 import re

@@ -64,7 +64,7 @@ def test_a_quantised_model_generates_and_comes_back_from_its_state(tmp_path):
 
 @torch.no_grad()
 def test_gpt_oss_computes_with_the_mxfp4_weights_of_a_checkpoint():
-    """What transformers itself makes of the codes and scales, except for the NaN that the standard has."""
+    """The results equal what transformers computes from the codes and scales, except for the standard's NaN."""
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -129,7 +129,9 @@ def test_parametrized_weights_are_rounded_as_they_are_used():
 
 
 def test_offloaded_weights_are_refused():
-    """They are on the meta device until their module is called; the next call said so of the packed ones."""
+    """Offloaded weights are on the meta device until their module is called; without this check, only the next call
+    failed.
+    """
     model = build("mixtral")
     experts = model.model.layers[0].mlp.experts.to("meta")
     forward = experts.forward

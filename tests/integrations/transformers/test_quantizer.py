@@ -91,7 +91,7 @@ def test_the_dtype_of_the_model_may_be_another_than_the_files(saved, dtype, tmp_
 
 
 def test_experts_that_a_checkpoint_has_stacked_are_read(tmp_path):
-    """As save_original_format=False writes them, and as newer checkpoints have them."""
+    """Such files are written with save_original_format=False, and newer checkpoints look like them."""
     cls = checkpoint("mixtral", tmp_path, save_original_format=False)
     read = cls.from_pretrained(tmp_path, quantization_config=PymoeConfig(4))
     assert_same_model(read, quantised(cls, tmp_path, 4))
@@ -206,7 +206,7 @@ def edited(source, folder, edit):
 
 @pytest.fixture
 def packed(tmp_path):
-    """A class and a folder with a packed model of it, in one file."""
+    """Return a class and a folder that holds a packed model of this class in one file."""
     cls = checkpoint("qwen3_moe", tmp_path / "whole")
     cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4)).save_pretrained(tmp_path / "packed")
     return cls, tmp_path / "packed"
@@ -216,7 +216,7 @@ DOWN = "model.layers.1.mlp.experts.down_proj"
 
 
 def resize(tensors):
-    """The same packed shape: inputs are filled up to 64, outputs too."""
+    """Change the sizes but not the packed shape: inputs and outputs are both padded to 64."""
     assert tensors[f"{DOWN}.sizes"].tolist() == [4, 64, 40]
     tensors[f"{DOWN}.sizes"] = torch.tensor([4, 64, 41])
 
@@ -286,7 +286,7 @@ def test_a_file_that_is_cut_short_is_refused(cut, packed):
 
 
 def test_transformers_without_pymoe_raises(packed, monkeypatch):
-    """It would know the folder's method no more than that of any other package, and made random experts."""
+    """Without pymoe, transformers did not know the folder's quantisation method, and created random experts."""
     from transformers.quantizers import auto
 
     cls, folder = packed

@@ -1,4 +1,4 @@
-"""The page of architectures says what the installed transformers has, and misses none."""
+"""The page of architectures lists every architecture of the installed transformers."""
 
 import re
 

@@ -77,7 +77,7 @@ TINY = dict(
     eos_token_id=None,
     tie_word_embeddings=False,
 )
-"""Arguments of configurations; a model gets those that its own knows."""
+"""Arguments of configurations; each model gets the arguments that its configuration knows."""
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EVERY_HEAD_ITS_OWN = {"num_key_value_heads": 4}
@@ -111,7 +111,7 @@ OWN = {
     "step3p7": SPARSE | {"swiglu_limits": [0.0, 0.5], "share_expert_dim": 40},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a model needs besides, or otherwise."""
+"""Arguments that a model needs in addition or instead."""
 
 
 OUTSIDE = {"DbrxExperts", "JetMoeMoE", "JetMoeMoA", "Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts"}
@@ -131,7 +131,7 @@ def build(model):
 
 
 def classes(module):
-    """Yield the classes that a tiny model may have: with a head, so that they generate, before those without."""
+    """Yield the classes that a tiny model may have: classes with a head, which can generate, before classes without."""
     own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
     for ending in ("ForCausalLM", "TextModel", "Model"):
         yield from (

@@ -167,7 +167,9 @@ class Saving(nn.Module):
 
 
 def activations(rank, world, name, micro_batches):
-    """Return the largest numbers of living graphs and outputs of the rank's last layer, and those left after a step."""
+    """Return the largest numbers of living graphs and outputs of the rank's last layer, and the numbers left after a
+    step.
+    """
     model = nn.Sequential(*[Saving() for _ in range(2 * world)])
     _, schedule, stages = parallel(model, name, rank, world, micro_batches)
     alive = Alive()
@@ -187,7 +189,9 @@ def test_activations_are_let_go_of_after_their_backward(ranks, schedule, most):
 
 
 def random_numbers(rank, world, name, checkpoint):
-    """Compare gradients with those of an equally seeded pipe in one process; also return the generators afterwards."""
+    """Compare gradients with the gradients of an equally seeded pipe in one process; return the generators' states,
+    too.
+    """
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)) for _ in range(2 * world)]
     model = nn.Sequential(*layers)

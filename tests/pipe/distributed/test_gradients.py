@@ -28,7 +28,7 @@ from pymoe.pipe.distributed import watching
 
 
 def on_one_rank(rank, world):
-    """Run a whole pipe on every rank, each in a group of its own."""
+    """Run a whole pipe on every rank, each rank in its own group."""
     groups = [dist.new_group([one]) for one in range(world)]
     return steps(0, 1, "ScheduleInterleaved1F1B", micro_batches=4, count=3, group=groups[rank])
 
@@ -39,7 +39,7 @@ def test_all_stages_can_be_on_one_rank(ranks):
 
 
 def accumulation(rank, world, name, rows, **options):
-    """Return gradients of several steps and those of the unsplit model."""
+    """Return the gradients of several steps and the gradients of the unsplit model."""
     model = linear_model(world)
     pipe, schedule, stages = parallel(model, name, rank, world, 2 * world, **options)
     for x, y in batches(len(rows), rows):

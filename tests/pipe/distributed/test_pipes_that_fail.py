@@ -31,7 +31,7 @@ class Bug(Exception):
 
 @dataclass
 class Bad:
-    """Where a bug occurs: in the third micro-batch of the third step."""
+    """A planted bug, which occurs in the third micro-batch of the third step."""
 
     phase: str = ""
     """"forward", "backward" or "loss"; "killed": the process ends in the forward."""
@@ -72,7 +72,7 @@ class Layer(nn.Module):
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
-    """Run steps without end, and report "step" at first; "raised", "told" or "other" at last."""
+    """Run steps without end; report "step" for the first three, and "raised", "told" or "other" at the end."""
     bad = Bad(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait

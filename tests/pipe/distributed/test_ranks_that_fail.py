@@ -53,7 +53,7 @@ class Plan:
 
 
 def train(rank: int, address: str, results: Any, **options: Any) -> None:
-    """Run the planned steps and report "step" for each; "done", "raised", "told" or "other" at last."""
+    """Run the planned steps; report "step" for each, and "done", "raised", "told" or "other" at the end."""
     plan = Plan(**options)
     torch.set_num_threads(1)
     watchdog.GRACE_S = 60.0  # a busy machine takes longer than a pipeline would wait
@@ -129,7 +129,7 @@ def one_step(watch: FailureDetector, rank: int, step: int, plan: Plan) -> None:
 
 
 def is_told_of_the_bug(told, rank, phase):
-    """Check that a rank was told of another rank's bug."""
+    """Check the report of a rank that was told of another rank's bug."""
     assert told[:4] == (rank, phase, rank, 2)
     assert told[4].startswith(f"rank {rank} failed in the {phase} of micro-batch 2 in stage {rank}: ")
     assert "Bug: the answer is not 42" in told[4]

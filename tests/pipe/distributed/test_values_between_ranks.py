@@ -36,7 +36,7 @@ def test_a_value_may_go_to_several_stages_and_past_others(ranks, schedule, world
 
 
 class ByHand(StagedModel):
-    """A model made by hand from ``parts``, ``functions`` of them, ``edges`` (the sources of each function's
+    """A model built by hand from ``parts``, ``functions`` of them, ``edges`` (the sources of each function's
     arguments), the number of their ``outputs``, the ``names`` of its arguments and the ``sources`` of its result.
     """
 
@@ -65,8 +65,8 @@ class ByHand(StagedModel):
 
 
 class Middle(nn.Module):
-    """Has arguments that later stages take, a value for two stages that are not neighbours, and an output of the
-    first stage.
+    """Has arguments that later stages take, a value for two stages that are not adjacent, and an output of the first
+    stage.
     """
 
     names = ("x", "mask", "power", "bias")

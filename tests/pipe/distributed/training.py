@@ -50,8 +50,8 @@ def run(schedule, stages, args, kwargs=None, target=None, **options):
 
 
 def in_two_stages(kind, rank, world):
-    """Return a model of two layers, a pipe of its copy made in the given way, and a function that runs this rank's
-    part.
+    """Return a model of two layers, a pipe of a copy of it, built in the given way, and a function that runs this
+    rank's part.
     """
     torch.manual_seed(0)
     model = linear_model(1)

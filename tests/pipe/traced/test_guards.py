@@ -310,7 +310,7 @@ def test_another_default_dtype_is_seen():
     pipe = pipeline(model, (rows(2),), chunks=2)
     assert_is_model(pipe, model, rows(4))
     x = rows(4)
-    torch.set_default_dtype(torch.float32)  # the fixture puts it back
+    torch.set_default_dtype(torch.float32)  # the fixture restores it
     assert_is_model_of_chunks(pipe, model, x)
 
 

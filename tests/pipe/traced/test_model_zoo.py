@@ -80,7 +80,7 @@ def cut(batch, chunks):
 
 
 def plain_step(case, model, batch, seed):
-    """Run a step of the plain model, leaving gradients: of the whole mini-batch if rows are independent, else by
+    """Run a step of the plain model, leaving gradients: of the whole mini-batch if rows are independent, otherwise by
     micro-batches.
     """
     losses = []

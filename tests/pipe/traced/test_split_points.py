@@ -1,4 +1,4 @@
-"""Where traced models are cut: markers, annotations, policies."""
+"""Tests of where traced models are cut: markers, annotations, policies."""
 
 import copy
 

@@ -74,7 +74,7 @@ def more_threads(m):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
 
-# Questions that the code asks, and changes of the answers.
+# Functions by which code reads a setting, and functions that change the setting.
 SETTINGS = {
     "threads": (lambda m: torch.get_num_threads(), more_threads),
     "threads by another name": (lambda m: get_num_threads(), more_threads),

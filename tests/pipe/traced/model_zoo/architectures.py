@@ -68,7 +68,7 @@ def mixtral() -> nn.Module:
 
 
 def masked(rows: int, generator: torch.Generator) -> Batch:
-    """Return sentences of several lengths, and each one's class."""
+    """Return sentences of several lengths, and the class of each sentence."""
     lengths = 1 + tokens(generator, LENGTH, rows)
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     return Batch(

@@ -1,4 +1,4 @@
-"""Models that take, return and keep values other than tensors."""
+"""Models that accept, return and keep values other than tensors."""
 
 from __future__ import annotations
 
