@@ -90,8 +90,8 @@ FAULTS = [
     Fault(
         "a layer loads the state of another format",
         "pymoe/nn/quantized_experts.py",
-        "number = number_of(self.quantized_weight)",
-        "number = self.bits",
+        "torch.tensor([number_of(self.quantized_weight),",
+        "torch.tensor([self.bits,",
         (LAYERS, "-k", "another_format"),
     ),
     Fault(
