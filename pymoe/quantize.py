@@ -1,4 +1,4 @@
-"""Quantises the experts of a published checkpoint to 8 or 4 bits, and its dense layers, in less memory than it takes.
+"""Quantises the experts of a published checkpoint, and its dense layers on request, in less memory than it takes.
 
     python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp] [--linear-bits 8|4] [--max-shard-size SIZE]
 
@@ -66,7 +66,7 @@ def convert(
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
         format: "int" or "mxfp"; the latter needs 4 bits.
-        linear_bits: 8 or 4, for dense layers, too; None leaves them as they are.
+        linear_bits: 8 or 4, for dense layers; None leaves them as they are.
 
     Raises:
         ImportError: transformers is missing.

@@ -33,8 +33,7 @@ class QuantizedDenseLinear(QuantizedLinear):
     It is a :class:`QuantizedLinear` of one expert, to which all rows belong, so its products are those of
     :func:`pymoe.ops.quantized_linear`: a row of the result has the same bits on every processor, for any number of
     threads, and alone or among many. It has no parameters and no backward: inputs that require a gradient are refused
-    while gradients are recorded. A new layer
-    computes zeros until it gets its weights.
+    while gradients are recorded. A new layer computes zeros until it gets its weights.
 
     Args:
         in_features: H.
@@ -137,7 +136,7 @@ class QuantizedDenseLinear(QuantizedLinear):
 
     @property
     def weight(self) -> NoReturn:  # type: ignore[override]
-        """Refuse: no tensor holds the weights. As an AttributeError, so that ``hasattr`` says that there is none."""
+        """Refuse: no tensor holds the weights. The error is an AttributeError, so that ``hasattr`` returns False."""
         raise AttributeError(_NO_WEIGHT)
 
     def __getattr__(self, name: str) -> Any:
@@ -158,6 +157,7 @@ class QuantizedDenseLinear(QuantizedLinear):
             TypeError: ``x`` has another dtype.
             ValueError: the last dimension is not H, the device is another, or ``x`` requires a gradient while
                 gradients are recorded.
+            NotImplementedError: ``x`` has a tangent, as for :func:`pymoe.ops.quantized_linear`.
         """
         dims = x.dim()
         rows = x.flatten(0, -2) if dims > 2 else x[None] if dims == 1 else x

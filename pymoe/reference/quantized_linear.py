@@ -53,7 +53,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
         ValueError: a rank, size or device does not fit, ``offsets`` does not start at 0 or decreases, or ``x`` or
             ``bias`` requires a gradient while gradients are recorded.
         IndexError: ``offsets`` ends past S.
-        NotImplementedError: ``x`` or ``bias`` has a tangent of forward-mode differentiation.
+        NotImplementedError: ``x`` or ``bias`` has a tangent of forward-mode differentiation. A graph of
+            ``torch.compile`` does not check this, and drops tangents.
     """
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check_quantized_linear(x, weight, offsets, bias)
