@@ -1,1 +1,1 @@
-"""Programs that measure pymoe. This is a package so that Python finds no other one of this name first."""
+"""Programs that measure pymoe. It is a package so that Python does not find another package of this name first."""

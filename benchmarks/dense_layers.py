@@ -1,12 +1,13 @@
-"""Dense layers in 8 or 4 bits next to experts in 4: time per token of a model, and what rounding changes of its output.
+"""Measure dense layers in 8 or 4 bits in a model with 4-bit experts: its time per token, and its change in output.
 
     python -m benchmarks.dense_layers [--layers N] [--hidden N] [--ffn N] [--experts N] [--vocabulary N] [--rounds N]
                                       [--steps N] [--output DIR]
 
 Time: an OLMoE of a few layers of its published sizes, with random weights in bfloat16, computes one token after another
-behind a prompt. Its dense layers are those of the checkpoint, or in 8 or in 4 bits; the ways take turns in one process,
+after a prompt. Its dense layers stay in bfloat16, or are held in 8 or 4 bits; the variants take turns in one process,
 and every figure is the median of the rounds with their quartiles. Accuracy: a small OLMoE is trained on the text of
-this repository, byte by byte; its logits for text that it has not seen are compared with those of its float32 weights.
+this repository, byte by byte. It is then rounded in several ways, and each variant's logits for text that it has not
+seen are compared with the logits of the float32 weights.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from pymoe.nn import quantize_experts, quantize_linears
 
 Record = dict[str, Any]
 DENSE: dict[str, int | None] = {"as they are": None, "8 bits": 8, "4 bits": 4}
-"""Ways to hold dense layers, and their bits."""
+"""The formats of the dense layers by name, with their bits; None leaves the layers as they are."""
 EXPERT_BITS = 4
 PROMPT, TOKENS = 32, 4
-"""Tokens before those that are timed, and tokens of one way in a round."""
+"""Tokens of the prompt, and tokens that are then timed for each format in each round."""
 BATCH, LENGTH = 8, 128
-"""Sequences of a training step and their bytes."""
+"""Sequences in a training step, and bytes in a sequence."""
 
 
 def main() -> int:
@@ -76,7 +77,7 @@ def olmoe(**sizes: int) -> Any:
 
 @torch.no_grad()
 def times(options: argparse.Namespace) -> Record:
-    """Return for every way seconds a token, and bytes of its dense layers."""
+    """Return, for every format of the dense layers, the seconds per token and the bytes of these layers."""
     torch.set_default_dtype(torch.bfloat16)
     heads = max(options.hidden // 128, 1)
     model = olmoe(
@@ -111,7 +112,7 @@ def times(options: argparse.Namespace) -> Record:
 
 
 def dense(model: nn.Module, bits: int | None) -> dict[str, nn.Module]:
-    """Return the dense layers of a model that :func:`quantize_linears` chooses, by path, in ``bits``."""
+    """Return the linear layers of a model by path, those that :func:`quantize_linears` chooses in ``bits`` bits."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     holder = nn.Module()
     for name, module in own.items():
@@ -128,18 +129,18 @@ def dense(model: nn.Module, bits: int | None) -> dict[str, nn.Module]:
 
 
 def size(layers: dict[str, nn.Module]) -> int:
-    """Return the bytes of layers."""
+    """Return how many bytes the layers hold."""
     return sum(tensor.nbytes for layer in layers.values() for tensor in layer.state_dict().values())
 
 
 def quartiles(values: list[float]) -> Record:
-    """Return the median and the quartiles."""
+    """Return the median and the quartiles of the values."""
     low, median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double())
     return {"low": float(low), "median": float(median), "high": float(high)}
 
 
 def accuracy(steps: int) -> list[Record]:
-    """Return for every rounding of a trained model what it changes; the first row is that of bfloat16."""
+    """Return a trained model's loss in float32, then the loss and the error of each way to round the model."""
     sizes = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 256}
     model = olmoe(**sizes, max_position_embeddings=LENGTH)
@@ -176,7 +177,7 @@ def accuracy(steps: int) -> list[Record]:
 
 
 def corpus() -> Tensor:
-    """Return the bytes of the repository's Python files and documentation, file by file in a fixed order."""
+    """Return the bytes of the repository's Python files and documentation, concatenated in a fixed order."""
     root = Path(__file__).parents[1]
     files = [
         file for folder in ("pymoe", "docs") for ending in ("py", "md") for file in (root / folder).rglob(f"*.{ending}")
@@ -186,7 +187,7 @@ def corpus() -> Tensor:
 
 
 def train(model: Any, text: Tensor, steps: int) -> None:
-    """Train a model on windows of a text."""
+    """Train the model on sequences that are cut from the text."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 2))
     random = torch.Generator().manual_seed(1)
@@ -212,7 +213,7 @@ def loss(found: Tensor, ids: Tensor) -> float:
 
 
 def sections(result: Record) -> list[tuple[str, Table]]:
-    """Return both tables."""
+    """Return both tables with their headings."""
     heading = ["dense layers", "their MB", "ms a token [quartiles]", "speed"]
     first = next(iter(result["time"].values()), {}).get("median", 1.0)
     rows = [
@@ -239,7 +240,7 @@ def sections(result: Record) -> list[tuple[str, Table]]:
 
 
 def markdown(result: Record) -> str:
-    """Return the report."""
+    """Return the report as Markdown."""
     settings = result["settings"]
     about = (
         f"An OLMoE of {settings['layers']} layers with hidden size {settings['hidden']} and {settings['experts']} "

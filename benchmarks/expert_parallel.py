@@ -1,12 +1,13 @@
-"""A layer whose experts are on two ranks, beside one process and the same layer in plain torch.
+"""Compare a layer whose experts are on two ranks with one process, and with the same layer in plain torch.
 
     python -m benchmarks.expert_parallel [--quick] [--rounds N] [--output DIR]
 
-Forward and backward of a whole layer over gloo, one thread a rank; all systems take turns, a step each. The peer sorts
-rows, exchanges them by ``all_to_all_single`` and adds them up by ``index_add``, as torchtitan does, with products by
-``F.linear`` expert by expert or with pymoe's. Results are checked. Then a wire that is as slow as the experts are, and
-how much of it 1, 2 and 4 chunks hide; and a skewed load, with clones of hot experts and with experts moved. Writes JSON
-and Markdown tables. ``make bench-expert-parallel`` sets all up.
+Forward and backward of a whole layer over gloo, one thread per rank; all systems take turns, one step each. The peer
+sorts rows, exchanges them by ``all_to_all_single`` and adds them up by ``index_add``, as torchtitan does. It multiplies
+by ``F.linear``, expert by expert, or by pymoe's products. Results are checked. A second part simulates a wire that is
+as slow as the experts, and shows how much of its time 1, 2 and 4 chunks hide. A third part measures a skewed load, with
+clones of hot experts and with experts moved. Writes JSON and Markdown tables. ``make bench-expert-parallel`` sets
+everything up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HOT = Cell(8192, 512, 512, 32, 2)
 ROUNDS, QUICK_ROUNDS = 9, 2
 CHUNKS = (1, 2, 4)
 WIRE = 0.2
-"""Seconds that the rows of a call take one way, and seconds that the experts take."""
+"""Seconds that a call's rows take in each direction; the experts take as many seconds."""
 Record = dict[str, Any]
 
 
@@ -59,7 +60,7 @@ def main() -> int:
             "seconds": found[str(chunks)],
             "best": [
                 slow_wire.best(wire, passes * wire, chunks) for passes in (1, 2)
-            ],  # a backward takes twice as long
+            ],  # a backward pass takes twice as long
         }
         for chunks in CHUNKS
     ]
@@ -82,7 +83,7 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(cell: Record) -> Table:
-    """Return medians of a step, and ratios within rounds with their quartiles."""
+    """Return a table of a step's median times, and of ratios within rounds with their quartiles."""
     rows = []
     for name in SYSTEMS:
         wall, processors, waits, transport = (list(column) for column in zip(*cell["times"][name], strict=True))
@@ -109,14 +110,14 @@ def table_of(cell: Record) -> Table:
 
 
 def ratio(cell: Record, one: str, other: str, column: int, *, inverse: bool = False) -> str:
-    """Return the ratio of ``one`` to ``other``, taken round by round: the median and its quartiles."""
+    """Return the median and the quartiles of the ratio of ``one`` to ``other``, taken round by round."""
     pairs = [(a[column], b[column]) for a, b in zip(cell["times"][one], cell["times"][other], strict=True)]
     spread = Quartiles.of([b / a if inverse else a / b for a, b in pairs])
     return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def wire_table(records: list[Record]) -> Table:
-    """Return forward and backward compared with what the order of chunks allows."""
+    """Return a table of forward and backward times, compared with the best that the order of chunks allows."""
     rows = []
     for one in records:
         cells = [str(one["chunks"])]
@@ -157,7 +158,7 @@ def hot_table(ways: dict[str, Record]) -> Table:
 
 
 def markdown(result: Record, tables: dict[str, Table]) -> str:
-    """Return the report."""
+    """Return the report as Markdown."""
     about = (
         "Two ranks over gloo on one machine, forward and backward in float32; medians, and ratios of processor time "
         "within a round with quartiles. Ranks of one machine share its memory and cores, so a step's wall time is no "

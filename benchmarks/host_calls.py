@@ -1,4 +1,4 @@
-"""Calls so short that what the host does around their kernels is most of them: how to time them, and a layer's own."""
+"""Time calls that are so short that host code, not kernels, takes most of the time; list a layer's native calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pymoe.bench.timing import Quartiles, WallTimer, measure
 from pymoe.nn import MoE
 
 ROW = 50
-"""Calls in a row within a Python loop: the first calls after another candidate find cold caches."""
+"""Calls in a row within a Python loop; many, since the first calls after another candidate find cold caches."""
 
 Call = Callable[[], object]
 Key = TypeVar("Key")
 
 
 def microseconds(candidates: Mapping[Key, Call], budget: float) -> dict[Key, Quartiles]:
-    """Return the processor time of one thread for one call of each candidate; they take turns, each with many calls.
+    """Return the processor time of one thread for one call of each candidate; candidates take turns, many calls each.
 
     Args:
         candidates: functions without arguments.
@@ -41,11 +41,11 @@ def microseconds(candidates: Mapping[Key, Call], budget: float) -> dict[Key, Qua
 
 
 def native_calls(layer: MoE, x: Tensor) -> Call:
-    """Return what a plain layer without gradients asks of native code, with nothing around it.
+    """Return a function that makes only the native calls of a plain layer without gradients.
 
     Args:
-        layer: of the default options.
-        x: (T, H).
+        layer: a layer with the default options.
+        x: the tokens, (T, H).
     """
     native: Any = torch.ops.pymoe
     router, w_in, w_out = (weight.detach() for weight in (layer.router.weight, layer.experts.w_in, layer.experts.w_out))

@@ -1,11 +1,11 @@
-"""What a call costs the host beside its kernel: every operator, raw and from Python, and a layer; beside torch.add.
+"""Measure the host's cost of a call without its kernel: every operator, raw and from Python, a layer, and torch.add.
 
     python -m benchmarks.host_cost [--budget S] [--output DIR]
 
-The kernels have almost nothing to do (H 16, F 16, E 8, K 2, one token), so what is left is the way to them: checks,
-Python, autograd, the dispatcher, memory for outputs. Processor time of one thread; candidates take turns, each with
-many calls in a row. "Raw" is the native operator by itself, "recorded" the same call where a gradient is asked for.
-Writes JSON and Markdown tables.
+The kernels have almost nothing to do (H 16, F 16, E 8, K 2, one token), so the time goes to everything that comes
+before them: checks, Python, autograd, the dispatcher, memory for outputs. The clock is one thread's processor time;
+candidates take turns, each with many calls in a row. "Raw" is the native operator by itself, "recorded" is the same
+call when a gradient is asked for. Writes JSON and Markdown tables.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WAYS = ("raw", "Python", "recorded")
 LAYER_WAYS = ("native calls", "no gradients", "recorded", "forward + backward")
 
 Candidates = dict[tuple[str, str], Call]
-"""Functions to time, keyed by what is called and by the way it is called."""
+"""Functions to time, keyed by the name of the function and the way in which it is called."""
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the measurements that the command line asks for."""
     parser = parser_of("host_cost", __doc__ or "")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for all calls together")
     options = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def operator_calls() -> Candidates:
-    """Return every operator's calls with one token, and the call of the unit, ``torch.add``."""
+    """Return every operator's calls with one token, and the call that serves as the unit, ``torch.add``."""
     torch.manual_seed(0)
     native: Any = torch.ops.pymoe
     x, logits, weight = torch.randn(1, HIDDEN), torch.randn(1, EXPERTS), torch.randn(EXPERTS, 2 * FFN, HIDDEN)
@@ -99,7 +99,7 @@ def layer_calls() -> Candidates:
 
 
 def calls_of(layer: MoE, x: torch.Tensor, ones: torch.Tensor) -> dict[str, Call]:
-    """Return the calls of one layer with this many tokens."""
+    """Return the calls of one layer on the tokens ``x``."""
     leaf = x.clone().requires_grad_()
     return {
         "native calls": native_calls(layer, x),
@@ -132,7 +132,7 @@ def as_tables(records: list[dict[str, Any]]) -> tuple[Table, Table]:
 
 
 def report(result: dict[str, Any], tables: tuple[Table, Table]) -> str:
-    """Return the Markdown of a run."""
+    """Return the report of a run as Markdown."""
     about = (
         f"H {HIDDEN}, F {FFN}, E {EXPERTS}, K {CHOICES}, float32, on the CPU; operators with one token. Medians of "
         f'processor time of a call. "Raw" is the native operator by itself, "recorded" a call whose gradient is asked '

@@ -1,11 +1,11 @@
-"""One benchmark in two checkouts, in turns: what this tree made faster or slower.
+"""Run one benchmark in two checkouts, in turns, to show what is faster or slower in this tree.
 
     python -m benchmarks.in_turns OTHER [--turns N] [--figures REGEX] [--output DIR] BENCHMARK [ARGUMENT ...]
 
-``OTHER`` is the root of another checkout, built for this Python; ``BENCHMARK`` one that both trees have, such as
-``runtime_load``, with its own arguments. Each turn runs both as processes of their own, in alternating order, and takes
-the ratio of their figures, this tree over the other; the table shows each ratio's median and quartiles over the turns.
-A figure is whatever the benchmark's JSON gives as a median with its spread. Writes JSON and a Markdown table.
+``OTHER`` is the root of another checkout, built for this Python; ``BENCHMARK`` is a benchmark that both trees contain,
+such as ``runtime_load``, with its own arguments. Each turn runs it in both trees, in separate processes and alternating
+order, and divides this tree's figures by the other's; the table shows each ratio's median and quartiles over the turns.
+A figure is any value that the benchmark's JSON gives as a median with its spread. Writes JSON and a Markdown table.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run(tree: Path, benchmark: str, arguments: list[str]) -> Figures:
 def figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
     """Yield the name and the median of every figure in a benchmark's JSON.
 
-    A name is made of the keys on the way; a record in a list is named by its texts and whole numbers.
+    A name is made of the keys that lead to the figure; a record in a list is named by its strings and whole numbers.
     """
     if isinstance(value, dict):
         if value.keys() >= SPREAD:
@@ -120,7 +120,7 @@ def figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float
 
 
 def identity(record: Any) -> list[str]:
-    """Return what tells a record from its neighbours in a list."""
+    """Return the strings that distinguish a record from the others in its list."""
     if not isinstance(record, dict):
         return []
     named = record.get("case", record.get("cell", record))
@@ -138,7 +138,7 @@ def is_name(key: str, value: Any) -> bool:
 
 
 def compared(turns: list[dict[str, Figures]], wanted: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Return a record for each figure that every run has and whose name matches ``wanted``."""
+    """Return a record for each figure that every run contains and whose name matches ``wanted``."""
     common = set.intersection(*(set(one) for turn in turns for one in turn.values()))
     return [
         {

@@ -1,11 +1,11 @@
-"""Every CPU kernel under each instruction set that it is compiled for: which one is faster where.
+"""Time every CPU kernel under each instruction set that it is compiled for, and show which set is faster where.
 
     python -m benchmarks.instruction_sets [--filter REGEX] [--rounds N] [--most-mib N] [--output DIR]
 
 Children with ``PYMOE_CPU_ISA=baseline``, ``v3``, ``v4``, ``v4_bf16`` and ``amx`` stay alive with the same inputs and
-take turns, round by round, each on one thread. Time is that which the thread computed, page faults included, so that
-other work on the machine shows little; ratios are taken within a round and shown as median and quartiles. What a
-processor offers no better than another is left out. Writes JSON and a Markdown table.
+take turns, round by round, each on one thread. The clock is the thread's processor time, page faults included, so that
+other work on the machine shows little; ratios are taken within a round and shown as median and quartiles. Instruction
+sets that the processor lacks are left out. Writes JSON and a Markdown table.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def lines(most_bytes: float) -> list[Any]:
 
 
 def name_of(spec: Any, case: Any) -> str:
-    """Return what ``--filter`` is matched with."""
+    """Return the name of a case, which ``--filter`` is matched with."""
     direction = "forward+backward" if case.backward else "forward"
     return f"{spec.name} | {case.name} | {str(case.dtype).removeprefix('torch.')} | {direction}"
 
 
 def prepared(spec: Any, case: Any) -> Callable[[], object]:
-    """Return the call of a case."""
+    """Return a function that makes the call of a case."""
     from pymoe.bench.calls import generator
     from pymoe.bench.lines import forward_call, training_step
 
@@ -56,9 +56,9 @@ def child(most_bytes: float) -> None:
 
 
 def serve_calls(call_of: Callable[[str], Callable[[], object]]) -> None:
-    """Answer ``["prepare", WHAT]``, of which ``call_of`` makes a call, and ``["run", CALLS]`` with seconds per call.
+    """Answer ``["prepare", WHAT]``, for which ``call_of`` returns a call, and ``["run", CALLS]`` with seconds per call.
 
-    ``["isa", None]`` is answered with the instruction set.
+    The answer to ``["isa", None]`` is the instruction set.
     """
     import torch
 
@@ -121,7 +121,7 @@ def in_turns(children: dict[str, Child], what: dict[str, str], rounds: int) -> d
 
 
 def measured(children: dict[str, Child], name: str, rounds: int) -> dict[str, Any]:
-    """Return a record of one line: seconds and ratios to v3, as medians and quartiles."""
+    """Return the record of one line: its seconds and their ratios to v3, as medians and quartiles."""
     from pymoe.bench.timing import Quartiles
 
     seconds = in_turns(children, dict.fromkeys(children, name), rounds)
@@ -163,7 +163,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the measurements that the command line asks for."""
     parser = parser_of("instruction_sets", __doc__ or "")
     parser.add_argument("--filter", default="", help="a regular expression for names of lines")
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,12 +1,12 @@
-"""What calling a small MoE layer costs beside its kernels: a layer and its parts, and blocks of transformers.
+"""Measure what calling a small MoE layer costs in addition to its kernels: pymoe's layer, and transformers blocks.
 
     python -m benchmarks.layer_overhead [--budget S] [--output DIR]
 
-Where text is generated token by token, a layer's own work may be less than the calls that start it. Here it is almost
-nothing (H 64, F 64, E 8, K 2), so what is left is the calls. Processor time of one thread; candidates take turns, each
-with many calls in a row. The line "native calls" is what the layer asks of native code, without anything around it, and
-"experts" the larger part of that. "router" and "losses" are modules of the layer, called by themselves; it needs the
-losses when somebody asks for its statistics. Writes JSON and a Markdown table.
+Where text is generated token by token, a layer's own work may take less time than the calls that start it. Here that
+work is almost nothing (H 64, F 64, E 8, K 2), so the time is that of the calls. The clock is one thread's processor
+time; candidates take turns, each with many calls in a row. The line "native calls" is the layer's calls of native code
+by themselves, and "experts" is the larger part of them. "router" and "losses" are modules of the layer, called by
+themselves; the layer needs the losses when a caller asks for its statistics. Writes JSON and a Markdown table.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pymoe.nn import MoE
 BLOCK = Block("tiny", hidden=64, ffn=64, experts=8, choices=2, build=mixtral)
 TOKENS = (1, 16)
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pymoe")
-"""The ways in which transformers runs the experts of its blocks."""
+"""Names of transformers' implementations of the experts of a block."""
 
 Candidates = dict[str, Call]
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the measurements that the command line asks for."""
     parser = parser_of("layer_overhead", __doc__ or "")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for every number of tokens and mode")
     options = parser.parse_args()
@@ -58,7 +58,7 @@ def make_layer(tokens: int) -> tuple[MoE, Tensor]:
 
 
 def inference(tokens: int) -> Candidates:
-    """Return calls without gradients."""
+    """Return the calls without gradients."""
     layer, x = make_layer(tokens)
     layer.eval()
     router, experts, native = layer.router, layer.experts, torch.ops.pymoe
@@ -81,7 +81,7 @@ def inference(tokens: int) -> Candidates:
 
 
 def training(tokens: int) -> Candidates:
-    """Return forward and backward passes."""
+    """Return the calls that run a forward and a backward pass."""
     layer, x = make_layer(tokens)
     candidates: Candidates = {"MoE": lambda: layer(x).sum().backward()}
     for name, block in blocks().items():
@@ -93,7 +93,7 @@ def blocks() -> dict[str, nn.Module]:
     """Return a transformers block for every implementation of its experts; none if transformers is not installed."""
     if util.find_spec("transformers") is None:
         return {}
-    import pymoe.integrations.transformers  # noqa: F401  # registers the last of them
+    import pymoe.integrations.transformers  # noqa: F401  # registers the last implementation
 
     found = {}
     for implementation in IMPLEMENTATIONS:
@@ -119,7 +119,7 @@ def as_table(records: list[dict[str, Any]]) -> Table:
 
 
 def report(result: dict[str, Any], table: Table) -> str:
-    """Return the Markdown of a run."""
+    """Return the report of a run as Markdown."""
     about = (
         f"H {BLOCK.hidden}, F {BLOCK.ffn}, E {BLOCK.experts}, K {BLOCK.choices}, float32. Medians of processor time; "
         "training is forward and backward."

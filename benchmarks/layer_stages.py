@@ -1,11 +1,11 @@
-"""Where the time of an expert block goes: every operator of a forward pass by itself, beside the limits of the whole.
+"""Show where the time of an expert block goes: time every operator of a forward pass, and give the block's limits.
 
     python -m benchmarks.layer_stages [--blocks NAME,...] [--dtypes NAME,...] [--tokens N,...] [--budget S]
                                       [--output DIR]
 
-It explains the cells of ``benchmarks.model_layers`` that miss their limit. Processor time of one thread, pinned to one
-core, on the weights and the routing of the block; the operators take turns, each on what the one before has made.
-Writes JSON and a Markdown table.
+The result explains the cells of ``benchmarks.model_layers`` that miss their limit. The clock is the processor time of
+one thread, pinned to one core. Operators run with the block's weights and routing, each on the output of the operator
+before it, and take turns. Writes JSON and a Markdown table.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def stages_of(one: Built, x_TH: Tensor, index: Tensor, weights: Tensor) -> Calls
 
 
 def flops_of(one: Built, index: Tensor) -> int:
-    """Return the floating-point operations of the chosen experts' products: two per weight and row."""
+    """Return the number of floating-point operations in the chosen experts' products: two per weight and row."""
     return 2 * index.numel() * one.block.per_expert
 
 
 def markdown(result: Record) -> str:
-    """Return the report."""
+    """Return the report as Markdown."""
     about = (
         "Processor time, medians over rounds in which the operators take turns. `one call` is `apply_experts` without "
         "gradients, which runs all of them. `GFLOP/s` are those of both products, and `of mm` those of the same block "

@@ -1,4 +1,4 @@
-"""The expert blocks of published models: pymoe beside transformers, KTransformers and the limits of the machine.
+"""Time expert blocks of published models: pymoe, transformers, KTransformers and the limits of the machine.
 
     python -m benchmarks.model_layers [--blocks NAME,...] [--dtypes NAME,...] [--modes NAME,...] [--tokens N,...]
                                       [--clock wall|cpu|both] [--budget S] [--keep] [--render] [--output DIR]
@@ -37,14 +37,14 @@ from pymoe.bench.timing import WallTimer
 Record = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
-"""Processor features that speed up products of matrices."""
+"""Processor features that speed up matrix products."""
 RENDERED = Path(__file__).parent / "results" / "model_layers.md"
 LARGE = 1 << 24
-"""From this many weights on, bandwidth is measured over all of the block's bytes."""
+"""Number of weights from which on bandwidth is measured over all of the block's bytes."""
 
 
 def main() -> int:
-    """Measure every block by every clock; return 1 if a process failed or a result is wrong."""
+    """Measure every block with every clock; return 1 if a process failed or a result is wrong."""
     options = parse()
     if options.worker:
         work(options)
@@ -93,7 +93,7 @@ def parse() -> argparse.Namespace:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return numbers from 1 on, separated by commas."""
+    """Parse numbers that are separated by commas; each must be at least 1."""
     found = tuple(int(part) for part in text.split(","))
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers from 1 on, got {text}")
@@ -101,8 +101,8 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def in_process(block: str, clock: str, options: argparse.Namespace, result: Record) -> bool:
-    """Measure a block by a clock in a process of its own and add its results to ``result``; return False if it
-    failed.
+    """Measure a block with a clock in a separate process and add the results to ``result``; return False if the
+    process failed.
     """
     file = options.output / f"{block}_{clock}.json"
     file.unlink(missing_ok=True)
@@ -130,12 +130,12 @@ def in_process(block: str, clock: str, options: argparse.Namespace, result: Reco
 
 
 def same(one: Record, other: Record, *keys: str) -> bool:
-    """Return whether two records agree in ``keys``."""
+    """Return whether two records hold the same values under ``keys``."""
     return all(one[key] == other[key] for key in keys)
 
 
 def order(case: Record) -> tuple[Any, ...]:
-    """Return where a case stands in the tables."""
+    """Return the sort key that gives a case its place in the tables."""
     blocks, dtypes = list({**BLOCKS, **TINY}), [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()]
     return (
         case["clock"],
@@ -147,7 +147,7 @@ def order(case: Record) -> tuple[Any, ...]:
 
 
 def kept(file: Path) -> Record:
-    """Return the result of earlier runs, or an empty one."""
+    """Return the result of earlier runs from ``file``, or an empty result if there is no such file."""
     if not file.exists():
         return {"environment": {}, "runs": [], "cases": []}
     found: Record = json.loads(file.read_text())
@@ -155,7 +155,7 @@ def kept(file: Path) -> Record:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measure one block by one clock in this process, and write the results after every case."""
+    """Measure one block with one clock in this process, and write the results after every case."""
     (name,), clock = options.blocks, options.clock
     facts = environment()
     block: Block = {**BLOCKS, **TINY}[name].fitting(options.memory * 2**30)

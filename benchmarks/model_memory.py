@@ -1,11 +1,12 @@
-"""A checkpoint of a mixture-of-experts model on a machine that is too small for it: peaks of memory, and seconds.
+"""Measure peak memory and seconds of loading a mixture-of-experts checkpoint that is too large for its machine.
 
     python -m benchmarks.model_memory [--gigabytes G] [--bits 4|8] [--hidden N] [--ffn N] [--experts N]
                                       [--vocabulary N] [--folder DIR] [--output DIR]
 
-Writes a checkpoint of random weights in Qwen3-MoE's form, as many layers as G gigabytes have, and loads it in processes
-of their own: whole and quantised after that, quantised while it is read, by ``python -m pymoe.quantize``, and from what
-that has written. Counts anonymous memory, which a system without swap cannot take back.
+Writes a checkpoint of random weights in Qwen3-MoE's form, with as many layers as make up G gigabytes. Then loads it
+whole and quantises it; quantises it while it is read; quantises it by ``python -m pymoe.quantize``; and loads the
+files that this command has written. Each is done in a separate process. Counts anonymous memory, which a system
+without swap cannot take back.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ORDER = (WAYS[0], WAYS[1], COMMAND, WAYS[2])
 
 
 def main() -> int:
-    """Measure every way; return 1 if a process failed."""
+    """Measure every way to load the checkpoint; return 1 if a process failed."""
     options = parse()
     if options.way:
         print(json.dumps(work(options)))
@@ -76,11 +77,11 @@ def parse() -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace) -> Record:
-    """Measure one way in this process."""
+    """Measure one way to load the checkpoint in this process."""
     whole, packed = options.folder / "whole", options.folder / "packed"
     if options.way != COMMAND:
         return load(options.way, packed if options.way == WAYS[2] else whole, options.bits)[1]
-    import transformers  # noqa: F401  # as in the other ways, memory counts from here on
+    import transformers  # noqa: F401  # memory counts after this import, as for the other ways
 
     import pymoe.integrations.transformers  # noqa: F401
     from pymoe import quantize
@@ -93,7 +94,7 @@ def work(options: argparse.Namespace) -> Record:
 
 
 def table(result: Record) -> Table:
-    """Return the rows of all ways."""
+    """Return a table with one row per way to load the checkpoint."""
     heading = ["way", "peak, MB", "after it, MB", "packed or written, MB", "seconds", "to the first forward"]
     rows = [
         [
@@ -108,7 +109,7 @@ def table(result: Record) -> Table:
 
 
 def markdown(result: Record) -> str:
-    """Return the report."""
+    """Return the report as Markdown."""
     settings = result["settings"]
     about = (
         f"A checkpoint of {settings['checkpoint_bytes'] / 1e9:.2f} GB in bfloat16, {settings['layers']} layers with "

@@ -1,9 +1,10 @@
-"""A mixture-of-experts layer, forward and backward: pymoe, its peers, and the floor, side by side.
+"""Time a mixture-of-experts layer, forward and backward: pymoe, its peers, and a lower bound, the "floor".
 
     python -m benchmarks.moe_layer [--device cuda] [--quick] [--output DIR]
 
-Everyone computes the same function of the same weights; results are compared with the layer in fp64. Times are taken
-in interleaved rounds, so that ratios hold on a machine that is not quiet. Writes JSON, a Markdown table and a picture.
+All contenders compute the same function of the same weights; results are compared with the layer in fp64. Times are
+taken in interleaved rounds, so that ratios hold on a machine that is not quiet. Writes JSON, a Markdown table and a
+picture.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 class SkewedShape(Shape):
     """A shape in which the popularity of experts falls like 1/rank; in other shapes a fresh router spreads the
-    tokens.
+    tokens over all experts.
     """
 
     def __str__(self) -> str:
@@ -52,18 +53,18 @@ SCENARIOS = (
 QUICK_SCENARIOS = (SCENARIOS[0], SCENARIOS[1], (Shape("many experts", 256, 256, 128, 64, 8), FP32), SCENARIOS[5])
 CUDA_SCENARIOS = tuple((shape, BF16) for shape in CUDA_SHAPES)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
-"""Largest relative error (Frobenius norm of the difference over that of the fp64 result) that is not called WRONG. In
-bf16 a router that computes its logits in bf16 sends some tokens to other experts, which alone gives errors near 0.1."""
+"""Largest relative error that is not called WRONG: Frobenius norm of the difference over the norm of the fp64 result.
+In bf16 a router that computes its logits in bf16 sends some tokens to other experts: errors near 0.1 by that alone."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time is spent on measuring."""
+    """Limits on the time that measuring takes."""
 
     budget: float
     rounds: tuple[int, int]
     limit: float
-    """If one call takes more seconds, the contender is timed by that call only."""
+    """Seconds; a contender whose first call takes longer is timed by that call only."""
 
 
 FULL = Effort(6.0, (3, 30), 8.0)
@@ -71,7 +72,7 @@ QUICK = Effort(1.5, (3, 10), 2.0)
 
 
 def main() -> int:
-    """Run all scenarios; 1 if a contender's result is wrong."""
+    """Run all scenarios; return 1 if a contender's result is wrong or pymoe is missing from a scenario."""
     options = parse()
     effort = QUICK if options.quick else FULL
     device = torch.device(options.device)
@@ -176,7 +177,7 @@ def first_call(contender: Contender, timer: Timer, device: torch.device) -> tupl
 
 
 def in_fp64(task: Task) -> tuple[Tensor, ...]:
-    """Return :data:`PARTS` of the layer with the same weights in fp64."""
+    """Return the results of the layer in fp64 with the same weights, in the order of :data:`PARTS`."""
     layer = layer_of(task.shape, task.dtype, task.x.device, backend="reference").double()
     layer.load_state_dict(task.layer.state_dict())
     results = training_step(layer, task.x.detach().double().requires_grad_(), task.grad.double())()
@@ -186,8 +187,8 @@ def in_fp64(task: Task) -> tuple[Tensor, ...]:
 
 
 def judge(contender: Contender, result: Any, expected: tuple[Tensor, ...]) -> tuple[str, float]:
-    """Return ``"close"`` or ``"WRONG"``, and the largest relative error over :data:`PARTS`; ``"-"`` for another
-    function.
+    """Return ``"close"`` or ``"WRONG"``, and the largest relative error over :data:`PARTS`; ``"-"`` and 0 if the
+    contender computes another function.
     """
     if contender.parts is None:
         return "-", 0.0
@@ -202,7 +203,7 @@ def judge(contender: Contender, result: Any, expected: tuple[Tensor, ...]) -> tu
 
 
 def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Timing], shape: Shape) -> dict[str, Any]:
-    """Return one line of the table."""
+    """Return the record of one line of the table."""
     mine = timings[contender.name]
     return {
         "name": contender.name,
@@ -226,12 +227,12 @@ def ratio(mine: Timing, other: Timing) -> dict[str, float]:
 
 
 def heading(one: dict[str, Any]) -> str:
-    """Return what a scenario is."""
+    """Return a line that describes a scenario."""
     return f"{one['name']}: {Shape(**one['shape'])} {one['dtype']}, {one['flops'] / 1e9:.1f} GFLOP forward + backward"
 
 
 def table(one: dict[str, Any]) -> Table:
-    """Return a scenario as text."""
+    """Return the table of a scenario."""
     rows = [
         [
             r["name"],
@@ -267,7 +268,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def machine(result: dict[str, Any]) -> str:
-    """Return what computed."""
+    """Return a description of the processor or GPU that computed."""
     facts = result["environment"]
     if result["settings"].get("device") == "cuda":
         return str(facts["gpu"])

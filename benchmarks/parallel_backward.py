@@ -1,10 +1,10 @@
-"""Forward and backward passes of many calls: a loop, plain autograd and pymoe.map_with_parallel_backward.
+"""Time forward and backward passes of many calls: a loop, plain autograd and pymoe.map_with_parallel_backward.
 
     python -m benchmarks.parallel_backward [--quick] [--kinds NAME,...] [--rounds N] [--output DIR]
 
-1 to 16 calls that sleep, multiply matrices, or do next to nothing. The passes are timed one by one, all ways in turns;
-gradients are compared with the loop's. Writes JSON, a Markdown table and a picture. `make bench-parallel` sets
-everything up.
+Between 1 and 16 calls sleep, multiply matrices, or do next to nothing. Each pass is timed by itself, and all systems
+take turns; gradients are compared with the loop's. Writes JSON, a Markdown table and a picture. `make bench-parallel`
+sets everything up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pymoe.bench.timing import Quartiles
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16), (1, 8)
 QUICK_ROUNDS = 5
 SLOW, SLOW_ROUNDS = 0.1, 3
-"""Ways that take more than SLOW seconds get only SLOW_ROUNDS rounds, as long sleeps hardly vary."""
+"""Systems that take more than SLOW seconds get only SLOW_ROUNDS rounds, since long sleeps hardly vary."""
 TOLERANCE = 1e-5
 """Largest allowed relative error of outputs and gradients (fp32, Frobenius norm): the order of sums may differ."""
 HANDOVERS = 300
@@ -41,7 +41,7 @@ Times = dict[tuple[int, str], list[tuple[float, ...]]]
 
 
 def main() -> int:
-    """Run the measurements; return 1 if any way's gradients are wrong."""
+    """Run the measurements; return 1 if any system's gradients are wrong."""
     options = parse()
     torch.set_num_threads(1)
     kinds = [kind for kind in KINDS if kind.name in options.kinds]
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(kind: Kind, counts: tuple[int, ...], rounds: int, result: Record) -> None:
-    """Time all ways and numbers of calls in turns; add to the result's records, overheads and ratios."""
+    """Time all systems and numbers of calls in turns; add to the result's records, overheads and ratios."""
     verdicts = {}
     for count in counts:
         expected = results(kind, count, SYSTEMS[0])
@@ -142,14 +142,14 @@ def now() -> tuple[float, float]:
 
 
 def clear(calls: list[tuple[Tensor, Tensor]]) -> None:
-    """Remove all gradients."""
+    """Remove the gradients of all arguments."""
     for args in calls:
         for tensor in args:
             tensor.grad = None
 
 
 def judge(kind: Kind, count: int, system: System, expected: list[Tensor]) -> tuple[str, float]:
-    """Return the verdict compared with the loop, and the largest relative error. This run also warms up."""
+    """Compare a system with the loop; return the verdict and the largest relative error. This run also warms up."""
     found = results(kind, count, system)
     worst = max(relative_error(got, wanted) for got, wanted in zip(found, expected, strict=True))
     return verdict(worst, TOLERANCE), worst
@@ -166,7 +166,7 @@ def results(kind: Kind, count: int, system: System) -> list[Tensor]:
 
 
 def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Return seconds per call and pass beyond the loop's, round by round."""
+    """Return the seconds per call and pass by which each system exceeds the loop, taken round by round."""
     found = []
     for count in counts:
         loop = times[count, LOOP]
@@ -180,7 +180,7 @@ def overheads(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]
 
 
 def ratios(kind: Kind, counts: tuple[int, ...], times: Times) -> list[Record]:
-    """Return times divided by the loop's time for one call, round by round."""
+    """Return each system's times divided by the loop's time for one call, taken round by round."""
     found = []
     for count in counts:
         for system in SYSTEMS:

@@ -1,8 +1,8 @@
-"""The layers that are measured side by side, all over the same weights, input and gradient.
+"""Define the layers that are compared, all with the same weights, input and gradient.
 
-Everyone computes a swiglu mixture of experts with softmax over all logits, the K best kept and their weights
-normalised: what Qwen3-MoE, Mixtral and OLMoE (with ``norm_topk_prob``) compute. A peer that is not installed or cannot
-run is an :class:`Absent` with the reason, and is printed as such.
+Each layer computes a swiglu mixture of experts: softmax over all logits, the K best kept, and their weights normalised,
+as Qwen3-MoE, Mixtral and OLMoE (with ``norm_topk_prob``) do. A peer that is not installed or cannot run becomes an
+:class:`Absent` with the reason, which is printed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pymoe.nn import MoE
 
 Tensors = tuple[Tensor, ...]
 PARTS = ("output", "gradient of x", "of the router", "of w_in", "of w_out")
-"""What a contender's ``parts`` returns, in pymoe's layout."""
+"""Names of the tensors that a contender's ``parts`` returns, in pymoe's layout."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Absent:
 
 
 class LeftOut(Exception):
-    """Raised when a contender is left out on purpose: this is no failure, and is printed without its type."""
+    """Raised when a contender is left out on purpose: no failure, so the message is printed without the type."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Task:
 
 
 def contenders(task: Task) -> Iterator[Contender | Absent]:
-    """Yield everyone, in the order of the table."""
+    """Yield all contenders, in the order of the table."""
     yield floor(task)
     yield pymoe(task, "native")
     yield pymoe(task, "reference")
@@ -80,7 +80,7 @@ def contenders(task: Task) -> Iterator[Contender | Absent]:
 
 
 def made(name: str, make: Callable[[], Contender | Absent]) -> Contender | Absent:
-    """Return a peer, or the reason why there is none: another version of the peer may have another interface."""
+    """Return a peer, or the reason for its absence: another version of the peer may have another interface."""
     try:
         return make()
     except Exception as error:
@@ -102,7 +102,7 @@ def floor(task: Task) -> Contender:
 
 
 def pymoe(task: Task, backend: str) -> Contender:
-    """Return the layer of pymoe."""
+    """Return pymoe's layer."""
     layer = task.layer
     if backend != layer.backend:
         shape = task.shape
@@ -114,13 +114,13 @@ def pymoe(task: Task, backend: str) -> Contender:
 
 
 def torch_alone(task: Task) -> Contender:
-    """Return the layer as one would write it in plain torch: sort, index, ``grouped_mm``, ``index_add``."""
+    """Return the layer as a user would write it in plain torch: sort, index, ``grouped_mm``, ``index_add``."""
     step = training_step(task.layer, task.x, task.grad, with_torch_alone(task.layer))
     return Contender("torch alone", torch.__version__, step, in_order(task.layer, task.layer), task.dtype)
 
 
 def free_gib(device: torch.device) -> float:
-    """Return the memory that can be taken, in GiB."""
+    """Return the available memory in GiB."""
     return (
         torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else memory_gib("MemAvailable") or math.inf
     )
@@ -187,7 +187,7 @@ def transformers(task: Task, implementation: str) -> Contender | Absent:
 
 
 def torchtitan(task: Task) -> Contender | Absent:
-    """Return the MoE of torchtitan; its experts multiply in bf16 whatever they are given."""
+    """Return the MoE of torchtitan, whose experts multiply in bf16 whatever the dtype of their inputs."""
     name = "torchtitan"
     try:
         from torchtitan.models.common.linear import Linear
@@ -248,7 +248,7 @@ def torchtitan(task: Task) -> Contender | Absent:
 
 
 def parameters_of(layer: MoE) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    """Return router (E, H), w_in (E, 2F, H) and w_out (E, H, F); the peers hold the very same parameters."""
+    """Return router (E, H), w_in (E, 2F, H) and w_out (E, H, F); the peers share these parameters."""
     return layer.router.weight, layer.experts.w_in, layer.experts.w_out
 
 

@@ -1,11 +1,11 @@
-"""Captured models in one process and in several: pymoe's stages beside torch's own capture, under the same schedules.
+"""Time captured models in one process and in several: pymoe's stages and torch's own, under the same schedules.
 
     python -m benchmarks.pipeline_distributed [--quick] [--works NAME,...] [--schedules NAME,...] [--output DIR]
 
 The same model is captured and cut at the same layers by ``pymoe.pipeline`` and by torch's ``pipeline``; torch's
-schedules run both kinds of stages on 2 and 4 processes over gloo. Beside them: the model alone in one process, and
-pymoe's pipe in one process, a thread a stage. Gradients are checked before anything is timed; systems take turns.
-Writes JSON, Markdown tables and a picture. ``make bench-distributed`` sets everything up.
+schedules run both kinds of stages on 2 and 4 processes over gloo. They are compared with the model alone in one
+process, and with pymoe's pipe in one process, one thread per stage. Gradients are checked before anything is timed;
+systems take turns. Writes JSON, Markdown tables and a picture. ``make bench-distributed`` sets everything up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def main() -> int:
-    """Measure; 1 if pymoe's gradients are wrong or it could not be measured."""
+    """Measure all cases; return 1 if pymoe's gradients are wrong or pymoe could not be measured."""
     options = parse()
     torch.set_num_threads(1)
     ranks: dict[int, Ranks] = {}
@@ -71,13 +71,13 @@ def parse() -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> list[TracedCase]:
-    """Return what is measured."""
+    """Return the cases to measure."""
     sizes = [(2, 4)] if options.quick else [(workers, count) for workers in WORKERS for count in MICRO_BATCHES]
     return [TracedCase(work, *size) for work in options.works for size in sizes]
 
 
 def failed(result: Record) -> bool:
-    """Return whether pymoe's gradients were wrong, or it failed. What its peers do is in the tables."""
+    """Return whether pymoe's gradients were wrong or pymoe failed; failures of its peers show in the tables only."""
     return any(
         one["failure"] or one.get("verdict") == "WRONG"
         for record in result["cells"]

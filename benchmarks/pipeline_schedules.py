@@ -1,11 +1,11 @@
-"""Pipeline schedules: pymoe's, torchgpipe and torch's own, beside the simulated ideal.
+"""Compare pipeline schedules of pymoe, torchgpipe and torch with the simulated ideal.
 
     python -m benchmarks.pipeline_schedules [--quick] [--works NAME,...] [--systems REGEX] [--profile] [--output DIR]
 
-Stages that sleep or multiply matrices, 2 and 4 workers, 4 to 16 micro-batches: the speed-up of a step over the plain
-micro-batched run, and what a stage and a micro-batch cost besides where stages do next to nothing. Gradients are
-checked before anything is timed; systems take turns. Writes JSON, Markdown tables and a picture. `make bench-pipeline`
-sets everything up.
+Stages sleep or multiply matrices, on 2 and 4 workers, with 4 to 16 micro-batches; measured is the speed-up of a step
+over the plain micro-batched run. With stages that do next to nothing, the overhead per stage and micro-batch is
+measured. Gradients are checked before anything is timed; systems take turns. Writes JSON, Markdown tables and a
+picture. `make bench-pipeline` sets everything up.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WORKERS, MICRO_BATCHES = (2, 4), (4, 8, 16)
 CHEAP_MICRO_BATCHES = (8, 16)
 ROUNDS, QUICK_ROUNDS = 7, 3
 CHEAP_ROUNDS = 2
-"""Times as many rounds where stages do next to nothing: what is short is disturbed most."""
+"""Factor on the rounds where stages do next to nothing, since short times are disturbed most."""
 Record = dict[str, Any]
 
 
 def main() -> int:
-    """Measure; 1 if somebody's gradients are wrong, or if pymoe was to be measured and failed."""
+    """Measure; return 1 if any system's gradients are wrong, or if pymoe was to be measured and failed."""
     options = parse()
     torch.set_num_threads(1)
     ranks: dict[int, Ranks] = {}
@@ -99,7 +99,7 @@ def everyone(ranks: dict[int, Ranks]) -> list[System]:
 
 
 def chosen(system: System, pattern: str) -> bool:
-    """Return whether a system takes part; the sequential run always does."""
+    """Return whether a system is measured; the sequential run always is."""
     return system.name == SEQUENTIAL or re.search(pattern, system.name) is not None
 
 
@@ -116,8 +116,8 @@ def cheap_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def by_stages(systems: list[System], case: Case, ranks: dict[int, Ranks]) -> dict[str, tuple[System, int]]:
-    """Who takes part where bookkeeping is measured, with the number of stages; torch's schedules then have one rank,
-    so that nothing is sent.
+    """Return the systems whose bookkeeping is measured, with their numbers of stages; torch's schedules then have one
+    rank, so that nothing is sent.
     """
     found = {one.name: (one, case.workers) for one in systems if not one.name.startswith("torch ")}
     names = {one.name for one in systems}
@@ -126,7 +126,7 @@ def by_stages(systems: list[System], case: Case, ranks: dict[int, Ranks]) -> dic
 
 
 def version_of(system: System) -> str:
-    """Return the system's version, or why there is none."""
+    """Return the system's version, or the reason why it has none."""
     try:
         return system.version()
     except Exception as error:

@@ -1,12 +1,12 @@
-"""Products of bf16 rows with the weights of experts, by rows an expert: every level of instructions, and ``torch.mm``.
+"""Time products of bf16 rows with experts' weights at every instruction level and in ``torch.mm``, by rows per expert.
 
     python -m benchmarks.products [--rows N ...] [--weights REGEX] [--rounds N] [--isas ISA ...] [--output DIR]
 
-A call multiplies the rows of several experts, as many as no cache of a core holds, with weights of shape (768, 2048):
-in bf16, contiguous along the inputs or along the outputs, or in a quantised format. Children with the levels of
-``PYMOE_CPU_ISA`` stay alive and take turns, one thread each, as in ``benchmarks.instruction_sets``; time is that which
-the thread computed. Up to 8 rows the reading of weights is what takes time, so the tables give bytes of weights a
-second there, and operations a second from 16 on: medians of the rounds. Writes JSON and Markdown tables.
+A call multiplies the rows of several experts with weights of shape (768, 2048), together more than a core's cache
+holds: in bf16, contiguous along the inputs or along the outputs, or in a quantised format. Children with the levels of
+``PYMOE_CPU_ISA`` stay alive and take turns, one thread each, as in ``benchmarks.instruction_sets``; the clock is the
+thread's processor time. Up to 8 rows, reading the weights takes most of the time, so the tables give bytes of weights
+per second there, and operations per second from 16 rows on: medians of the rounds. Writes JSON and Markdown tables.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from benchmarks.instruction_sets import ISAS, children_for, in_turns, made_by, s
 OUTPUTS, INPUTS = 768, 2048
 MOST_EXPERTS = 32
 MOST_ROWS = 2048
-"""Of all experts together, as long as they are four at least."""
+"""Most rows of all experts of a call together; a call has at least four experts even if their rows are more."""
 QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp")}
-"""Kinds of quantised weights, and what ``ops.quantize_weight`` is called with."""
+"""Kinds of quantised weights, and the arguments of ``ops.quantize_weight`` for each."""
 READING = 8
-"""Rows an expert up to which a table gives bytes a second."""
+"""Rows per expert up to which a table gives bytes per second."""
 TORCH = "torch.mm"
 WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0, "mxfp4": 4.25}
-"""Kinds of weights, and bits of one, without the scales that an output row has once."""
+"""Kinds of weights, and bits per weight, not counting scales that are stored once per output row."""
 
 
 def experts_for(rows: int) -> int:
@@ -38,14 +38,14 @@ def experts_for(rows: int) -> int:
 
 
 class Calls:
-    """The calls of a child; weights of the last kind are kept."""
+    """The calls of a child process; the weights of the latest kind are kept."""
 
     def __init__(self) -> None:
         self.kind = ""
         self.weight: Any = None
 
     def of(self, kind: str, rows: int, peer: bool) -> Callable[[], object]:
-        """Return the call, by pymoe or as a loop of ``torch.mm``."""
+        """Return the call, through pymoe or as a loop of ``torch.mm`` if ``peer``."""
         import torch
 
         from pymoe import ops
@@ -75,7 +75,7 @@ class Calls:
 
 
 def child() -> None:
-    """Serve calls by their rows, whether the peer makes them, and the kind of weights."""
+    """Serve calls that are named by rows, 1 for the peer or 0 for pymoe, and the kind of weights."""
     import torch
 
     torch.set_grad_enabled(False)
@@ -89,7 +89,7 @@ def child() -> None:
 
 
 def measured(children: dict[str, Any], kind: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Return a record of one line: seconds of a call by level, the peer included, as medians and quartiles."""
+    """Return the record of one line: seconds per call by level, the peer included, as medians and quartiles."""
     from pymoe.bench.timing import Quartiles
 
     asked = [isa for isa in children if isa != TORCH or kind not in QUANTISED]
@@ -104,7 +104,7 @@ def measured(children: dict[str, Any], kind: str, rows: int, rounds: int) -> dic
 
 
 def cell(record: dict[str, Any], isa: str) -> str:
-    """Return a figure of the table."""
+    """Return the text of one cell of the table."""
     if isa not in record["seconds"]:
         return ""
     per_expert = record["seconds"][isa]["median"] / record["experts"]
@@ -136,7 +136,7 @@ def tables(result: dict[str, Any], isas: list[str]) -> str:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the measurements that the command line asks for."""
     parser = parser_of("products", __doc__ or "")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128, 256, 512, 1024], metavar="N")
     parser.add_argument("--weights", default="", metavar="REGEX", help=f"kinds of weights ({', '.join(WEIGHTS)})")

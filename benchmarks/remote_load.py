@@ -1,11 +1,11 @@
-"""Many callers ask an expert of another process: pymoe.remote beside the expert in process, hivemind and Ray.
+"""Measure many callers of an expert in another process: pymoe.remote, the expert in process, hivemind and Ray.
 
     python -m benchmarks.remote_load [--quick] [--systems 'NAME;...'] [--output DIR]
 
-Everything is on this machine, over loopback. Closed-loop threads ask for one row of the small expert of
-benchmarks/runtime at a time; windows of all systems take turns, answers are checked, and every ratio is one between
-windows of the same round. Then messages of several lengths go to an expert that returns what it gets. Writes JSON and
-Markdown tables. `make bench-remote` sets up the environments of the peers, too.
+Everything is on this machine, over loopback. Closed-loop threads call the small expert of benchmarks/runtime with one
+row at a time; measurement windows of all systems take turns, answers are checked, and ratios are taken between windows
+of the same round. Then messages of several lengths go to an expert that returns its input. Writes JSON and Markdown
+tables. `make bench-remote` sets up the environments of the peers, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RAY_PYTHON = PYTHON.parents[2] / "ray" / "bin" / "python"
 CELLS = [Cell("small", way, 1, clients, "threads") for way in ("forward", "backward") for clients in (1, 8, 64)]
 EFFORT, QUICK = Effort(0.2, 0.8), Effort(0.05, 0.2)
 MESSAGES = {"64 KiB": 1, "256 KiB": 4, "4 MiB": 64, "64 MiB": 1024}
-"""Rows of the echo, each of 64 KiB."""
+"""Lengths of messages to the echo expert, and their numbers of rows, of 64 KiB each."""
 TARGETS = (
     (COALESCED, HIVEMIND, "forward", 64, 30.0),
     (COALESCED, HIVEMIND, "backward", 64, 20.0),
@@ -49,12 +49,13 @@ TARGETS = (
     (COALESCED, LOCAL, "forward", 64, 0.6),
     (SECURE, COALESCED, "forward", 64, 0.8),
 )
-"""Whose rate is to be how many times whose, in which cell."""
+"""The first system's rate is to be at least the last number times the second system's, in this direction with this
+number of clients."""
 Record = dict[str, Any]
 
 
 def main() -> int:
-    """Measure the chosen systems; 1 if somebody's answer is wrong."""
+    """Measure the chosen systems; return 1 if any system's answer is wrong."""
     options = parse()
     torch.set_num_threads(1)
     rounds = options.rounds or (2 if options.quick else 5)
@@ -93,7 +94,7 @@ def parse() -> argparse.Namespace:
 
 
 def open_system(name: str, options: argparse.Namespace, versions: dict[str, str]) -> Contender:
-    """Start a system; raises what keeps it from starting."""
+    """Start a system; raise the error that keeps it from starting."""
     if name in WORKERS:
         python = options.hivemind if name == HIVEMIND else options.ray
         versions[name] = version(python, WORKERS[name])
@@ -106,7 +107,7 @@ def open_system(name: str, options: argparse.Namespace, versions: dict[str, str]
 
 
 def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds: int) -> Record:
-    """Return the figures of a cell, from windows of all contenders in turns."""
+    """Return the figures of a cell; windows of all contenders take turns."""
     samples = windows([(cell, name) for name in contenders], contenders, effort, rounds)
     record = record_of(cell, {name: own for (_, name), own in samples.items()})
     print(in_short(record), file=sys.stderr, flush=True)
@@ -114,7 +115,7 @@ def measure(cell: Cell, contenders: dict[str, Contender], effort: Effort, rounds
 
 
 def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
-    """Return for each length the bytes a second, there and back, of one caller; medians over calls that take turns."""
+    """Return one caller's bytes per second, there and back, for each length: medians over calls that take turns."""
     pools = {name: one.server.echo for name, one in contenders.items() if hasattr(getattr(one, "server", None), "echo")}
     found = []
     for name, rows in MESSAGES.items():
@@ -125,14 +126,14 @@ def messages(contenders: dict[str, Contender], rounds: int) -> list[Record]:
                 begin = time.perf_counter()
                 pool.submit_task(x).result()
                 taken = time.perf_counter() - begin
-                times[system] += [taken] if i else []  # the first warms up
+                times[system] += [taken] if i else []  # the first call warms up
         rates = {system: 2 * x.nbytes / statistics.median(taken) for system, taken in times.items()}
         found.append({"message": name, "bytes_per_second": rates})
     return found
 
 
 def judged(cells: list[Record]) -> list[Record]:
-    """Return each target, and whether it was reached."""
+    """Return the targets, each with whether it was reached."""
     targets = []
     for mine, other, way, clients, wanted in TARGETS:
         own = (one for one in cells if (one["cell"]["direction"], one["cell"]["clients"]) == (way, clients))
@@ -161,7 +162,7 @@ def sections(result: Record) -> Sections:
 
 
 def markdown(result: Record) -> str:
-    """Return the run as Markdown."""
+    """Return the report of the run as Markdown."""
     peers = ", ".join(f"{name} {number}" for name, number in result["versions"].items()) or "none"
     about = f"Medians. Peers: {peers}; absent: {result['absent'] or 'nobody'}."
     return as_report(["# Experts of another process", "", measured(result, about)], sections(result))

@@ -1,11 +1,11 @@
-"""Many clients ask one expert for a few rows each: pymoe's runtime, its peers and the bounds, side by side.
+"""Measure many clients that call one expert with a few rows each: pymoe's runtime, its peers and the bounds.
 
     python -m benchmarks.runtime_load [--quick] [--systems NAME,...] [--cells REGEX] [--profile] [--output DIR]
 
-Closed-loop clients (threads, or coroutines of one event loop); everyone gets the same requests for the same expert, on
-one torch thread. Windows of all systems take turns, answers are checked, and every ratio is one between windows of the
-same round. Writes JSON, Markdown tables and pictures. `make bench-runtime` sets everything up, hivemind's environment
-too.
+Clients are closed-loop (threads, or coroutines of one event loop); every system gets the same requests for the same
+expert, on one torch thread. Measurement windows of all systems take turns, answers are checked, and ratios are taken
+between windows of the same round. Writes JSON, Markdown tables and pictures. `make bench-runtime` sets everything up,
+including hivemind's environment.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pymoe.bench.timing import Quartiles
 FULL, QUICK = Effort(0.05, 0.22), Effort(0.03, 0.15)
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 3, 2
 ENOUGH = 12.0
-"""Seconds after which a slow cell gets no more than the fewest rounds."""
+"""Seconds of measurement after which slow cells get no round beyond FEWEST_ROUNDS."""
 QUICK_CELLS = r"small .*ward 1 row (1|64) thread|small forward 1 row 64 coroutines|big forward 1 row 8 threads"
 Record = dict[str, Any]
 
 
 def main() -> int:
-    """Run the chosen cells; 1 if somebody's answer is wrong, or if pymoe was to be measured and could not be."""
+    """Run the chosen cells; return 1 if any answer is wrong, or if pymoe was to be measured and could not be."""
     options = parse()
     torch.set_num_threads(1)
     systems = all_systems(options.hivemind)
@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
 
 
 def introduce(systems: dict[str, System]) -> dict[str, Record]:
-    """Return each system's version and what is wrong with its answers, or why it is left out."""
+    """Return each system's version and any fault in its answers, or the reason why it is left out."""
     present: dict[str, Record] = {}
     for system in systems.values():
         record = {"about": system.about, "version": "", "fault": "", "absent": ""}
@@ -118,7 +118,7 @@ def verdict_of(record: Record) -> str:
 
 
 def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]) -> dict[str, Contender]:
-    """Return the systems that can be measured, serving one expert."""
+    """Open all systems for one expert; return those that can be measured."""
     contenders = {}
     for system in systems.values():
         if present[system.name]["absent"]:
@@ -133,7 +133,7 @@ def open_all(expert: str, systems: dict[str, System], present: dict[str, Record]
 def measure_group(
     cells: list[Cell], systems: dict[str, System], contenders: dict[str, Contender], effort: Effort, rounds: int
 ) -> list[Record]:
-    """Measure windows of all systems on cells that differ in the kind of clients alone, in turns."""
+    """Measure windows of all systems in turns, on cells that differ only in the kind of clients."""
     turns = [(cell, name) for cell in cells for name in contenders if cell.kind in kinds_of(systems[name], cells)]
     samples = windows(turns, contenders, effort, rounds)
     records = []
@@ -148,10 +148,10 @@ def measure_group(
 def windows(
     turns: list[tuple[Cell, str]], contenders: dict[str, Contender], effort: Effort, rounds: int
 ) -> dict[tuple[Cell, str], list[Sample]]:
-    """Return the samples of each cell and contender, which take turns; slow cells get fewer rounds.
+    """Return the samples of each cell and contender; these take turns, and slow cells get fewer rounds.
 
-    A contender that fails leaves ``contenders`` and is measured no more. It is not closed: its threads or its process
-    may hang.
+    A contender that fails is removed from ``contenders`` and not measured again. It is not closed: its threads or its
+    process may hang.
     """
     samples: dict[tuple[Cell, str], list[Sample]] = {turn: [] for turn in turns}
     start = time.perf_counter()
@@ -170,7 +170,7 @@ def windows(
 
 
 def kinds_of(system: System, cells: list[Cell]) -> tuple[str, ...]:
-    """Return the kinds of clients that a system is measured with: of those to which the kind is all one, the first."""
+    """Return the kinds of clients to measure a system with: only the first if the kind makes no difference to it."""
     return system.kinds if len(system.kinds) > 1 else (cells[0].kind,)
 
 
@@ -208,14 +208,14 @@ def record_of(cell: Cell, found: dict[str, list[Sample]]) -> Record:
 
 
 def verdict(samples: list[Sample]) -> str:
-    """``right``, or what was seen that is not."""
+    """Return ``right``, ``WRONG``, or the first error."""
     if any(sample.wrong for sample in samples):
         return "WRONG"
     return next((sample.error for sample in samples if sample.error), "right")
 
 
 def failed(result: Record) -> bool:
-    """Return whether an answer was wrong, or pymoe's figures are not whole."""
+    """Return whether an answer was wrong, or pymoe's figures are incomplete."""
     wrong = any(one["fault"] for one in result["systems"].values())
     for record in result["cells"]:
         for name, one in record["systems"].items():

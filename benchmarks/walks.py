@@ -1,12 +1,12 @@
-"""How much Python of pymoe one call of a layer runs: functions entered, and the files that they are in.
+"""Count how much of pymoe's Python one call of a layer runs: functions entered, and the files that contain them.
 
     python -m benchmarks.walks [--budget S]
 
-A walk is one call with 16 tokens, 8 experts and 2 choices a token, after a first one. ``sys.setprofile`` counts, on the
-calling thread: frames (functions entered), functions, files, and turns (changes from one file to another). The host's
-time for one token is processor time of one thread, as a ratio to the same call without gradients: candidates take
-turns, and each has its fastest run. Prints two Markdown tables. The walk of a transformers model is left out where
-transformers is not installed.
+A walk is one call with 16 tokens, 8 experts and 2 choices per token, after two calls that warm up. ``sys.setprofile``
+counts, on the calling thread: frames (functions entered), functions, files, and turns (changes from one file to
+another). The host's time for one token is one thread's processor time, as a ratio to the same call without gradients:
+candidates take turns, and the fastest run of each counts. Prints two Markdown tables. The walk of a transformers model
+is left out where transformers is not installed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TOKENS, HIDDEN, FFN, EXPERTS, CHOICES = 16, 32, 64, 8, 2
 ROW, FEWEST_ROUNDS = 100, 15
 
 Calls = dict[str, Callable[[], object]]
-"""By the way that a layer is called: the first is what the times of the others are compared with."""
+"""Calls of a layer by the way in which it is called; the times of the others are compared with the first."""
 
 
 class Walk(NamedTuple):
-    """Python of the package that one call ran."""
+    """The amount of the package's Python that one call ran."""
 
     frames: int
     functions: int
@@ -44,7 +44,7 @@ class Walk(NamedTuple):
 
 
 def entered(call: Callable[[], object]) -> list[tuple[str, CodeType]]:
-    """Return module and code of every function of Python that a call runs on this thread, in order."""
+    """Return the module and code of every Python function that a call runs on this thread, in order."""
     found: list[tuple[str, CodeType]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -61,7 +61,7 @@ def entered(call: Callable[[], object]) -> list[tuple[str, CodeType]]:
 
 
 def walk(call: Callable[[], object]) -> Walk:
-    """Return what the third call of ``call`` runs."""
+    """Return the counts of the third call of ``call``."""
     for _ in range(2):
         call()
     found = [(code.co_filename, code.co_qualname) for _, code in entered(call) if code.co_filename.startswith(PACKAGE)]
@@ -70,7 +70,7 @@ def walk(call: Callable[[], object]) -> Walk:
 
 
 def calls_of(layer: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Calls:
-    """Return the ways to call a layer of parameters; with gradients, that of ``x`` is asked for as well."""
+    """Return the ways to call a layer with parameters; calls with gradients also ask for the gradient of ``x``."""
     leaf = x.clone().requires_grad_()
     return {
         "no gradients": torch.no_grad()(lambda: layer(x, *others)),
@@ -80,7 +80,7 @@ def calls_of(layer: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Calls:
 
 
 def layers(tokens: int) -> dict[str, Calls]:
-    """Return the calls of every layer, with so many tokens."""
+    """Return the calls of every layer with the given number of tokens."""
     torch.manual_seed(0)
     x = torch.randn(tokens, HIDDEN)
     plain, quantized = (MoE(HIDDEN, FFN, EXPERTS, CHOICES) for _ in range(2))
@@ -109,7 +109,7 @@ def experts_of_transformers() -> Callable[..., Tensor] | None:
 
 
 def times(calls: Calls, budget: float) -> dict[str, float]:
-    """Return the fastest time of each call, in microseconds of one thread; they take turns for ``budget`` seconds."""
+    """Return each call's fastest time, in microseconds of one thread; calls take turns for ``budget`` seconds."""
     best = dict.fromkeys(calls, float("inf"))
     rounds, start = 0, time.perf_counter()
     while rounds < FEWEST_ROUNDS or time.perf_counter() - start < budget:
@@ -123,7 +123,7 @@ def times(calls: Calls, budget: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the measurements that the command line asks for."""
     parser = argparse.ArgumentParser(prog="benchmarks.walks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--budget", type=float, default=5.0, help="seconds of timing for each layer")
     budget = parser.parse_args().budget

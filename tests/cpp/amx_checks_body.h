@@ -1,5 +1,5 @@
-// gemm_amx by emulated tiles, compiled once an instruction set (for_each_isa.h): packs and stores differ between them.
-// clang-format off: each stands on those before it
+// gemm_amx with emulated tiles, compiled once per instruction set (for_each_isa.h), since packs and stores differ.
+// clang-format off: each header needs those before it
 #include "kernels/cpu/gemm_micro_kernel.h"
 #include "kernels/cpu/gemm_pack.h"
 #include "kernels/cpu/gemm_amx.h"

@@ -1,4 +1,4 @@
-// Clients, pools and batches for schedules of the batching core, with every promise checked as it is due.
+// Clients, pools and batches for schedules of the batching core; every promise is checked when it is due.
 #pragma once
 
 #include <array>
@@ -30,24 +30,24 @@ struct PlantedError : std::runtime_error {
 
 struct TestRequest : runtime::Request<Sync> {
   using Request::Request;
-  // What clients put into a request may take any lock when it goes.
+  // Data that clients put into a request may take any lock when it is destroyed.
   ~TestRequest() override { expect(locks_held() == 0, "a request is destroyed under a lock"); }
 
   bool bad = false;                    // the batch function throws when it meets this request
-  std::atomic<bool> submitted{false};  // submit has returned
+  std::atomic<bool> submitted{false};  // submit has returned for this request
   std::atomic<bool> refused{false};    // submit has refused it
-  std::atomic<bool> cancelled{false};  // a client took it back in time
-  std::atomic<bool> begun{false};      // it was in a batch that was not interrupted
-  std::atomic<bool> put_back{false};   // it was in one that was interrupted
-  std::atomic<int> rows_run{0};        // in batches that went well
+  std::atomic<bool> cancelled{false};  // a client cancelled it in time
+  std::atomic<bool> begun{false};      // it ran in a batch that was not interrupted
+  std::atomic<bool> put_back{false};   // it was in a batch that was interrupted
+  std::atomic<int> rows_run{0};        // its rows in batches that did not fail
   std::atomic<int64_t> done_at{-1};    // nanoseconds
   std::atomic<int> ends{0};
-  std::atomic<bool> with_bad{false};  // it was in a batch with a bad request, or one whose own work was refused
+  std::atomic<bool> with_bad{false};  // its batch had a bad request, or a job that the batch started was refused
 };
 
 struct Expert;
 
-// A pool, and the batch function that checks what it is given.
+// A pool together with its batch function, which checks every batch.
 struct TestPool final : runtime::BatchFunction<Sync>, std::enable_shared_from_this<TestPool> {
   using Slice = runtime::Slice<Sync>;
 
@@ -59,24 +59,24 @@ struct TestPool final : runtime::BatchFunction<Sync>, std::enable_shared_from_th
   void check_end() const;
 
   std::shared_ptr<TestRequest> make_request(bool with_deadlines);
-  // False if it was refused.
+  // Returns false if the pool refused the request.
   bool submit(const std::shared_ptr<TestRequest>& request, Time until, Help help);
 
   Expert& expert;
   const runtime::BatchingOptions<Sync> options;
   bool stalls = false;
   int interruptions = 0;         // how often a batch may still be interrupted
-  std::function<void()> inside;  // what a batch does besides
+  std::function<void()> inside;  // additional work of a batch
   std::shared_ptr<runtime::TaskPool<Sync>> pool;
-  std::array<std::shared_ptr<TestRequest>, 64> owned;    // by number; each for its client, until the end
-  std::array<std::atomic<TestRequest*>, 64> requests{};  // the same, for everybody
+  std::array<std::shared_ptr<TestRequest>, 64> owned;    // by number; keeps each request for its client until the end
+  std::array<std::atomic<TestRequest*>, 64> requests{};  // the same requests, for all threads
   std::atomic<size_t> count{0};
 };
 
 // Pools that share a strand.
 struct Expert {
   std::shared_ptr<runtime::Strand<Sync>> strand = std::make_shared<runtime::Strand<Sync>>();
-  std::atomic<int> batches{0};  // that run now
+  std::atomic<int> batches{0};  // batches that run now
   std::vector<std::shared_ptr<TestPool>> pools;
 
   TestPool& add(const runtime::BatchingOptions<Sync>& options, bool stalls) {
@@ -87,13 +87,13 @@ struct Expert {
     pools.push_back(pool);
     return *pool;
   }
-  // The pool holds the function, and the function the pool.
+  // The pool and its batch function hold each other: this breaks the cycle.
   ~Expert() {
     for (const auto& pool : pools) pool->pool = nullptr;
   }
 };
 
-// What `helps` returns in the end: a batch with which it helped may be interrupted, and the client tries again.
+// Calls `helps` until it is not interrupted, and returns its result: a batch that it helps with may be interrupted.
 template <typename Helps>
 auto uninterrupted(const Helps& helps) {
   for (;;) {
@@ -133,14 +133,14 @@ inline void TestPool::check_limits(std::span<const Slice> batch) const {
   expect(rows <= options.max_batch_size, "a batch is over the limit");
 }
 
-// Requests that begin now must not have expired, and none that came before them and has not begun may be left.
+// Checks that no request that begins now has expired, and that none overtakes a pending request of a smaller rank.
 inline void TestPool::check_turns(std::span<const Slice> batch) const {
   for (const Slice& slice : batch) {
     auto& request = static_cast<TestRequest&>(*slice.request);
     expect(!request.done(), "a request runs that is done");
-    // A part of one that was taken before may still run.
+    // A part of a request that was taken before the cancellation may still run.
     expect(!request.cancelled || !slice.last(), "a request runs that was cancelled");
-    if (slice.begin > 0 || request.begun) continue;  // begun earlier: a slice, or a part of a batch that is run again
+    if (slice.begin > 0 || request.begun) continue;  // begun earlier: a later slice, or part of a batch that runs again
     expect(stalls || !request.deadline || Sync::now() < *request.deadline, "a request starts after its deadline");
     for (size_t i = 0; i < count; ++i) {
       const TestRequest* const there = requests[i];
@@ -181,7 +181,7 @@ inline void TestPool::run(std::span<const Slice> batch) {
   };
   try {
     if (inside) inside();
-  } catch (const runtime::Interrupted&) {  // it helped the other expert with a batch that was interrupted
+  } catch (const runtime::Interrupted&) {  // it helped with a batch of the other expert, which was interrupted
     interrupt();
   } catch (...) {
     mark();
@@ -220,7 +220,7 @@ inline bool TestPool::submit(const std::shared_ptr<TestRequest>& request, Time u
   bool taken = false;
   try {
     if (until == Time::max() && help == Help::kNo && random_below(2) == 0) {
-      // Clients of Python that must not block do this on another thread.
+      // Python clients that must not block do this on another thread.
       while (!(taken = pool->submit(request, Time::min()))) expect(pool->wait_for_room(until), "a wait ended early");
     } else {
       taken = uninterrupted([&] { return pool->submit(request, until, help); });
@@ -231,7 +231,7 @@ inline bool TestPool::submit(const std::shared_ptr<TestRequest>& request, Time u
   return taken;
 }
 
-// When all is over: what became of every request.
+// Called at the end; checks how every request ended.
 inline void TestPool::check_end() const {
   int64_t submitted = 0;
   for (size_t i = 0; i < count; ++i) {

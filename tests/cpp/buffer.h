@@ -1,4 +1,4 @@
-// Buffer<T>: an array for a kernel, which shows what is written outside it.
+// Buffer<T>: an array for a kernel that reveals writes outside its bounds.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace pymoe::test {
 
-// The PTX interpreter (tests/cuda_ptx) lets kernels touch only memory that it was told of.
+// The PTX interpreter (tests/cuda_ptx) lets kernels touch only memory that was registered with it.
 #if defined(PYMOE_WATCHED_MEMORY)
 void watch_memory(const void* begin, int64_t bytes);
 void unwatch_memory(const void* begin);
@@ -17,9 +17,9 @@ inline void watch_memory(const void*, int64_t) {}
 inline void unwatch_memory(const void*) {}
 #endif
 
-// `count` elements in a heap block that ends where they end, so that a sanitizer sees the first byte past them; it
-// starts `shift` elements off 16-byte alignment. Without a sanitizer, bands before and after are watched: check
-// intact(). Filled with an arbitrary pattern.
+// Holds `count` elements at the end of a heap block, so that a sanitizer sees the first byte past them. They begin
+// `shift` elements off 16-byte alignment and are filled with an arbitrary pattern. Without a sanitizer, intact() tells
+// whether the bands before and after them are unchanged.
 template <typename T>
 class Buffer {
  public:
@@ -51,7 +51,7 @@ class Buffer {
     }
     return true;
   }
-  // Same bits: NaN equals the same NaN, -0 differs from +0.
+  // Compares bits: a NaN equals a NaN of the same bits, and -0 differs from +0.
   bool same(const Buffer& other) const {
     return count_ == other.count_ && memcmp(data(), other.data(), static_cast<size_t>(count_) * sizeof(T)) == 0;
   }
@@ -61,7 +61,7 @@ class Buffer {
 #if defined(__SANITIZE_ADDRESS__)
   static constexpr int64_t kLead = 0, kTrail = 0;
 #else
-  static constexpr int64_t kLead = 512, kTrail = 512;  // 64 of the widest elements
+  static constexpr int64_t kLead = 512, kTrail = 512;  // room for 64 of the widest elements
 #endif
   struct Free {
     const void* watched = nullptr;

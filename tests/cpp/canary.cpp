@@ -1,4 +1,4 @@
-// Planted errors. Each must be reported by the sanitizer of its build; ctest looks for the report.
+// Planted errors. The sanitizer of the build must report each; ctest looks for the report.
 #include <atomic>
 #include <climits>
 #include <cstdio>
@@ -18,10 +18,10 @@ int shared_counter = 0;
 std::atomic<int> done{0};
 
 void count_together(std::latch& start) {
-  start.arrive_and_wait();  // without it the threads often run one after the other, and nothing is found
+  start.arrive_and_wait();  // without this the threads often run one after the other, and no race is found
   for (int i = 0; i < 100; ++i) ++shared_counter;
-  // Whoever is first goes on while the other counts: of a thread that has ended ThreadSanitizer may know too little to
-  // report. Relaxed, so that this orders nothing.
+  // The first thread continues while the other counts: ThreadSanitizer may know too little of a thread that has ended
+  // to report the race. The accesses are relaxed, so that they order nothing.
   done.fetch_add(1, std::memory_order_relaxed);
   while (done.load(std::memory_order_relaxed) < 2) {
     ++shared_counter;
@@ -84,7 +84,7 @@ void leak() {
 
 int main(int argc, char** argv) {
   const char* name = argc > 1 ? argv[1] : "";
-  for (int round = 0; round < 20; ++round) {  // of a hundred, ThreadSanitizer misses one on a busy machine
+  for (int round = 0; round < 20; ++round) {  // on a busy machine ThreadSanitizer misses about one race in a hundred
     done = 0;
     if (std::strcmp(name, "race") == 0) race();
     if (std::strcmp(name, "pool_race") == 0) pool_race();

@@ -1,4 +1,4 @@
-// The tag of an element type: what visit_dtype of core/dtype.h takes back.
+// Maps an element type to its dtype tag: the inverse of visit_dtype in core/dtype.h.
 #pragma once
 
 #include <type_traits>

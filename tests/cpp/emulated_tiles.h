@@ -1,6 +1,6 @@
 // EmulatedTiles: the tile registers of csrc/kernels/cpu/amx_tiles.h in plain C++, for machines without AMX and for
-// sanitizers, which do not see what an instruction reads. test_amx_gemm.cpp compares it with the instructions, bit for
-// bit, where they can run.
+// sanitizers, which do not see what an AMX instruction reads. Where the instructions can run, test_amx_gemm.cpp
+// compares them with this emulation, bit for bit.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 
 namespace pymoe::test {
 
-// Subnormals are zero, as operands and as results. (A processor judges a result before it is rounded to a subnormal:
-// one within 2^-151 of the smallest normal number is the only difference.)
+// Replaces subnormals by zero, as operands and as results. (A processor decides before a result is rounded, so the two
+// differ only for a result within 2^-151 of the smallest normal number.)
 inline float flushed(float value) {
   const auto bits = bit_cast<uint32_t>(value);
   return (bits & 0x7f800000u) == 0 ? bit_cast<float>(bits & 0x80000000u) : value;
@@ -22,7 +22,7 @@ inline float multiply_add_flushed(BFloat16 a, BFloat16 b, float sum) {
   return flushed(std::fma(flushed(to_accumulate(a)), flushed(to_accumulate(b)), flushed(sum)));
 }
 
-// What a tile of 32 steps adds to `sum`; `a` and `b` give the factors of a step.
+// Returns `sum` after a tile of 32 steps has added to it; `a` and `b` give the factors of a step.
 template <typename A, typename B>
 float add_tile(float sum, const A& a, const B& b) {
   float even = 0, odd = 0;
@@ -67,7 +67,7 @@ class EmulatedTiles {
       }
     }
   }
-  // Signed bytes on the left, unsigned ones on the right.
+  // Multiplies signed bytes on the left by unsigned bytes on the right.
   template <int kSum, int kLeft, int kRight>
   void multiply_bytes() {
     for (int64_t i = 0; i < left_rows_; ++i) {

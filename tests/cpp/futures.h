@@ -1,5 +1,5 @@
-// Functions as jobs of a worker pool, with futures: how the tests hand work to a pool and look at what came of it. And
-// get(), which makes the calls of a run and throws its error.
+// Functions as jobs of a worker pool, with futures: tests use them to hand work to a pool and check its results. Also
+// get(), which helps with the calls of a run and throws its error.
 //
 // wait() and get() help: a task that has not started by then runs on the thread that waits. wait_until does not.
 #pragma once
@@ -19,7 +19,7 @@ namespace pymoe::runtime {
 
 template <typename T, typename Sync>
 struct FutureState : Completion<Sync> {
-  // Runs the task here if nobody else has claimed it; true if it did.
+  // Runs the task on this thread if no other thread has claimed it; returns whether it did.
   virtual bool help() noexcept = 0;
 
   std::optional<std::conditional_t<std::is_void_v<T>, std::monostate, T>> value;
@@ -68,7 +68,7 @@ class FunctionTask final : public Job, public FutureState<std::invoke_result_t<F
     } catch (...) {
       error = std::current_exception();
     }
-    function_.reset();  // before the future is done
+    function_.reset();  // destroyed before the future is done
     this->complete(std::move(error));
     return true;
   }
@@ -93,7 +93,7 @@ auto submit(WorkerPool<Sync>& pool, Function&& function) {
   return Future<std::invoke_result_t<Stored&>, Sync>(std::move(task));
 }
 
-// Helps until the run has ended; throws its error, if it has one.
+// Helps until the run has ended; throws the run's error, if there is one.
 template <typename Sync>
 void get(ParallelFor<Sync>& run) {
   run.help_until(Sync::Time::max());

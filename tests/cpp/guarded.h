@@ -1,5 +1,5 @@
-// Guarded<T>: an array between two pages that nobody may touch, so that a single byte read or written outside of it
-// ends the process, by whatever instruction.
+// Guarded<T>: an array between two inaccessible pages, so that any instruction that reads or writes a single byte of
+// those pages ends the process.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,7 +10,7 @@
 
 namespace pymoe::test {
 
-// `count` elements that end where a page does, or that begin where one does.
+// Holds `count` elements that end at the end of a page, or begin at the beginning of one.
 template <typename T>
 class Guarded {
  public:

@@ -1,4 +1,4 @@
-// Pools whose batch functions a test makes up, and the requests that go through them.
+// Pools with batch functions that a test supplies, and requests for those pools.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -69,7 +69,7 @@ inline void stop(Executor<Sync>& executor, Stop how = Stop::kDrain) {
   }
 }
 
-// A batch function that tells when it has begun and ends when it is let go.
+// A batch function that signals when it has begun, and ends when the test releases it.
 struct Gate {
   std::latch begun{1}, go{1};
   std::function<void(Batch)> body() {

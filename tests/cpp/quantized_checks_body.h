@@ -1,4 +1,4 @@
-// A tile of weights times rows by vectors and by emulated tiles, compiled once an instruction set (for_each_isa.h).
+// Multiplies a tile of weights by rows, by vectors and by emulated tiles; compiled once per instruction set.
 #include "kernels/quantized_linear_cpu_body.h"
 #if !PYMOE_ISA_HAS_BF16
 #include "kernels/quantized_linear_amx.h"
@@ -6,7 +6,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Rounds the rows, and multiplies them: what quantized_linear does with the rows of one expert.
+// Rounds the rows and multiplies them, as quantized_linear does with the rows of one expert.
 template <Integers kIntegers, typename T>
 void multiply_rounded(const test::TileCall<T>& call,
                       void (*multiply)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t)) {

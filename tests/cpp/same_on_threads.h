@@ -1,4 +1,4 @@
-// The promise of every kernel: the same bits for any number of threads, and nothing outside the outputs.
+// Checks that a kernel gives the same bits for any number of threads, and writes nothing outside its outputs.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -23,7 +23,8 @@ bool same(const std::tuple<Buffer<T>...>& a, const std::tuple<Buffer<T>...>& b) 
   }(std::index_sequence_for<T...>{});
 }
 
-// `run(outputs...)` calls a kernel on Buffer outputs that `make()` returns as a tuple.
+// Runs a kernel on 1, 2 and 4 threads: `run(outputs...)` calls it on Buffer outputs that `make()` returns as a tuple.
+// Returns the outputs of one thread.
 template <typename Make, typename Run>
 auto same_on_threads(const Make& make, const Run& run) {
   auto serial = make();

@@ -1,4 +1,4 @@
-// Who goes on: see scheduler.h; compiled without sanitizers.
+// Chooses the thread that continues: see scheduler.h; compiled without sanitizers.
 #include "scheduler.h"
 
 #include <cxxabi.h>
@@ -123,7 +123,7 @@ Simulation& here() {
   return *running;
 }
 
-// --- who goes on ---
+// --- the choice of the next thread ---
 
 void record(Simulation& s, Kind kind, int number) {
   const int64_t step = s.steps++;
@@ -139,7 +139,7 @@ void record(Simulation& s, Kind kind, int number) {
   if (s.steps > s.options.most_steps) end_failed(s, "the schedule does not end");
 }
 
-// The place in `ready` of the thread that goes on.
+// Returns the index in `ready` of the thread that continues.
 static int choose(Simulation& s) {
   if (s.style != Style::kStarve) return static_cast<int>(draw_below(s, static_cast<uint64_t>(s.ready_count)));
   if (s.steps >= s.next_weights) {
@@ -210,8 +210,8 @@ static void run_thread() {
   if (!error.empty()) end_failed(s, error);
   delete body;
   record(s, Kind::kEnd, 0);
-  emulator::happens_before(&thread);  // for who joins it
-  emulator::happens_before(&s);       // for who has called simulate
+  emulator::happens_before(&thread);  // for the thread that joins this one
+  emulator::happens_before(&s);       // for the caller of simulate
   thread.state = State::kEnded;
   ++s.ended;
   wake_all(s, &thread);
@@ -228,7 +228,7 @@ int add_thread(Simulation& s, std::function<void()>* body) {
   return id;
 }
 
-// Runs a thread until it gives way. What C++ knows of exceptions in flight belongs to it alone.
+// Runs a thread until it gives way. Each thread has its own C++ state of exceptions in flight.
 static void enter(Simulation& s, int id) {
   SimulatedThread& thread = thread_of(s, id);
   thread.entered = true;
@@ -242,7 +242,8 @@ static void enter(Simulation& s, int id) {
   if (!goes_on) fibers.put_back(thread.fiber);
 }
 
-// Nobody can run: on to the first time that somebody waits for. False if there is none.
+// Called when no thread can run: advances the clock to the first time that a thread waits for. Returns false if no
+// thread waits for a time.
 static bool advance_clock(Simulation& s) {
   int64_t first = kNever;
   for (int id = 1; id <= s.count; ++id) {
@@ -276,7 +277,7 @@ static void schedule(Simulation& s) {
   }
 }
 
-// What is left of a schedule that has failed.
+// Removes the remaining threads of a schedule that has failed.
 static void clear(Simulation& s) {
   for (int id = 1; id <= s.count; ++id) {
     const SimulatedThread& thread = thread_of(s, id);
@@ -292,7 +293,8 @@ static void clear(Simulation& s) {
 
 Outcome simulate(const Options& options, const std::function<void()>& body) {
 #if PYMOE_EMULATOR_THREAD
-  // Before there is a second real thread, libstdc++ counts references without atomics: races, to ThreadSanitizer.
+  // Before a second real thread has existed, libstdc++ counts references without atomics, which ThreadSanitizer would
+  // report as races.
   static const bool counts_atomically = (std::thread([] {}).join(), true);
   static_cast<void>(counts_atomically);
 #endif

@@ -1,4 +1,4 @@
-// What the simulation knows, and who goes on: the inside of simulated.h, for its own sources alone.
+// The state of a simulation and the choice of the next thread: internals of simulated.h, for its own sources only.
 //
 // Compiled without sanitizers. Only one thread of a simulation runs at a time, so nothing here is locked.
 #pragma once
@@ -16,14 +16,14 @@ namespace pymoe::simulation {
 
 constexpr int kMostThreads = 64;
 constexpr int64_t kNever = INT64_MAX;
-constexpr int64_t kStart = 3'600'000'000'000;  // nanoseconds: what the clock shows at first
+constexpr int64_t kStart = 3'600'000'000'000;  // nanoseconds: the initial time of the clock
 constexpr size_t kRecent = 40;
 
 enum class Kind { kStart, kLock, kUnlock, kWait, kNotify, kJoin, kSleep, kPreempt, kEnd };
 
 enum class State { kReady, kBlocked, kEnded };
 
-// How a seed prefers to switch.
+// How often, and to which threads, a seed prefers to switch.
 enum class Style { kOften, kSeldom, kRarely, kStarve };
 
 struct SimulatedThread {
@@ -31,14 +31,14 @@ struct SimulatedThread {
   std::function<void()>* body = nullptr;
   State state = State::kReady;
   bool entered = false;
-  int locks = 0;    // that it holds
-  int batches = 0;  // that it is inside of
+  int locks = 0;    // mutexes that the thread holds
+  int batches = 0;  // batches that the thread is running
   int64_t steps = 0;
   Kind blocked_by = Kind::kStart;
-  const void* on = nullptr;  // the mutex, condition or thread that it is blocked by
+  const void* on = nullptr;  // the mutex, condition or thread that blocks it
   int on_number = 0;
   int64_t wake_at = kNever;
-  uint64_t weight = 0;                   // kStarve: the greatest goes on
+  uint64_t weight = 0;                   // in style kStarve the thread with the greatest weight continues
   std::array<uint64_t, 2> exceptions{};  // what __cxa_get_globals points to while it runs
   std::string name;
 };
@@ -53,9 +53,9 @@ struct Simulation {
   Options options;
   uint64_t random = 0;
   Style style = Style::kOften;
-  uint64_t spurious = 0;  // one wait of so many wakes for nothing; 0: none
+  uint64_t spurious = 0;  // one in so many waits wakes without a reason; 0: none does
   std::array<SimulatedThread, kMostThreads> threads;
-  int count = 0, ended = 0, current = 0, chosen = 0;  // threads count from 1
+  int count = 0, ended = 0, current = 0, chosen = 0;  // numbers of threads, which begin at 1
   std::array<int, kMostThreads> ready{};
   int ready_count = 0;
   int next_number = 0;
@@ -67,27 +67,27 @@ struct Simulation {
   bool failed = false;
 };
 
-// The simulation that the calling thread is in.
+// Returns the simulation in which the calling thread runs.
 Simulation& here();
 Simulation* simulation_or_none();
 
 inline SimulatedThread& thread_of(Simulation& s, int id) { return s.threads[static_cast<size_t>(id - 1)]; }
 std::string title(Simulation& s, int id);
 
-// A number below `bound` that the seed decides.
+// Returns a number below `bound`, determined by the seed.
 uint64_t draw_below(Simulation& s, uint64_t bound);
 void add_to_hash(Simulation& s, uint64_t value);
 
 int add_thread(Simulation& s, std::function<void()>* body);
 
-// The rest is called on the current thread.
+// The functions below are called on the current thread.
 
 void record(Simulation& s, Kind kind, int number);
-// A place where the schedule may switch, with the current thread able to go on.
+// Lets the schedule switch to another thread, while the current one stays ready to run.
 void switch_point(Simulation& s, Kind kind, int number);
-// Until somebody wakes `on`, or the clock shows `wake_at`.
+// Blocks the current thread until a thread wakes `on`, or the clock reaches `wake_at`.
 void block(Simulation& s, Kind kind, const void* on, int number, int64_t wake_at);
-// Lets others run, and goes on at some time.
+// Lets other threads run; returns when this one is chosen again.
 void give_way(Simulation& s);
 void make_ready(Simulation& s, int id);
 void wake_all(Simulation& s, const void* on);

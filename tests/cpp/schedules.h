@@ -1,10 +1,10 @@
-// Many schedules of one scenario: what the tests of the runtime's schedules have in common.
+// Runs many schedules of one scenario: shared by the tests of the runtime's schedules.
 //
 // A failure names its seed. To see that schedule alone, step by step:
 //
 //     PYMOE_SEED=1234 build/cpp/plain/pymoe_tests --test-case="the scenario"
 //
-// PYMOE_SEEDS=1000000 runs so many of every scenario instead.
+// PYMOE_SEEDS=1000000 runs a million schedules of every scenario instead.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -24,8 +24,8 @@ constexpr uint64_t kShare = 5;  // sanitizers are slow, and the schedules are th
 constexpr uint64_t kShare = 1;
 #endif
 
-// Runs `body` under the seeds below `seeds`, every third of them with stalls, one in 64 twice. `body` gets whether
-// threads may be held up: then times are no longer exact.
+// Runs `body` under the seeds below `seeds`, every third of them with stalls, one in 64 twice. The argument of `body`
+// tells whether threads may stall: times are then no longer exact.
 inline void run_schedules(uint64_t seeds, const std::function<void(bool stalls)>& body) {
   const auto run = [&body](uint64_t seed, bool trace) {
     const bool stalls = seed % 3 == 2;

@@ -1,9 +1,9 @@
-// Checks of simd.h, compiled once an instruction set (for_each_isa.h). They count what is wrong and leave the verdict
-// to test_simd.cpp: nothing of the test framework may be compiled for a wider instruction set.
+// Checks of simd.h, compiled once per instruction set (for_each_isa.h). They count errors and leave the verdict to
+// test_simd.cpp, since no code of the test framework may be compiled for a wider instruction set.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The greatest error of exp in units of the last place of the true result, over all floats at steps of `stride`.
+// Returns exp's greatest error, in units in the last place of the true result, over all floats at steps of `stride`.
 inline double worst_exp_error(uint32_t stride) {
   double worst = 0;
   for (uint64_t next = 0; next <= 0xffffffffu;) {
@@ -20,7 +20,7 @@ inline double worst_exp_error(uint32_t stride) {
       }
       const double expected = std::exp(static_cast<double>(inputs[lane]));
       if (expected > 3.4028235e38) {
-        if (outputs[lane] < 3.4028233e38f) return 1e30;  // infinity, or within 2 ulp of where it begins
+        if (outputs[lane] < 3.4028233e38f) return 1e30;  // neither infinity nor within 2 ulp of overflow
         continue;
       }
       const double unit = expected < 1.1754943508222875e-38 ? 0x1p-149 : std::ldexp(1.0, std::ilogb(expected) - 23);
@@ -31,7 +31,7 @@ inline double worst_exp_error(uint32_t stride) {
   return worst;
 }
 
-// load_partial and store_partial of every count: exactly `count` elements are touched, other lanes are zero.
+// Checks load_partial and store_partial for every count: they touch exactly `count` elements, other lanes are zero.
 template <typename T>
 int wrong_partial_accesses() {
   int wrong = 0;
@@ -49,7 +49,7 @@ int wrong_partial_accesses() {
   return wrong;
 }
 
-// Vector loads and stores of a 16-bit type against the scalar conversions, over all floats at steps of `stride`.
+// Compares vector loads and stores of a 16-bit type with scalar conversions, over all floats at steps of `stride`.
 template <typename T>
 int wrong_conversions(uint32_t stride) {
   int wrong = 0;

@@ -15,7 +15,7 @@ using emulator::Unwatched;
 
 constexpr int kDestroyed = -1;
 
-// The number by which reports call a mutex or condition.
+// Returns the number by which reports name a mutex or condition.
 int number_of(Simulation& s, int& number, const char* name) {
   if (number == kDestroyed) end_failed(s, std::string("a ") + name + " is used after its end");
   if (number == 0) number = ++s.next_number;
@@ -76,7 +76,7 @@ bool SimulatedSync::Condition::wait_until(std::unique_lock<Mutex>& lock, Time un
   Simulation& s = here();
   Mutex& mutex = *lock.mutex();
   const int number = number_of(s, number_, "condition");
-  switch_point(s, Kind::kWait, number);  // who waits does not wait yet
+  switch_point(s, Kind::kWait, number);  // the thread does not wait yet
   release(s, &mutex, mutex.number_, mutex.owner_);
   const int64_t wake_at = until.time_since_epoch().count();
   if (wake_at <= s.now || (s.spurious != 0 && draw_below(s, s.spurious) == 0)) {
@@ -110,7 +110,7 @@ void SimulatedSync::Condition::notify_all() {
 SimulatedSync::ThreadId SimulatedSync::Thread::start(std::function<void()>* function) {
   Simulation& s = here();
   if (s.count == kMostThreads) end_failed(s, "too many threads");
-  if (s.count == s.options.refused_thread) {  // the first is the body
+  if (s.count == s.options.refused_thread) {  // the first thread is the body
     delete function;
     throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "a thread is refused");
   }

@@ -1,4 +1,4 @@
-// SimulatedSync: the runtime's locks, waits, time and threads, simulated, so that a seed decides every schedule.
+// SimulatedSync: simulated locks, waits, time and threads of the runtime; a seed determines the whole schedule.
 //
 //     const Outcome outcome = simulate({.seed = 42}, [] {
 //       WorkerPool<SimulatedSync> pool(2);
@@ -7,16 +7,18 @@
 //     REQUIRE_MESSAGE(outcome.ok(), outcome.failure);
 //
 // Schedules  Threads are fibers of the calling thread. At every lock, unlock, wait, notification, start of a thread and
-//            preempt() the seed chooses who goes on. Seeds differ in style, too: some switch at every such place, some
-//            seldom, some starve a thread for a while. Waits wake for nothing now and then in every other seed. Equal
-//            seeds give equal schedules, and equal hashes as long as the code under test is the same.
-// Time       A virtual clock, which goes on to the next time that somebody waits for when nobody can run: code takes no
-//            time, sleep_for does. With Options::stalls threads also lose time at places that the seed chooses.
-// Failures   ended by the simulation, with a report of where every thread stands: a deadlock, a schedule that does not
-//            end, a mutex or condition that is misused or used after its end, an exception that leaves a thread, and
-//            what the code says with fail(). A schedule that fails leaves its fibers where they are.
-// Sanitizers This file's own code is compiled without. It tells ThreadSanitizer of fibers, and which orders locks and
-//            threads make: nothing else orders what two fibers do, so a race is reported if one schedule shows it.
+//            preempt() the seed chooses the thread that continues. Seeds differ in style, too: some switch at every
+//            such place, some seldom, some starve a thread for a while. In every other seed, waits sometimes wake
+//            without a reason. Equal seeds give equal schedules, and equal hashes as long as the code under test is
+//            the same.
+// Time       The clock is virtual. When no thread can run, it advances to the next time that a thread waits for: code
+//            takes no time, sleep_for does. With Options::stalls threads also lose time, where the seed chooses.
+// Failures   The simulation ends a schedule, and reports where every thread stands, at a deadlock, a schedule that does
+//            not end, a mutex or condition that is misused or used after its end, an exception that leaves a thread,
+//            and a call of fail(). A schedule that fails leaves its fibers where they are.
+// Sanitizers The simulation's own code is compiled without sanitizers. It tells ThreadSanitizer about fibers, and about
+//            the order that locks and threads establish. Nothing else orders what two fibers do, so a race is reported
+//            if a single schedule shows it.
 #pragma once
 
 #include <chrono>
@@ -30,29 +32,29 @@ namespace pymoe::simulation {
 
 struct Options {
   uint64_t seed = 0;
-  // Threads may be held up for up to 4 ms at any switch.
+  // Threads may stall for up to 4 ms at any switch.
   bool stalls = false;
   // A schedule with more steps counts as one that does not end.
   int64_t most_steps = 200'000;
-  // The how manieth thread to be started is refused, as by a system that has no more; 0: none.
+  // The number of the thread whose start is refused, as by a system without free threads; 0: no start is refused.
   int refused_thread = 0;
-  // The report holds every step, not the last ones alone.
+  // Prints every step as it happens; a report holds only the last steps.
   bool trace = false;
 };
 
 struct Outcome {
-  std::string failure;  // empty: all went well
-  uint64_t hash = 0;    // of who ran when, and of what was noted
+  std::string failure;  // empty if the schedule did not fail
+  uint64_t hash = 0;    // of the order in which threads ran, and of the numbers given to note()
   int64_t steps = 0;
-  int64_t nanoseconds = 0;  // virtual
+  int64_t nanoseconds = 0;  // of virtual time
 
   bool ok() const { return failure.empty(); }
 };
 
-// Runs `body` and all threads that it starts to their ends. Not from within a simulation.
+// Runs `body` and all threads that it starts until they end. Must not be called within a simulation.
 Outcome simulate(const Options& options, const std::function<void()>& body);
 
-// The rest is for code within a simulation.
+// The functions below are for code within a simulation.
 
 // Ends the schedule as failed; does not return.
 [[noreturn]] void fail(const std::string& what);
@@ -62,11 +64,11 @@ inline void expect(bool fine, const char* what) {
 }
 // Puts a number into the hash.
 void note(uint64_t value);
-// A number in 0 .. bound - 1 that the seed decides.
+// Returns a number in 0 .. bound - 1, determined by the seed.
 uint64_t random_below(uint64_t bound);
-// How many mutexes the calling thread holds.
+// Returns how many mutexes the calling thread holds.
 int locks_held();
-// What reports call the calling thread.
+// Sets the name of the calling thread in reports.
 void name_thread(const std::string& name);
 
 struct SimulatedSync {
@@ -80,7 +82,7 @@ struct SimulatedSync {
   };
   using Time = Clock::time_point;
   using Duration = Clock::duration;
-  using ThreadId = int;  // from 1; 0 is nobody
+  using ThreadId = int;  // from 1 on; 0 is no thread
 
   class Condition;
 
@@ -96,7 +98,7 @@ struct SimulatedSync {
 
    private:
     friend class Condition;
-    int number_ = 0;  // in reports, in the order of first use
+    int number_ = 0;  // in reports; numbers are given in the order of first use
     ThreadId owner_ = 0;
   };
 
@@ -107,7 +109,7 @@ struct SimulatedSync {
     Condition(const Condition&) = delete;
     Condition& operator=(const Condition&) = delete;
     void wait(std::unique_lock<Mutex>& lock);
-    // False if `until` has passed.
+    // Returns false if `until` has passed.
     bool wait_until(std::unique_lock<Mutex>& lock, Time until);
     void notify_one();
     void notify_all();
@@ -134,7 +136,7 @@ struct SimulatedSync {
     ThreadId id_ = 0;
   };
 
-  // A thread does something if it takes a step. One that sleeps again and again does: so a scenario computes.
+  // A thread is active if it takes steps. Repeated sleeps are steps too: a scenario uses them to simulate computing.
   class Activity {
    public:
     static Activity of_this_thread();
@@ -153,7 +155,7 @@ struct SimulatedSync {
   static void sleep_for(Duration duration);
 
  private:
-  // A mutex or condition is destroyed.
+  // Called when a mutex or condition is destroyed.
   static void end(int& number, const void* object, bool locked);
 };
 

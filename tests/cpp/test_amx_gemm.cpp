@@ -1,5 +1,5 @@
-// The gemm of bf16 tiles against sums in the order that it promises, bit for bit, with every operand between pages that
-// nobody may touch: by emulated tiles with the packs of every instruction set of the machine, and by the processor's.
+// Compares the gemm of bf16 tiles, bit for bit, with sums in the order that it promises; every operand lies between
+// inaccessible pages. Runs emulated tiles with the packs of every instruction set of the machine, and the processor's.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ struct Variant {
   void (*run)(const Gemm<BFloat16>&);
 };
 
-// What case number `number` runs by: all of them, one of the narrower sets at a time.
+// Returns the variants that run case number `number`: emulated tiles with one of the sets in turn, and real tiles.
 std::vector<Variant> variants(int number) {
   std::vector<Variant> found = {{"emulated, baseline", &cpu::baseline::gemm_by_emulated_tiles}};
 #if PYMOE_MULTIVERSION
@@ -48,7 +48,7 @@ std::vector<Variant> variants(int number) {
 bool is_nan(BFloat16 value) { return (value.bits & 0x7fff) > 0x7f80; }
 bool same(BFloat16 a, BFloat16 b) { return a.bits == b.bits || (is_nan(a) && is_nan(b)); }
 
-// An element as gemm_amx.h promises it.
+// Returns an element of C as gemm_amx.h promises it.
 BFloat16 expected(const Gemm<BFloat16>& g, int64_t i, int64_t j) {
   float sum = 0;
   for (int64_t p = 0; p < g.k; p += 32) {
@@ -68,7 +68,7 @@ class Case {
  public:
   enum class Layout { kAlongK, kAcross, kStrided };
 
-  // `total`: of the rows of A and C, or of the steps of k, that an order picks from; 0 for none.
+  // With `orders` an order picks the rows of A and C, or the steps of k, from three more than are used.
   Case(std::mt19937& random, int64_t m, int64_t n, int64_t k, Layout a, Layout b, bool orders, bool bias, bool special)
       : random_(random), special_(special) {
     const bool of_rows = orders && a == Layout::kAlongK;
@@ -94,7 +94,7 @@ class Case {
     if (of_steps) g.steps = order_.data();
   }
 
-  // How many elements are wrong, those of C's memory included that are not in C.
+  // Returns how many elements are wrong, including those in C's memory that do not belong to C.
   int64_t wrong(const Variant& variant) {
     constexpr BFloat16 kUntouched{0x1234};
     const Guarded<BFloat16> c(c_size_, below(2) == 0);
@@ -119,7 +119,7 @@ class Case {
  private:
   int64_t below(int64_t end) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(end)); }
 
-  // Of an item, and of a step of k.
+  // Returns the stride of an item and the stride of a step of k.
   std::pair<int64_t, int64_t> strides(Layout layout, int64_t items, int64_t steps, int64_t pad) {
     if (layout == Layout::kAlongK) return {steps + pad, 1};
     if (layout == Layout::kAcross) return {1, items + pad};
@@ -134,7 +134,7 @@ class Case {
     auto values = std::make_unique<Guarded<BFloat16>>(count, below(2) == 0);
     for (int64_t i = 0; i < count; ++i) {
       const auto bits = static_cast<uint16_t>(random_());
-      // Any bits at all, or numbers between 1/4 and 4.
+      // arbitrary bits, or numbers whose magnitude is between 1/4 and 4
       (*values)[i] = {special_ && below(8) == 0 ? bits : static_cast<uint16_t>((bits & 0x81ff) + 0x3e80)};
     }
     return values;
@@ -187,11 +187,11 @@ TEST_CASE("amx gemm: few rows and columns of B that follow each other") {
   }
 }
 
-// Sums that are -0 before their last tile, whose few products are -0, too: +0 where the tile multiplies zeros after
-// them, which shows with a bias of -0.
+// Sums that are -0 before their last tile, whose few products are -0, too: they become +0 where the tile also
+// multiplies the zeros after these products, which a bias of -0 reveals.
 TEST_CASE("amx gemm: the sign of a zero does not depend on the number of rows") {
   const auto power = [](float factor, int exponent) { return round_to<BFloat16>(std::ldexp(factor, exponent)); };
-  for (int64_t last = 1; last <= 32; ++last) {  // steps of the last tile
+  for (int64_t last = 1; last <= 32; ++last) {  // number of steps in the last tile
     const int64_t k = 64 + last, most = 9, n = 2;
     std::vector<BFloat16> a(static_cast<size_t>(most * k), BFloat16{0}), b(static_cast<size_t>(k * n), power(1, -63));
     for (int64_t i = 0; i < most; ++i) {
@@ -252,7 +252,7 @@ TEST_CASE("amx gemm: sums that wait for the next block of k, and rows of A that 
 #if PYMOE_MULTIVERSION
 namespace {
 
-// Every bit of a sum, for operands of any bits.
+// Compares every bit of a sum, for operands of arbitrary bits.
 template <typename Tiles>
 std::vector<uint32_t> product(int64_t left_rows, std::mt19937 random) {
   uint32_t left[16][16], right[16][16], sums[16][16];
@@ -302,7 +302,7 @@ TEST_CASE("amx: no thread is left with tiles") {
   std::mt19937 random(4);
   judge(Case(random, 20, 20, 20, Layout::kAlongK, Layout::kAlongK, false, false, false));
   uint32_t low = 0, high = 0;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));  // the parts of the state that are in use
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));  // the parts of the processor state that are in use
   CHECK((low & 3u << 17) == 0);
 }
 #endif

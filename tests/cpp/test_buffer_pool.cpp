@@ -46,7 +46,7 @@ TEST_CASE("what is kept is bounded, and the latest sizes drive out others") {
   pool.give_back(pool.take(8192));
   CHECK(pool.statistics().cached_bytes <= 10000);
   CHECK(pool.statistics().cached_bytes >= 8192);
-  pool.give_back(pool.take(20000));  // larger than all that may be kept
+  pool.give_back(pool.take(20000));  // larger than the pool may keep in all
   CHECK(pool.statistics().cached_bytes >= 8192);
   CHECK(pool.statistics().cached_bytes <= 10000);
 }

@@ -68,7 +68,7 @@ struct Case {
 TEST_CASE("dispatch copies rows, clears the unused, and stays inside") {
   const Case cases[] = {
       {0, 2, 64},   {1, 1, 2},          {5, 1, 6},       {33, 2, 100, 7},
-      {64, 8, 256}, {40, 4, 4098, 160}, {257, 3, 16, 1}, {3000, 2, 2048, 11},  // the last is streamed
+      {64, 8, 256}, {40, 4, 4098, 160}, {257, 3, 16, 1}, {3000, 2, 2048, 11},  // the last case uses streaming stores
   };
   for (const Case& c : cases) {
     for (const int64_t shift : {0, 2}) {

@@ -1,4 +1,4 @@
-// Every 16-bit pattern both ways, and rounding judged by exact arithmetic in double.
+// Converts every 16-bit pattern in both directions, and checks rounding by exact arithmetic in double.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ T from_bits(uint16_t bits) {
   return value;
 }
 
-// The value of a 16-bit float by its definition.
+// Returns the value of a 16-bit float by its definition.
 double defined_value(uint16_t bits, int exponent_bits, int mantissa_bits) {
   const int bias = (1 << (exponent_bits - 1)) - 1;
   const int exponent = (bits >> mantissa_bits) & ((1 << exponent_bits) - 1);
@@ -54,8 +54,8 @@ int count_wrong_round_trips() {
   return wrong;
 }
 
-// Between each pair of neighbours: below, at and above the middle. `largest` is the greatest finite pattern; past it
-// values round as if the next power of two were there, which is infinity.
+// Rounds values below, at and above the midpoint between each pair of consecutive floats. `largest` is the greatest
+// finite pattern; values past it round as if the next power of two followed it, and that counts as infinity.
 template <typename T>
 int count_wrong_roundings(uint16_t largest) {
   int wrong = 0;
@@ -65,7 +65,7 @@ int count_wrong_roundings(uint16_t largest) {
     const double high =
         bits < largest ? to_accumulate(from_bits<T>(static_cast<uint16_t>(bits + 1))) : low + (low - below);
     const auto middle = static_cast<float>((low + high) / 2);
-    if (static_cast<double>(middle) != (low + high) / 2) continue;  // below the smallest float: nothing in between
+    if (static_cast<double>(middle) != (low + high) / 2) continue;  // below the smallest float: no midpoint
     const uint32_t even = bits % 2 == 0 ? bits : bits + 1;
     for (const uint32_t sign : {0u, 0x8000u}) {
       const float direction = sign ? -1.0f : 1.0f;
@@ -100,7 +100,7 @@ TEST_CASE("NaN stays NaN with its sign class, infinities stay") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   CHECK(round_to<BFloat16>(nan).bits == 0x7fc0);
   CHECK((round_to<Float16>(nan).bits & 0x7fff) == 0x7e00);
-  // A NaN whose payload lives in the low bits only must not become an infinity.
+  // A NaN whose payload is in the low bits only must not become an infinity.
   CHECK(std::isnan(to_accumulate(round_to<BFloat16>(bit_cast<float>(0x7f800001u)))));
   CHECK(std::isnan(to_accumulate(round_to<Float16>(bit_cast<float>(0xff800001u)))));
   CHECK(round_to<BFloat16>(-INFINITY).bits == 0xff80);

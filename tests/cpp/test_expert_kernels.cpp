@@ -47,7 +47,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
   const auto experts = static_cast<int64_t>(offsets.size()) - 1;
   const auto x = random_values<T>(rows * input, 1), weight = random_values<T>(experts * output * input, 2);
   const auto bias = random_values<T>(experts * output, 3), grad = random_values<T>(rows * output, 4);
-  // Element (h, n) of an expert: (E, N, H), or (E, H, N), in which n is contiguous.
+  // Returns element (h, n) of an expert's weight, stored as (E, N, H) or as (E, H, N), in which n is contiguous.
   const MatrixView weight_view =
       transposed ? MatrixView{weight.data(), 1, output} : MatrixView{weight.data(), input, 1};
   const auto common = [&](auto& result) {
@@ -59,7 +59,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
         cpu::grouped_linear(
             {common(result), {x.data(), input, 1}, weight_view, output * input, {bias.data(), output, 1}});
       });
-  double worst = 0;  // error over the sum of the terms' sizes, which is what rounding is measured by
+  double worst = 0;  // error divided by the sum of the terms' magnitudes, to which rounding errors are proportional
   int64_t expert = 0;
   for (int64_t r = 0; r < rows; ++r) {
     while (expert < experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;
@@ -88,7 +88,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
       });
 }
 
-// Rows that an order gives have the bits of sorted ones, whatever they lie beside.
+// Checks that rows in a given order have the bits of sorted rows, whatever rows lie next to them.
 template <typename T>
 void check_order(std::vector<int32_t> offsets, int64_t rows, int64_t input, int64_t output, bool transposed = false) {
   const auto experts = static_cast<int64_t>(offsets.size()) - 1;

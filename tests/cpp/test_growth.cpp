@@ -1,4 +1,4 @@
-// A pool that grows: jobs that wait for each other get on, jobs that compute get no company, and threads go again.
+// A growing pool: it adds threads for jobs that wait for each other, none for jobs that compute, and ends them later.
 #include <atomic>
 #include <latch>
 #include <thread>
@@ -20,7 +20,7 @@ namespace {
 constexpr int kMost = 24;
 const Growth<Sync> kGrowth{kMost, 8ms, 1s};
 
-// Who meets it waits until all have.
+// Every thread that calls wait() waits until all expected threads have called it.
 class Meeting {
  public:
   explicit Meeting(int count) : missing_(count) {}
@@ -59,7 +59,7 @@ TEST_CASE("schedules of a growing pool: jobs that wait for each other all end") 
         ++ran;
       }));
     }
-    // Half of the time the pool is stopped meanwhile: a drain grows, too.
+    // In half of the schedules the pool is stopped meanwhile: it grows while it drains, too.
     if (random_below(2) == 0) pool.stop(Stop::kDrain);
     for (const auto& future : futures) future.wait_until(Sync::Time::max());
     expect(ran == jobs, "a job is lost");

@@ -1,6 +1,6 @@
-// ParallelFor as a map of calls with a parallel backward drives it, on real threads, for the sanitizers: runs that read
-// what runs before them have made, callers that help in slices, calls that map again, failures, cancellation and stops.
-// What calls hand to each other is plain memory: only the runs order the accesses.
+// Uses ParallelFor as a map of calls with a parallel backward does, on real threads, for the sanitizers: runs that read
+// results of earlier runs, callers that help in slices, calls that map again, failures, cancellation and stops. Calls
+// pass data to each other in plain memory: only the runs order the accesses.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -26,20 +26,20 @@ namespace {
 
 constexpr int kCalls = 8;
 
-// Waits as a caller does: helping, in slices that are mostly too short.
+// Waits as a caller does: it helps, in slices that are mostly too short.
 void help(Calls& run, int step) {
   while (!run.help_until(Sync::now() + (step % 3 == 0 ? 10us : 1ms))) {
   }
 }
 
-// Mostly with the limit that maps have, sometimes with none or hardly any.
+// Returns the limit of a run: mostly that of maps, sometimes none or a very small one.
 Sync::Duration limit(int step) { return step % 4 == 0 ? 0us : step % 4 == 1 ? 2us : 200us; }
 
-// One map: what the forward calls save, their backward calls read, and the caller reads the outcome of both.
+// One map: backward calls read what their forward calls have saved, and the caller reads the results of both.
 struct Map {
   explicit Map(int seed) : seed(seed) {}
 
-  // Both passes; how many of the results are wrong.
+  // Runs both passes; returns how many of the results are wrong.
   int run(Pool& pool, int step) {
     const auto forward = [this](int call) {
       const auto at = static_cast<size_t>(call);
@@ -65,7 +65,7 @@ struct Map {
   std::array<int, kCalls> outputs{}, gradients{};
 };
 
-// Runs `client(number)` on so many threads at once.
+// Runs `client(number)` on `count` threads at once.
 template <typename Client>
 void on_clients(int count, const Client& client) {
   std::latch start(count);
@@ -79,7 +79,7 @@ void on_clients(int count, const Client& client) {
   for (auto& thread : threads) thread.join();
 }
 
-// A call that maps over three calls of its own, so deep.
+// Makes a call that maps over three calls of its own, nested `depth` levels deep.
 int nested(Pool& pool, int depth) {
   if (depth == 0) return 1;
   std::array<int, 3> counts{};

@@ -91,7 +91,7 @@ TEST_CASE("a wait in slices helps until its time") {
     started.count_down();
     released.wait();
   });
-  started.wait();  // on the worker: else the helper below would make the call itself, and wait for itself
+  started.wait();  // on the worker; otherwise the helper below would make the call itself, and wait for itself
   CHECK_FALSE(run->help_until(SystemSync::now() + 1ms));
   released.count_down();
   CHECK(run->help_until(SystemSync::now() + 1min));
@@ -113,7 +113,7 @@ TEST_CASE("a cancelled run ends with Cancelled once the calls that run have ende
   released.count_down();
   CHECK_THROWS_AS(get(*run), Cancelled);
   CHECK(made == 1);
-  run->cancel();  // has ended: nothing to do
+  run->cancel();  // the run has ended, so this does nothing
 }
 
 TEST_CASE("a failure goes before the cancellation, and a cancel that comes late changes nothing") {
@@ -209,7 +209,7 @@ TEST_CASE("with a limit short calls stay on the thread that waits, and a long on
   get(*Calls::start(pool, 100, [&](int) { elsewhere += std::this_thread::get_id() != self; }, 1min));
   CHECK(elsewhere == 0);
 
-  // Only another thread can end the first of these.
+  // Only another thread, by making the second call, can end the first one.
   std::atomic<bool> released{false};
   const auto run = Calls::start(
       pool, 2,
@@ -233,10 +233,10 @@ TEST_CASE("with a limit a run goes on though nobody waits, and a wait in slices 
   const auto alone = Calls::start(pool, 11, call, 1ms);
   while (!alone->done()) std::this_thread::yield();
   CHECK(made == 11);
-  // The first call holds the worker up, so the run cannot have ended when the wait does.
+  // The first call blocks the worker, so the run cannot have ended when the wait ends.
   released = false;
   const auto sliced = Calls::start(pool, 11, call, 1min);
-  CHECK_FALSE(sliced->help_until(SystemSync::now() - 1ms));  // it is late: from now on workers do it
+  CHECK_FALSE(sliced->help_until(SystemSync::now() - 1ms));  // the time has passed: from now on workers make the calls
   released = true;
   while (!sliced->done()) std::this_thread::yield();
   CHECK(made == 22);

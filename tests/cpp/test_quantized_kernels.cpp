@@ -38,7 +38,7 @@ Buffer<uint8_t> packed(const std::vector<T>& weight, Sizes s, WeightFormat forma
   return std::move(result);
 }
 
-// The weight that the bytes stand for.
+// Returns the weight that the bytes represent.
 double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int64_t expert, int64_t output,
                  int64_t input) {
   const int64_t lane = output % kQuantizedTile;
@@ -93,7 +93,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t inputs, in
                                                inputs, outputs, s.experts, format, dtype_of<T>(), workspace.data()});
                         CHECK(workspace.intact());
                       });
-  double worst = 0;  // error over the sum of the terms' sizes
+  double worst = 0;  // error divided by the sum of the terms' magnitudes
   int64_t expert = 0;
   for (int64_t r = 0; r < rows; ++r) {
     while (expert < s.experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;

@@ -1,5 +1,5 @@
-// quantized_linear by tiles against quantized_linear by vectors, bit for bit, with every operand between pages that
-// nobody may touch: by emulated tiles with the loops of every instruction set of the machine, and by the processor's.
+// Compares quantized_linear by tiles with quantized_linear by vectors, bit for bit; every operand lies between
+// inaccessible pages. Runs emulated tiles with the loops of every instruction set of the machine, and the processor's.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace pymoe::test {
 
-// Rows of one expert times one tile of its weights.
+// The arguments of a product: rows of one expert times one tile of its weights.
 template <typename T>
 struct TileCall {
   const uint8_t* tile;
@@ -26,7 +26,7 @@ struct TileCall {
   const T* bias;  // may be null
   T* out;
   int64_t row_stride;
-  int64_t count;  // of outputs
+  int64_t count;  // number of outputs
 };
 
 }  // namespace pymoe::test
@@ -50,7 +50,7 @@ struct Variant {
   void (*run)(const TileCall<T>&);
 };
 
-// What case number `number` runs by: tiles that are emulated with one set of instructions at a time, and the machine's.
+// Returns the variants that run case number `number`: emulated tiles with one set of instructions, and real tiles.
 template <WeightFormat kFormat, typename T>
 std::vector<Variant<T>> variants(int number) {
   std::vector<Variant<T>> found = {{"emulated, baseline", &cpu::baseline::by_tiles<kFormat, T, EmulatedTiles>}};
@@ -88,7 +88,7 @@ void fill_rows(std::mt19937& random, Values values, int64_t inputs, Guarded<T>& 
   }
 }
 
-// Random bytes for codes: all of them, whatever quantize_weight would write.
+// Uses random bytes as codes: all values occur, even those that quantize_weight never writes.
 template <WeightFormat kFormat>
 void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint8_t>& tile) {
   for (int64_t i = 0; i < tile.size(); ++i) {
@@ -103,7 +103,7 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
   }
   for (int64_t group = 0; group < quantized_groups(inputs); ++group) {
     if (kFormat ==
-        WeightFormat::kMxfp4) {  // all scales that quantize_weight writes, and for special rows all there are
+        WeightFormat::kMxfp4) {  // all scales that quantize_weight writes; in special rows, all scales that exist
       uint8_t* scales = tile.data() + group * quantized_group_bytes(kFormat);
       for (int64_t j = 0; j < kQuantizedTile; ++j) {
         scales[j] = static_cast<uint8_t>(values == Values::kSpecial   ? random()
@@ -193,7 +193,7 @@ TEST_CASE("quantized_linear by tiles: every number of rows that share tiles, and
     judge<kInt4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kMxfp4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
   }
-  for (const int64_t rows : {96, 97, 193}) {  // those after which sums begin anew
+  for (const int64_t rows : {96, 97, 193}) {  // around the number of rows after which sums begin anew
     judge<kInt8, float>(random, rows, 40, 33, Values::kUsual);
     judge<kInt4, float>(random, rows, 40, 33, Values::kUsual);
     judge<kMxfp4, float>(random, rows, 40, 33, Values::kUsual);

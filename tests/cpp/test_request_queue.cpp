@@ -1,4 +1,4 @@
-// The batching policy, case by case. Time is what each case says it is: nothing here waits.
+// The batching policy, case by case. Each case sets the time itself: nothing here waits.
 #include <doctest/doctest.h>
 
 #include <random>
@@ -18,7 +18,7 @@ using Pointer = std::shared_ptr<Request<Sync>>;
 using Options = BatchingOptions<Sync>;
 using Time = Sync::Time;
 
-// A time of the tests: so much after their beginning, which is late enough for head starts.
+// Returns the time `after` the beginning of a test, which is late enough for head starts.
 Time at(Sync::Duration after) { return Time(std::chrono::hours(1000)) + after; }
 
 Pointer request(int64_t rows, Sync::Duration head_start = 0s, std::optional<Time> deadline = std::nullopt) {
@@ -42,7 +42,7 @@ struct Bench {
   }
   std::vector<Slice<Sync>> take(Time now) { return queue.take(now, expired); }
 
-  // Takes a batch at `start` and ends it after `took`, all its requests done.
+  // Takes a batch at `start` and ends it after `took`, with all its requests done.
   std::vector<Slice<Sync>> run(Time start, Sync::Duration took) {
     auto batch = take(start);
     finish(batch, start + took, took);
@@ -53,7 +53,7 @@ struct Bench {
     for (const auto& slice : batch) done += slice.last();
     queue.ended(done, end, took);
   }
-  // `clients` requests of one row that arrive together, run together, and take 1 ms.
+  // Pushes `clients` requests of one row that arrive together, and runs them in a batch that takes 1 ms.
   void crowd(int clients, Time start) {
     for (int i = 0; i < clients; ++i) push(1, start);
     run(start, 1ms);
@@ -84,7 +84,7 @@ TEST_CASE("a lonely request is ready at once") {
   Bench bench;
   bench.push(1, at(0ms));
   CHECK(bench.queue.ready_at() == Queue::kNow);
-  for (int i = 1; i <= 5; ++i) {  // and stays so, request after request
+  for (int i = 1; i <= 5; ++i) {  // and the queue stays so, request after request
     bench.run(at(i * 10ms), 1ms);
     bench.push(1, at(i * 10ms + 1ms));
     CHECK(bench.queue.ready_at() == Queue::kNow);
@@ -145,7 +145,7 @@ TEST_CASE("two cohorts that take turns become one") {
   for (int i = 0; i < 4; ++i) bench.push(1, at(1ms));
   const auto running = bench.take(at(1ms));
   CHECK(running.size() == 4);
-  for (int i = 0; i < 4; ++i) bench.push(1, at(1ms + 500us));  // the other cohort, while the first runs
+  for (int i = 0; i < 4; ++i) bench.push(1, at(1ms + 500us));  // the other cohort arrives while the first runs
   bench.finish(running, at(2ms), 1ms);
   CHECK(bench.queue.ready_at() > at(2ms));
   for (int i = 0; i < 4; ++i) bench.push(1, at(2ms + i * 10us));
@@ -206,7 +206,7 @@ TEST_CASE("who is left alone lingers once") {
 TEST_CASE("waiting in vain is done less and less, and again when it pays") {
   Bench bench;
   Time now = at(0ms);
-  // Four in flight, whose batch takes 1 ms; then `come` are back: how long would the queue wait for the others?
+  // Runs four requests in a batch of 1 ms, after which `come` clients return; returns how long the queue waits.
   const auto linger = [&](int come) {
     bench.crowd(4, now += 1s);
     now += 1ms;
@@ -218,7 +218,7 @@ TEST_CASE("waiting in vain is done less and less, and again when it pays") {
   CHECK(linger(1) == 1000us);
   CHECK(linger(1) == 500us);
   CHECK(linger(1) == 250us);
-  CHECK(linger(4) == 0us);  // an eighth of 1 ms was left, and it paid: all are back; so did the crowd that followed
+  CHECK(linger(4) == 0us);  // the limit of 1/8 ms doubles, as all are back; the next crowd doubles it again
   CHECK(linger(1) == 500us);
   for (int i = 0; i < 8; ++i) linger(4);
   CHECK(linger(1) == 1000us);
@@ -416,7 +416,7 @@ TEST_CASE("whatever happens, every row is given out once and no batch is too lar
       return std::uniform_int_distribution<int64_t>(least, most)(random);
     };
     Bench bench(sizes(1, pick(1, 8)));
-    std::vector<std::pair<Pointer, int64_t>> seen;  // request, rows that ran
+    std::vector<std::pair<Pointer, int64_t>> seen;  // each request, and its rows that ran
     Time now = at(0ms);
     int64_t queued_rows = 0, gone = 0;
     for (int step = 0; step < 200; ++step) {

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kProducers = 8, kWorkers = 4, kEach = 125'000, kAll = kProducers * kEach;
 
-// How often each of a million things has run.
+// Counts how often each of a million tasks or requests has run.
 class Counts {
  public:
   void add(int number) { runs_[static_cast<size_t>(number)].fetch_add(1, std::memory_order_relaxed); }
@@ -101,7 +101,7 @@ TEST_CASE("a million tasks from eight producers on four workers, some failing, s
           if (number % 1000 == 999) throw std::runtime_error("planted");
           return 1;
         });
-        if (i % 10 != 0) window.push_back(std::move(future));  // one in ten is dropped at once
+        if (i % 10 != 0) window.push_back(std::move(future));  // one future in ten is dropped at once
         if (window.size() == 256) collect();
       }
       collect();
@@ -160,7 +160,7 @@ TEST_CASE("a million requests from eight producers on four workers: waited for, 
       pool.submit(request, Sync::Time::max(), i % 2 ? Help::kYes : Help::kNo);
       if (i % 16 == 9) {
         pool.cancel(request);
-      } else if (i % 16 != 2) {  // or forgotten
+      } else if (i % 16 != 2) {  // the rest is dropped without a wait
         window.emplace_back(&pool, request);
       }
       if (window.size() == 64) collect(i % 3 ? Help::kYes : Help::kNo);
@@ -200,7 +200,7 @@ TEST_CASE("four clients make ten thousand calls at a time on one pool, beside ta
   std::vector<std::thread> clients;
   for (int client = 0; client < kClients; ++client) {
     clients.emplace_back([&] {
-      std::vector<int> made(kCalls);  // plain memory: the run alone orders the accesses
+      std::vector<int> made(kCalls);  // plain memory: only the run orders the accesses
       for (int step = 1; step <= kSteps; ++step) {
         const auto run = ParallelFor<Sync>::start(pool, kCalls, [&](int i) { ++made[static_cast<size_t>(i)]; });
         for (int i = 0; i < 100; ++i) submit(pool, [] {});

@@ -1,4 +1,4 @@
-// The batching core under seeded schedules, with clients of every shape.
+// The batching core under seeded schedules, with clients of every kind.
 #include "batching_scenario.h"
 
 using namespace pymoe::runtime;
@@ -6,7 +6,7 @@ using namespace pymoe::simulation;
 
 namespace {
 
-// How clients treat their requests.
+// The ways in which clients treat their requests.
 struct Shape {
   bool wait = false, forget = false, cancel = false, deadlines = false;
 };
@@ -35,7 +35,7 @@ void use(TestPool& pool, const Shape& shape) {
 
 enum class End { kWhenDone, kDrain, kCancel };
 
-// Two experts, one with two pools, and clients; `nested`: batches of the first expert ask the second.
+// Two experts, one with two pools, and their clients. With `nested`, batches of the first expert call the second.
 void serve(bool stalls, const Shape& shape, bool nested, End end) {
   Expert first, second;
   TestPool* pools[] = {&first.add(random_options(), stalls), &first.add(random_options(), stalls),
@@ -148,7 +148,7 @@ TEST_CASE("schedules of batches: pools and experts that go in the middle") {
             if (random_below(3) == 0) pool->wait(request, Sync::now() + 1ms, Help::kYes);
           }
           switch (random_below(3)) {
-            case 0:  // nobody waits for what it still holds
+            case 0:  // no thread waits for the requests that it still holds
               pool = nullptr;
               break;
             case 1:

@@ -1,4 +1,4 @@
-// ParallelFor under seeded schedules: every call once, failures contained, everything ended, no deadlock.
+// ParallelFor under seeded schedules: every call is made once, failures are contained, every run ends, no deadlock.
 #include <array>
 #include <atomic>
 #include <memory>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr size_t kMostCalls = 8;
 
-// A run of calls that check that they are made once, by whoever makes them.
+// A run of calls that check that each is made once, on any thread.
 class Checked {
  public:
   explicit Checked(bool may_fail) : count_(1 + random_below(kMostCalls)) {
@@ -32,7 +32,7 @@ class Checked {
     return Calls::start(pool, static_cast<int>(count_), [this](int i) { call(static_cast<size_t>(i)); }, inline_limit);
   }
 
-  // After a run: whether all calls were made that should have been, and what came out.
+  // Called after a run: checks that all calls were made that should have been, and which error came out.
   void check(Calls& run, bool may_be_cancelled) {
     expect(run.done(), "a run that was waited for has not ended");
     std::string first;
@@ -72,7 +72,7 @@ class Checked {
   std::array<std::atomic<int>, kMostCalls> began_{}, ended_{};
 };
 
-// Waits in one of the ways that there are; `alone`: without help, too.
+// Waits for a run in a random way; with `alone`, also without helping.
 void wait(Calls& run, bool alone = true) {
   switch (random_below(alone ? 3 : 2)) {
     case 0: run.help_until(Sync::Time::max()); break;
@@ -135,7 +135,7 @@ TEST_CASE("schedules of calls: nobody waits to the end, and the pool drains") {
     {
       Pool pool(1 + static_cast<int>(random_below(3)));
       run = checked.start(pool);
-      Sync::Thread other([&] {  // older jobs, for which a worker leaves the rest of the calls
+      Sync::Thread other([&] {  // adds older jobs, for which a worker leaves the remaining calls
         for (int i = 0; i < 3; ++i) pool.post(std::make_shared<Empty>(), Sync::now() - 10ms);
       });
       Sync::Thread client([&] {

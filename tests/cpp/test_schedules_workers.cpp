@@ -1,4 +1,4 @@
-// WorkerPool under seeded schedules: nothing lost, nothing twice, nothing early, no deadlock.
+// WorkerPool under seeded schedules: no job is lost, runs twice or runs early, and there is no deadlock.
 #include <array>
 #include <atomic>
 #include <memory>
@@ -19,10 +19,10 @@ namespace {
 
 constexpr size_t kMostJobs = 64;
 
-// What became of everything that clients handed to a pool.
+// Records the outcome of every job that clients submitted to a pool.
 class Ledger {
  public:
-  // The number of a new job.
+  // Returns the number of a new job.
   size_t open() {
     const size_t number = count_++;
     expect(number < kMostJobs, "the scenario has too many jobs");
@@ -32,7 +32,7 @@ class Ledger {
   void ran(size_t job) { ++entries_[job].ran; }
   void cancelled(size_t job) { ++entries_[job].cancelled; }
 
-  // At the end, when nobody works any more.
+  // Called at the end, when no thread works any more.
   void check(bool may_cancel) const {
     for (size_t job = 0; job < count_; ++job) {
       const Entry& entry = entries_[job];
@@ -188,7 +188,7 @@ TEST_CASE("schedules of a pool: jobs run at their very time while a worker is fr
           }
         });
       }
-      if (pool.workers() > 1) {  // one worker at a time is busy, and another free
+      if (pool.workers() > 1) {  // one worker at a time is busy, and another is free
         struct Long final : Job {
           void run() noexcept override { Sync::sleep_for(4ms); }
         };

@@ -28,7 +28,7 @@ void judge(void (*find)(Findings*)) {
 TEST_CASE("simd, baseline") { judge(&pymoe::cpu::baseline::find); }
 
 #if PYMOE_MULTIVERSION
-// An instruction set that the machine lacks cannot be run; its test then holds with nothing to check.
+// An instruction set that the machine lacks cannot run; its test then passes without checking anything.
 TEST_CASE("simd, v3") {
   if (pymoe::cpu::best_isa() >= pymoe::cpu::Isa::kV3) judge(&pymoe::cpu::v3::find);
 }

@@ -1,4 +1,4 @@
-// The simulation itself: what it decides by seed, what it finds, and what it must not get wrong.
+// Tests of the simulation itself: the choices that a seed determines, the faults that it finds, and its own rules.
 #include "simulated.h"
 
 #include <doctest/doctest.h>
@@ -23,7 +23,7 @@ using Sync = SimulatedSync;
 
 namespace {
 
-// The failure of the first of `seeds` schedules that fails; empty if none does.
+// Returns the failure of the first of `seeds` schedules that fails; empty if none does.
 std::string first_failure(uint64_t seeds, const std::function<void()>& body) {
   for (uint64_t seed = 0; seed < seeds; ++seed) {
     const Outcome outcome = simulate({.seed = seed, .most_steps = 10'000}, body);

@@ -6,7 +6,7 @@ using namespace pymoe::runtime;
 
 namespace {
 
-// The smallest value of a bucket. The bucket after the last one would begin at 2^64.
+// Returns the smallest value of a bucket. The bucket after the last one would begin at 2^64.
 uint64_t lowest(int bucket) {
   if (bucket < 4) return static_cast<uint64_t>(bucket);
   return static_cast<uint64_t>(4 + bucket % 4) << (bucket / 4 - 1);

@@ -1,4 +1,4 @@
-// Strands and the executor on real threads: order, overlap, stops, and experts that ask each other.
+// Strands and the executor on real threads: order, overlap, stops, and experts that call each other.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -87,7 +87,7 @@ TEST_CASE("cancelling ends what has not begun and waits for the batch that runs"
   auto pool = make_pool(gate.body(), options);
   Executor<Sync> executor(1);
   executor.attach(pool->strand());
-  const Pointer large = submit(*pool, request(7));  // begins, and would take three more batches
+  const Pointer large = submit(*pool, request(7));  // has begun, and needs three more batches
   gate.begun.wait();
   std::vector<Pointer> queued;
   for (int i = 0; i < 5; ++i) queued.push_back(submit(*pool, request()));
@@ -174,7 +174,7 @@ TEST_CASE("an expert may ask another one on the only worker there is") {
 }
 
 TEST_CASE("a worker that waits for another expert sees its batch become ready") {
-  // The inner pool wants two rows: the second one comes when the only worker waits already.
+  // The inner pool waits for two rows: the second arrives when the only worker is waiting already.
   Options options;
   options.min_batch_size = 2;
   auto inner = make_pool({}, options);
@@ -210,7 +210,7 @@ TEST_CASE("a batch that waits for its own expert is told so") {
 }
 
 TEST_CASE("clients that come back share batches; a lonely one has its own") {
-  // Each client's next request follows its answer. What is measured is what the linger promises, not time.
+  // Each client sends its next request after an answer. The test checks what the linger promises, not times.
   for (const int clients : {1, 64}) {
     auto pool = make_pool([](Batch) {
       const auto until = Sync::now() + 300us;

@@ -1,4 +1,4 @@
-// Requests through one pool, on real threads. Waits here end through other threads, never by the clock alone.
+// Requests through one pool, on real threads. Here other threads end a wait, never the clock alone.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -40,7 +40,7 @@ TEST_CASE("what is queued before the start runs after it, in one batch") {
   auto pool = make_pool([&](Batch) { ++batches; });
   std::vector<Pointer> requests;
   for (int i = 0; i < 10; ++i) requests.push_back(submit(*pool, request()));
-  CHECK_FALSE(pool->wait(requests[0], Sync::now() + 1ms, Help::kYes));  // nobody helps a pool that was not started
+  CHECK_FALSE(pool->wait(requests[0], Sync::now() + 1ms, Help::kYes));  // no thread helps a pool that was not started
   Executor<Sync> executor(1);
   executor.attach(pool->strand());
   for (const auto& r : requests) pool->wait(r, kForever);
@@ -56,7 +56,7 @@ TEST_CASE("a thread that waits runs its batch itself if nobody else does") {
   executor.attach(busy->strand());
   executor.attach(pool->strand());
   submit(*busy, request());
-  gate.begun.wait();  // the only worker is taken
+  gate.begun.wait();  // the only worker is busy
   const Pointer mine = submit(*pool, request());
   CHECK(pool->wait(mine, kForever, Help::kYes));
   CHECK(ran == std::set{std::this_thread::get_id()});
@@ -207,7 +207,7 @@ TEST_CASE("a full queue pushes back until there is room") {
   CHECK_FALSE(pool->submit(refused, Sync::now()));
   CHECK_FALSE(pool->submit(refused, Sync::now() + 1ms));
   CHECK(refused->pending());
-  CHECK(pool->statistics().rejected.value() == 0);  // whoever was refused may try again
+  CHECK(pool->statistics().rejected.value() == 0);  // a refused client may try again
   pool->reject();
   CHECK(pool->statistics().rejected.value() == 1);
   std::thread waiting([&] { requests.push_back(submit(*pool, refused)); });

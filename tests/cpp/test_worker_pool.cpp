@@ -20,7 +20,7 @@ using Pool = WorkerPool<SystemSync>;
 
 namespace {
 
-// Occupies every worker until release() is called, so that what is submitted meanwhile stays in the queue.
+// Occupies every worker until release() is called, so that jobs submitted meanwhile stay in the queue.
 class Blocker {
  public:
   explicit Blocker(Pool& pool) : started_(pool.workers()), released_(1) {
@@ -42,14 +42,14 @@ class Blocker {
   std::vector<Future<void>> futures_;
 };
 
-// The future once a worker has run its task: a wait with a limit does not help.
+// Returns the future once a worker has run its task; a wait with a limit leaves the task to workers.
 template <typename T>
 Future<T> ended_on_worker(Future<T> future) {
   REQUIRE(future.wait_for(1min));
   return future;
 }
 
-// A job that says that it was run or cancelled.
+// A job that logs that it was run or cancelled.
 class Noted final : public Job {
  public:
   Noted(std::string name, std::vector<std::string>& log) : name_(std::move(name)), log_(&log) {}

@@ -1,5 +1,5 @@
-// A parallel backend of plain threads for tests: every range of a loop gets a thread of its own and all start at the
-// same moment, so that a race between ranges has every chance to happen.
+// A parallel backend of plain threads for tests: every range of a loop gets its own thread, and all threads start at
+// the same moment, so that a race between ranges is likely to show.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ inline void run_on_threads(int64_t begin, int64_t end, int64_t grain, cpu::Range
   for (std::thread& thread : threads) thread.join();
 }
 
-// Kernels called while one of these lives run on `threads` threads.
+// While an object of this class exists, kernels run on `threads` threads.
 class WithThreads {
  public:
   explicit WithThreads(int threads) : before_(cpu::parallel_backend()) {
