@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections, spread_of
 from pymoe.bench.report import Table
+from pymoe.bench.timing import Quartiles
 from pymoe.nn import quantize_experts, quantize_linears
 
 Record = dict[str, Any]
@@ -108,7 +110,7 @@ def times(options: argparse.Namespace) -> Record:
                 each.append(time.perf_counter() - start)
             if number:  # the first round warms up
                 seconds[name].append(min(each))
-    return {name: quartiles(taken) | {"bytes": size(ways[name])} for name, taken in seconds.items()}
+    return {name: asdict(Quartiles.of(taken)) | {"bytes": size(ways[name])} for name, taken in seconds.items()}
 
 
 def dense(model: nn.Module, bits: int | None) -> dict[str, nn.Module]:
@@ -131,12 +133,6 @@ def dense(model: nn.Module, bits: int | None) -> dict[str, nn.Module]:
 def size(layers: dict[str, nn.Module]) -> int:
     """Return how many bytes the layers hold."""
     return sum(tensor.nbytes for layer in layers.values() for tensor in layer.state_dict().values())
-
-
-def quartiles(values: list[float]) -> Record:
-    """Return the median and the quartiles of the values."""
-    low, median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double())
-    return {"low": float(low), "median": float(median), "high": float(high)}
 
 
 def accuracy(steps: int) -> list[Record]:
@@ -179,11 +175,11 @@ def accuracy(steps: int) -> list[Record]:
 def corpus() -> Tensor:
     """Return the bytes of the repository's Python files and documentation, concatenated in a fixed order."""
     root = Path(__file__).parents[1]
-    files = [
+    files = sorted(
         file for folder in ("pymoe", "docs") for ending in ("py", "md") for file in (root / folder).rglob(f"*.{ending}")
-    ]
+    )
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
-    return torch.frombuffer(bytearray(b"".join(sorted(files)[i].read_bytes() for i in order)), dtype=torch.uint8).long()
+    return torch.frombuffer(bytearray(b"".join(files[i].read_bytes() for i in order)), dtype=torch.uint8).long()
 
 
 def train(model: Any, text: Tensor, steps: int) -> None:

@@ -11,6 +11,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -463,12 +464,28 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, 
             f"gradient; call it under torch.no_grad()"
         )
     if not is_compiling() and forward_ad._current_level >= 0:
-        operands = (x,) if bias is None else (x, bias)
-        if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
-            raise NotImplementedError(
-                f"{name}: quantised weights have no forward-mode derivative (jvp, jacfwd, hessian, forward_ad); "
-                f"dequantize them with pymoe.ops.dequantize_weight to differentiate"
-            )
+        _NoTangents.apply(x, bias)
+
+
+class _NoTangents(torch.autograd.Function):
+    """Computes nothing, and refuses tangents, also those of tensors inside ``vmap``, where none can be looked at."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep nothing; the transforms of torch.func require this method."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "quantized_linear: quantised weights have no forward-mode derivative (jvp, jacfwd, hessian, forward_ad); "
+            "dequantize them with pymoe.ops.dequantize_weight to differentiate"
+        )
 
 
 def check_logits(name: str, logits: Tensor) -> None:

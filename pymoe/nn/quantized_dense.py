@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import QUANTIZED_FLOATING, check_format, check_quantized
-from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import QuantizedWeight, WeightFormat
 from pymoe.nn.options import Backend, check_flag, check_model, operators
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
-from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr
+from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr, replace
 
 _NO_WEIGHT = (
     "QuantizedDenseLinear: it has no tensor called 'weight', as its weights are packed; call the layer, or "
@@ -161,18 +160,13 @@ class QuantizedDenseLinear(QuantizedLinear):
         """
         dims = x.dim()
         rows = x.flatten(0, -2) if dims > 2 else x[None] if dims == 1 else x
-        packed, bias = self._buffers["packed"], self._buffers["bias"]  # twice as fast as attributes
-        sizes = self.output_features, self.input_features
-        weight = QuantizedWeight(packed, self.bits, *sizes, self.format)  # type: ignore[arg-type]
-        if bias is not None:
-            (rows,) = cast_operands(rows)  # type: ignore[assignment]
-            bias = bias.to(rows.dtype)[None]
+        bias = self._buffers["bias"]
         count = rows.shape[0] if dims else 0
         if torch.jit.is_tracing():  # type: ignore[attr-defined]  # a constant would hold the example's number of rows
             offsets = torch.arange(2, dtype=torch.int32, device=rows.device) * count
         else:
             offsets = torch.tensor((0, count), dtype=torch.int32, device=rows.device)
-        y: Tensor = operators(self.backend).quantized_linear(rows, weight, offsets, bias)
+        y = super().forward(rows, offsets, None if bias is None else bias[None])
         return y if dims == 2 else y.view(*x.shape[:-1], self.output_features)
 
     def extra_repr(self) -> str:
@@ -331,18 +325,11 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
         )
     for name, linear in found.items():
         _check_linear(name, linear)
-    chosen = {id(linear) for linear in found.values()}
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():  # a layer may have several places
-        for own, child in parent._modules.items():
-            if child is not None and id(child) in chosen:
-                places.setdefault(id(child), []).append((parent, own))
     layers, before, after = len(found), 0, 0
     while found:
         linear = found.pop(next(iter(found)))
         replacement = QuantizedDenseLinear.from_linear(linear, bits)
-        for parent, own in places[id(linear)]:
-            setattr(parent, own, replacement)
+        replace(model, linear, replacement)
         before += linear.weight.nbytes
         after += replacement.packed.nbytes
         del linear

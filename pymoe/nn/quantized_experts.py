@@ -108,7 +108,8 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> QuantizedWeight:
         """The weights, as :mod:`pymoe.ops` takes them."""
-        return QuantizedWeight(self.packed, self.bits, self.output_features, self.input_features, self.format)
+        packed: Any = self._buffers["packed"]  # twice as fast as the attribute
+        return QuantizedWeight(packed, self.bits, self.output_features, self.input_features, self.format)
 
     quantized_weight = weight
     """``weight`` under a name that subclasses keep which have no ``weight``."""
@@ -127,7 +128,7 @@ class QuantizedLinear(nn.Module):
         if bias is not None:
             (rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]
             bias = bias.to(rows_SH.dtype)  # once, into autocast's dtype if there is one
-        rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.weight, offsets, bias)
+        rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.quantized_weight, offsets, bias)
         return rows
 
     @property
@@ -404,7 +405,7 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         before += sum(weight.nbytes for weight in weights.values())
         if isinstance(experts, Experts):
             replacement: nn.Module = QuantizedExperts.from_experts(experts, bits, format)
-            _replace(model, experts, replacement)
+            replace(model, experts, replacement)
         else:
             replacement = experts
             _quantize_in_place(experts, bits, format)
@@ -470,7 +471,7 @@ def lost_with(experts: Experts) -> str:
     return attached_to(experts) or ("" if plain else "a forward of its own")
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put ``new`` in every place of ``old``; there may be several."""
     for parent in model.modules():
         for name, child in list(parent._modules.items()):

@@ -145,8 +145,8 @@ FAULTS = [
     ),
     Fault(
         "a bias is rounded twice under autocast",
-        "pymoe/nn/quantized_dense.py",
-        "(rows,) = cast_operands(rows)  # type: ignore[assignment]",
+        "pymoe/nn/quantized_experts.py",
+        "(rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]",
         "pass",
         (DENSE, "-k", "autocast_rounds"),
     ),

@@ -180,6 +180,17 @@ def test_tangents_of_forward_mode_are_refused_not_dropped(backend, bits):
             layer(forward_ad.make_dual(x, x))
 
 
+@BITS
+def test_vmap_inside_forward_mode_computes_without_tangents_and_refuses_them(bits):
+    """A look at the tangent of a tensor inside vmap raised torch's own error, even where there was none."""
+    layer = QuantizedDenseLinear.from_linear(linear(), bits)
+    x = torch.randn(3, 70)
+    with forward_ad.dual_level():
+        assert_same_bits(torch.vmap(layer)(x), layer(x), "without a tangent")
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(torch.vmap(layer), (x,), (x,))
+
+
 @torch.no_grad()
 @BITS
 def test_a_traced_layer_computes_any_number_of_rows(bits):

@@ -358,6 +358,16 @@ def test_a_quantised_model_that_was_pickled_is_saved(tmp_path):
     assert_same_model(cls.from_pretrained(tmp_path / "packed"), model)
 
 
+def assert_not_saved(prepare, tmp_path):
+    """Save a model that ``prepare`` has changed; it returns the words of the error."""
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
+    words = prepare(model)
+    with pytest.raises(ValueError, match=f"save_pretrained: expected a model .*{words}"):
+        model.save_pretrained(tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
 def refuse_some(model):
     quantize_experts(model.model.layers[1], 8)
     return "experts are all quantised or all not, got 'model.layers.0.mlp.experts.gate_up_proj'"
@@ -403,12 +413,7 @@ def refuse_after(model):
     "prepare", [refuse_some, refuse_two_kinds, refuse_two_formats, refuse_others, refuse_two_methods, refuse_after]
 )
 def test_what_files_cannot_say_is_not_saved(prepare, tmp_path):
-    cls = checkpoint("mixtral", tmp_path / "whole")
-    model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
-    words = prepare(model)
-    with pytest.raises(ValueError, match=f"save_pretrained: expected a model .*{words}"):
-        model.save_pretrained(tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
+    assert_not_saved(prepare, tmp_path)
 
 
 def test_models_that_are_not_quantised_are_saved_as_ever(tmp_path):
