@@ -191,6 +191,15 @@ def test_vmap_inside_forward_mode_computes_without_tangents_and_refuses_them(bit
         torch.func.jvp(torch.vmap(layer), (x,), (x,))
 
 
+@BITS
+@pytest.mark.parametrize("operators", [ops, reference])
+def test_a_tangent_of_the_bias_alone_is_refused(operators, bits):
+    weight = ops.quantize_weight(torch.randn(1, 130, 70), bits)
+    x, offsets, bias = torch.randn(3, 70), torch.tensor([0, 3], dtype=torch.int32), torch.randn(1, 130)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda b: operators.quantized_linear(x, weight, offsets, b), (bias,), (bias,))
+
+
 @torch.no_grad()
 @BITS
 def test_a_traced_layer_computes_any_number_of_rows(bits):
@@ -419,6 +428,34 @@ def test_a_layer_whose_weight_its_parent_reads_stays(where):
     with torch.no_grad():
         assert model(torch.randn(2, 64)).shape == (2, 64)
     assert quantize_linears(Plain().eval(), 8).layers == 2
+
+
+def test_a_parent_that_only_initialises_the_weight_does_not_keep_it():
+    """transformers' models read weights in _init_weights, which is not called for a quantised layer."""
+
+    class Initialising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = nn.Linear(64, 64)
+
+        def _init_weights(self, _):
+            self.lm_head.weight.data.zero_()
+
+    assert quantize_linears(Initialising().eval(), 8).kept == ()
+
+
+def test_layers_keep_the_mode_of_those_that_they_replace():
+    model = Block().requires_grad_(False).train()
+    model.down_proj.eval()
+    quantize_linears(model, 8)
+    assert model.q_proj.training
+    assert not model.down_proj.training
+
+
+def test_a_forward_that_somebody_gave_all_linear_layers_is_refused(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    with pytest.raises(ValueError, match="got 'q_proj' with a forward of its own"):
+        quantize_linears(Block().eval(), 8)
 
 
 def test_a_layer_in_two_places_is_rounded_once():
