@@ -431,7 +431,7 @@ def test_a_layer_whose_weight_its_parent_reads_stays(where):
 
 
 def test_a_parent_that_only_initialises_the_weight_does_not_keep_it():
-    """transformers' models read weights in _init_weights, which is not called for a quantised layer."""
+    """Models of transformers read weights in _init_weights, which is not called for a quantised layer."""
 
     class Initialising(nn.Module):
         def __init__(self):
