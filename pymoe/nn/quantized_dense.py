@@ -18,7 +18,7 @@ from pymoe._common.contracts import QUANTIZED_FLOATING, check_format, check_quan
 from pymoe._common.types import QuantizedWeight, WeightFormat
 from pymoe.nn.options import Backend, check_flag, check_model, operators
 from pymoe.nn.plain_calls import attached_to, is_of_its_source
-from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr, replace
+from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr, places_of
 
 _NO_WEIGHT = (
     "QuantizedDenseLinear: it has no tensor called 'weight', as its weights are packed; call the layer, or "
@@ -325,11 +325,13 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
         )
     for name, linear in found.items():
         _check_linear(name, linear)
+    places = places_of(model, found.values())
     layers, before, after = len(found), 0, 0
     while found:
         linear = found.pop(next(iter(found)))
         replacement = QuantizedDenseLinear.from_linear(linear, bits)
-        replace(model, linear, replacement)
+        for parent, own in places[id(linear)]:
+            setattr(parent, own, replacement)
         before += linear.weight.nbytes
         after += replacement.packed.nbytes
         del linear

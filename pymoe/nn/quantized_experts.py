@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -399,13 +399,15 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         )
     for name, experts in found:
         _check_weights(name, experts)
+    places = places_of(model, (experts for _, experts in found))
     before = after = 0
     for _, experts in found:
         weights = _weights_of(experts)
         before += sum(weight.nbytes for weight in weights.values())
         if isinstance(experts, Experts):
             replacement: nn.Module = QuantizedExperts.from_experts(experts, bits, format)
-            replace(model, experts, replacement)
+            for parent, name in places[id(experts)]:
+                setattr(parent, name, replacement)
         else:
             replacement = experts
             _quantize_in_place(experts, bits, format)
@@ -471,12 +473,14 @@ def lost_with(experts: Experts) -> str:
     return attached_to(experts) or ("" if plain else "a forward of its own")
 
 
-def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` in every place of ``old``; there may be several."""
+def places_of(model: nn.Module, modules: Iterable[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return the parents of modules, and their names there, by the ``id`` of the module; it may have several places."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {id(module): [] for module in modules}
     for parent in model.modules():
-        for name, child in list(parent._modules.items()):
-            if child is old:
-                setattr(parent, name, new)
+        for name, child in parent._modules.items():
+            if id(child) in places:
+                places[id(child)].append((parent, name))
+    return places
 
 
 def _quantize_in_place(experts: nn.Module, bits: int, format: WeightFormat) -> None:

@@ -181,8 +181,8 @@ FAULTS = [
     Fault(
         "an expert that somebody shares is replaced in one place",
         QUANTIZE,
-        "                setattr(parent, name, new)\n",
-        "                setattr(parent, name, new)\n                return\n",
+        "places[id(child)].append((parent, name))",
+        "places[id(child)] = [(parent, name)]",
         (LAYERS, "-k", "shared"),
     ),
 ]
