@@ -288,7 +288,7 @@ class Token {
   const bool writes_;
   int32_t* const counts_;
   Key* const buffer_;
-  S* const row_scores_;  // for rows in registers whose choice needs more than logits
+  S* const row_scores_;  // scores of a row that is held in registers, if the choice is not made on logits
   S greatest_ = 0;       // the greatest logit
   S sum_ = 1;            // the sum of e^(logit - greatest) over the row, if needed
   HeldRow<S, kLanes, kHeld> row_;

@@ -45,7 +45,7 @@ struct Outputs {
   }
 };
 
-// With counts instead of the load, the choices must be the same, and the counts those of each expert in each tile.
+// Checks a gate that counts the choices of each expert in each tile instead of the load; its choices must be the same.
 template <typename T>
 void check_counts(GateTopkArguments a, const Shape& s, const Outputs<T>& expected, Random& random) {
   a.counts = cuda::gate_topk_counts(a);

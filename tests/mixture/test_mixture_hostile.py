@@ -57,7 +57,7 @@ def test_minus_infinity_of_the_gate_is_no_anomaly() -> None:
 
 
 def test_a_hung_backend_with_a_full_queue_takes_one_thread_however_often_it_is_asked() -> None:
-    """The test counted threads, and failed unless the one of the line took the number of one that had ended."""
+    """The test used to compare numbers of threads, so it failed unless another thread happened to end meanwhile."""
     stuck = Stuck()
     backends = scaled(None, stuck, capacity=1, max_batch_size=1)
     moe = mixture(backends, gate=Logits([0.0, 5.0]), forward_timeout=None, timeout_after_k_min=0.0, rest_after=None)

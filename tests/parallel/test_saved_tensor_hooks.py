@@ -39,7 +39,7 @@ def late(x: torch.Tensor) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Saves several tensors of one shape, whose order between calls is anybody's."""
+    """Saves several tensors of one shape; concurrent calls save theirs in any order."""
 
     def __init__(self, inner_checkpoint: bool = False) -> None:
         super().__init__()

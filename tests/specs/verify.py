@@ -58,7 +58,7 @@ def gradients_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
 
 
 def gradcheck(spec: OpSpec, sample: Sample, function: Callable[..., Any] | None = None) -> None:
-    """First and second derivatives agree with finite differences, without noise, also for undefined gradients."""
+    """Check first and second derivatives against finite differences, also with undefined gradients."""
     function = function or spec.native
     inputs = leaves(sample)
     assert inputs, f"{spec.name}: gradient sample {sample.name} has no tensor that requires grad"

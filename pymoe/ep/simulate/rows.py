@@ -169,8 +169,9 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
     """Return the approximate ratio of the fullest rank to the mean under a uniform router, by chance alone.
 
-    1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)): R nearly normal loads, whose relative deviation is the second
-    root; the largest of R such loads is about the first root away. For E that R divides and T tokens per rank.
+    The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens per rank and E divisible by R. The
+    loads of the R ranks are nearly normal, with a relative standard deviation of the second root, and the expected
+    maximum of R normal values lies about sqrt(2 ln R) standard deviations above their mean.
     """
     if ranks == 1:
         return 1.0
