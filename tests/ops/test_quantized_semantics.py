@@ -138,7 +138,7 @@ def test_bfloat16_values_near_their_blocks_largest_are_kept():
 @BACKENDS
 @FORMS
 def test_a_row_does_not_depend_on_the_rows_around_it(backend, form):
-    """One row at a time goes another way through the kernel than many at once."""
+    """The kernel has different code for one row and for many rows."""
     x, weight = normal(230, 200).bfloat16(), backend.quantize_weight(normal(1, 130, 200, seed=1), *form)
     together = backend.quantized_linear(x, weight, offsets_of([230]))
     for rows in (1, 2, 3, 5, 7, 60):

@@ -28,7 +28,7 @@ from specs.comparison import assert_close, assert_same_bits
 
 
 def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
-    """Native must return what the reference returns, and neither may touch its arguments."""
+    """Check that native and reference return equal results, and that neither changes its arguments."""
     expected = outputs_of(call(spec.reference, sample))
     arguments = (sample.args, {name: value for name, value in sample.kwargs.items() if name != "out"})
     before = map_tensors(arguments, same_layout_copy)
