@@ -97,7 +97,7 @@ class Run:
         raise TypeError(f"{type(self).__name__} does not say how gradients are made")
 
     def step(self, batches: Batches) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         step = len(self.history.loss)
         inputs, targets = batches.batch(step)
         for group in self.optimizer.param_groups:
@@ -140,7 +140,7 @@ class Pipelined(Run):
 
     @property
     def picture(self) -> Record:
-        """Draw the last step as it ran."""
+        """Return the record of the last step."""
         record = self.pipe.last_run
         assert record is not None, "no step has been made"
         return record
@@ -205,7 +205,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--stages", type=number, default=2, metavar="P", help="of the pipeline, 6 at most (default: 2)")

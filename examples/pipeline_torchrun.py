@@ -80,7 +80,7 @@ class Trained:
         self.losses: list[Tensor] = []
 
     def step(self, number: int, batches: Batches) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         place = self.place
         inputs, targets = (rows.chunk(place.replicas)[place.replica] for rows in batches.batch(number))
         for group in self.optimizer.param_groups:
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--replicas", type=number, default=1, metavar="R", help="pipelines side by side (default: 1)")

@@ -59,7 +59,7 @@ from pymoe.pipe.skip import Namespace, pop, skippable, stash
 matplotlib.use("Agg")
 
 HELD_BACK = 360
-DIGITS = 3  # in a picture
+DIGITS = 3  # number of digits in a picture
 SCALES = 2.2, 3.4  # width of a picture divided by the width of a digit: smallest and largest
 NOISE = 0.25
 
@@ -341,7 +341,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--stages", type=number, nargs="+", default=[2, 4], metavar="P", help="(default: 2 4)")

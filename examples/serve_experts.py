@@ -95,7 +95,7 @@ class NextByte(nn.Module):
         return x, [(expert == i).nonzero().flatten() for i in range(EXPERTS)]
 
     def write(self, x: Tensor, rows: list[Tensor], outputs: Sequence[Tensor]) -> Tensor:
-        """The predictions."""
+        """Return the logits, from the experts' inputs and outputs."""
         return self.head(x.index_add(0, torch.cat(rows), torch.cat(tuple(outputs))))
 
 
@@ -454,7 +454,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of training (default: 60)")
     parser.add_argument("--steps", type=at_least(1), default=10**9, metavar="N", help="at most (default: no limit)")

@@ -203,7 +203,7 @@ def make_record(options: Namespace, slow_by: float, healthy: History, faulty: Hi
 
 
 def run_record(history: History) -> dict[str, Any]:
-    """One run."""
+    """Return the measurements of one run."""
     seconds = sorted(history.seconds)
     return {
         "loss": {"first": tenth(history.loss, first=True), "last": tenth(history.loss, first=False)},
@@ -319,7 +319,7 @@ def plot(record: dict[str, Any], path: Path) -> Path:
 
 
 def smooth(values: list[float], share: float = 0.9) -> list[float]:
-    """An exponential mean."""
+    """Return the exponential moving average."""
     result: list[float] = []
     for value in values:
         result.append(value if not result else share * result[-1] + (1 - share) * value)
@@ -355,7 +355,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=at_least(2), default=400, metavar="N", help="of each run (default: 400)")
     parser.add_argument("--rows", type=at_least(1), default=64, metavar="N", help="images of a step (default: 64)")

@@ -123,7 +123,7 @@ class TorchSchedule(OnRanks):
 def torch_systems(ranks: dict[int, Ranks]) -> list[System]:
     """Return a system for each of torch's schedules, with one process per worker.
 
-    The processes are added to ``ranks`` under their number.
+    ``ranks`` maps a number of workers to its processes; missing entries are added.
     """
 
     def opener(name: str) -> Callable[[Case], TorchSchedule]:

@@ -71,7 +71,10 @@ def open_threads(name: str, case: TracedCase) -> InProcess:
 
 
 def systems(ranks: dict[int, Ranks], schedules: Sequence[str]) -> list[System]:
-    """Return all systems, the model alone first. Processes are added to ``ranks`` under their number."""
+    """Return all systems, the model alone first.
+
+    ``ranks`` maps a number of workers to its processes; missing entries are added.
+    """
 
     def there(system: str, name: str, case: TracedCase) -> There:
         of_size = ranks.setdefault(case.workers, Ranks(case.workers, (sys.executable, "-m", RANK)))

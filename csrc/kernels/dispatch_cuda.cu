@@ -44,7 +44,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   }
 }
 
-// Counts those of the words 0, group, 2 * group, ... that are among the first `left`; at most kUnroll.
+// Returns the number of the words 0, group, 2 * group, ... (at most kUnroll) that are among the first `left`.
 PYMOE_DEVICE int words_left(int64_t left, int group) {
   int count = 0;
 #pragma unroll

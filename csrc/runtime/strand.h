@@ -86,7 +86,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // Reverses request_stop: the pools are open again, and nobody may wait for their end any more.
+  // Reverses request_stop: opens the pools again. No thread may be waiting for their end.
   void reopen() {
     Plan made;
     {
@@ -385,7 +385,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   typename Sync::ThreadId runner_{};
   bool posted_ = false;               // true if no worker has taken the last post yet
   Time armed_ = kNever;               // the earliest time for which a post waits
-  Time armed_deadline_ = kNever;      // the same for a deadline
+  Time armed_deadline_ = kNever;      // the earliest deadline for which a post waits
   int64_t unfinished_ = 0;            // number of submitted requests that have not ended
   int watching_ = 0;                  // threads in watch()
   typename Sync::Condition changed_;  // signalled for these threads, and for threads that wait for the end

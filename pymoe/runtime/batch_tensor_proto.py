@@ -95,7 +95,7 @@ class BatchTensorProto:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of a row; the same as ``size``."""
+        """Return the shape of a row, which is ``size``."""
         return self.size
 
     @property

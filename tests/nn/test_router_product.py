@@ -20,8 +20,8 @@ from pymoe.nn.router_product import wide_product
 
 pytestmark = pytest.mark.only_on("cpu")
 HALVES = (torch.bfloat16, torch.float16)
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # roundings, relative
-TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}  # and the least number
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # relative size of a rounding error
+TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}  # smallest number
 
 
 @pytest.fixture(autouse=True)

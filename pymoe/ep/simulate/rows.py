@@ -61,17 +61,17 @@ class Spread:
 
     @property
     def ranks(self) -> int:
-        """R, the number of ranks."""
+        """Return R, the number of ranks."""
         return self.shares.rows.shape[0]
 
     @property
     def clones(self) -> int:
-        """Number of experts' copies that travel for this step: all hosts of an expert but its owner."""
+        """Return the number of clones that are sent in this step: all hosts of an expert except its owner."""
         return sum(len(hosts) - 1 for hosts in self.shares.hosts)
 
     @property
     def held(self) -> list[list[int]]:
-        """(R,): the experts that each rank computes, in ascending order."""
+        """Return (R,): the experts that each rank computes, in ascending order."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert, hosts in enumerate(self.shares.hosts):
             for rank in hosts:

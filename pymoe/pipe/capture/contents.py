@@ -231,7 +231,7 @@ def _is_finished(kind: type) -> bool:
     change.
     """
     home: Any = kind.__module__
-    if not isinstance(home, str):  # a metaclass in C: this is the descriptor of its classes
+    if not isinstance(home, str):  # for a metaclass in C, ``home`` is a descriptor
         return True
     package = home.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")

@@ -54,7 +54,7 @@ class Distribution:
 
     @property
     def sum(self) -> float:
-        """Sum of all values."""
+        """Return the sum of all values."""
         return self.mean * self.count
 
     def __repr__(self) -> str:
