@@ -261,7 +261,7 @@ def test_mxfp4_rounds_as_the_standard_says(backend):
     far = (scaled.abs()[..., None] - E2M1[:8].double()).abs()
     nearest = far.amin(-1, keepdim=True)
     even = torch.tensor([0, 1] * 4)
-    expected = (far != nearest).int() * 2 + even  # of the nearest the even one, and then the least
+    expected = (far != nearest).int() * 2 + even  # prefers the nearest, then an even code, then the lowest
     expected = expected.argmin(-1) | groups.signbit().int() << 3
     assert torch.equal(torch.stack([codes & 15, codes >> 4], dim=4).flatten(3).long(), expected.long())
 

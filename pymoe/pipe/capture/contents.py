@@ -84,7 +84,7 @@ _BY_IDENTITY = frozenset(
 elsewhere.
 """
 _LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.utils.data.")
-"""Exceptions to these: modules of torch whose objects hold numbers that users change."""
+"""Modules of torch whose objects hold numbers that users change, and are therefore read."""
 
 SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
 
