@@ -379,7 +379,7 @@ class MoE(nn.Module):
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-            whose = raw  # their arguments have been checked, or are made here
+            whose = raw  # operators without checks: their arguments have been checked above or are made by this method
         return apply_networks(
             x_TH,
             experts_TK,

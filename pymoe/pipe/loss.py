@@ -155,7 +155,7 @@ class LossWeights(NamedTuple):
     """Weighs the losses of micro-batches."""
 
     shares: Sequence[float]
-    """The gradient of the loss of every micro-batch."""
+    """The factor of every micro-batch's loss in the loss of the mini-batch."""
     uncounted: frozenset[int] = frozenset()
     """Micro-batches without any weight, such as only padding; their losses may be NaN."""
     are_rows: bool = False

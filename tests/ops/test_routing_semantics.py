@@ -184,7 +184,7 @@ def test_dispatch_refuses_a_buffer_that_overlaps_its_input():
 
 @pytest.mark.parametrize("read", ["x", "slot", "offsets"])
 def test_the_raw_dispatch_refuses_a_buffer_that_overlaps_what_it_reads(read):
-    """The kernels give rows to threads in any order, which would read what others have written."""
+    """Kernels process rows in any order, so a thread would read values that another thread has already overwritten."""
     slot, _, offsets = build_routing(distinct(4, 2, 4, generator()), 4)
     values = {"x": torch.rand(4, 6), "slot": slot, "offsets": offsets}
     memory = torch.zeros(100)

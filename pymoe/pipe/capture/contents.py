@@ -222,7 +222,7 @@ def _pickled(value: Any) -> Holder:
 
 def _bytes_of(value: Any) -> bytes:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # later versions of Python cannot pickle iterators of itertools
+        warnings.simplefilter("ignore")  # iterators of itertools warn that later versions of Python cannot pickle them
         return pickle.dumps(value, 4)
 
 
