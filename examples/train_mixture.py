@@ -102,7 +102,7 @@ class Classifier(nn.Module):
         return self.head(x + self.mixture(x))
 
 
-SLOW, DYING = 3, 2  # which experts
+SLOW, DYING = 3, 2  # indices of experts
 
 
 @dataclass

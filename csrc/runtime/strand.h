@@ -9,7 +9,7 @@
 // Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
 //            for a request of another strand keeps looking there until the request is done, since it may be the
 //            only thread that can run it.
-// Results    appear after the strand is free again, so that a client that comes back at once finds it free. An
+// Results    appear after the strand is free again, so that a client's next request finds it free. An
 //            exception of the batch function ends all requests of the batch, or with options.isolate those that fail
 //            alone.
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
