@@ -23,7 +23,7 @@ namespace pymoe::ops::grouped_linear_op {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
-constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the GPU counts experts in int32, rounded up
+constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the kernels round the number of experts up, in int32
 
 // `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
