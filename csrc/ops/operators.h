@@ -1,6 +1,6 @@
 // Operators' functions for use by other operators: each checks its arguments, allocates its result and runs its
-// device's twin, as the operator of the same name does. Functions with an argument `used`, a tensor that nobody needs
-// any more and that is not one of the other arguments, may put their result in its memory (empty_in).
+// device's twin, as the operator of the same name does. Functions with an argument `used`, a tensor that is no longer
+// needed and is not one of the other arguments, may put their result in its memory (empty_in).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -476,7 +476,7 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor |
 
 
 class _NoTangents(torch.autograd.Function):
-    """Computes nothing, and refuses tangents, also those of tensors inside ``vmap``, where none can be looked at."""
+    """Computes nothing, and refuses tangents, also inside ``vmap``, where the tangent of a tensor cannot be read."""
 
     generate_vmap_rule = True
 

@@ -97,7 +97,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
-    """Return whether the native calls take these as they are; if not, the usual way raises an error with the reason."""
+    """Return whether the native calls can take the arguments; otherwise the indirect forward raises the error."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
         type(weight) in PLAIN_TENSORS
@@ -151,7 +151,7 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
         b_out = b_out.to(x.dtype).contiguous()
     try:
         numbers = FORMATS[w_in.format, w_in.bits], FORMATS[w_out.format, w_out.bits]
-    except (KeyError, TypeError):  # somebody has set one of these attributes
+    except (KeyError, TypeError):  # other code has changed one of these attributes
         return None
     layout = [numbers[0], w_in.output_features, numbers[1], w_out.output_features]
     return packed_in, b_in, packed_out, b_out, layout

@@ -548,13 +548,13 @@ def with_a_bias_alone_in_training(model):
 
 
 def with_a_flat_weight(model):
-    """As FSDP leaves the parameters of what it has wrapped."""
+    """Flatten a weight, as FSDP does with the parameters of a module that it wraps."""
     model.q_proj.weight = nn.Parameter(model.q_proj.weight.detach().flatten())
     return "have whole weights, got 'q_proj' with weights that are spread over ranks"
 
 
 def with_a_weight_of_ranks(model):
-    """As fully_shard leaves parameters; a whole process group would only be needed to compute with them."""
+    """Make a weight look like one of fully_shard; only computing with it would need a process group."""
 
     class Sharded(nn.Parameter):
         def full_tensor(self):
