@@ -1,6 +1,7 @@
 """Quantises the experts of a published checkpoint, and its dense layers on request, in less memory than it takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp] [--linear-bits 8|4] [--max-shard-size SIZE]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp] [--linear-bits 8|4]
+                             [--max-shard-size SIZE]
 
 FOLDER holds a model of transformers, as the Hugging Face hub has it. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
@@ -31,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8, help="of a weight (default: %(default)s)")
     parser.add_argument(
-        "--format", choices=("int", "mxfp"), default="int", help="of codes; mxfp has 4 bits (default: %(default)s)"
+        "--format",
+        choices=("int", "mxfp", "fp"),
+        default="int",
+        help="of codes; mxfp has 4 bits, and fp has 8 (default: %(default)s)",
     )
     parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
@@ -55,7 +59,7 @@ def convert(
     out: Path,
     bits: int,
     max_shard_size: str | int,
-    format: Literal["int", "mxfp"] = "int",
+    format: Literal["int", "mxfp", "fp"] = "int",
     linear_bits: int | None = None,
 ) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
@@ -65,7 +69,7 @@ def convert(
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
-        format: "int" or "mxfp"; the latter needs 4 bits.
+        format: "int", "mxfp" or "fp"; the second needs 4 bits, and the third 8.
         linear_bits: 8 or 4, for dense layers; None leaves them as they are.
 
     Raises:

@@ -37,12 +37,22 @@ class Ways {
   int64_t row_bytes() const { return std::max(few_.row_bytes, many_.row_bytes); }
 
  private:
-  Way<T> few_ = {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
-                 PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
+  Way<T> few_ = by_vectors();
   Way<T> many_ = by_tiles();
+
+  static Way<T> by_vectors() {
+    if constexpr (kFormat == WeightFormat::kFp8) {
+      return {PYMOE_SELECT_ISA_UP_TO_BF16(widen_block<T>), PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fp8<T>),
+              kWidenedBytes, int64_t{3} << 19};
+    } else {
+      return {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
+              PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
+    }
+  }
 
   Way<T> by_tiles() const {
 #if PYMOE_MULTIVERSION
+    if constexpr (kFormat == WeightFormat::kFp8) return few_;  // AMX has no fp32, nor sums in the order of the inputs
     constexpr Integers kIntegers = integers_for_tiles(kFormat);
     if (best_isa() >= Isa::kAmx) {
       return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kFormat, T, AmxTiles>,
@@ -137,6 +147,7 @@ void quantized_linear(const QuantizedLinearArguments& arguments) {
       case WeightFormat::kInt8: return multiply<T, WeightFormat::kInt8>(arguments);
       case WeightFormat::kInt4: return multiply<T, WeightFormat::kInt4>(arguments);
       case WeightFormat::kMxfp4: return multiply<T, WeightFormat::kMxfp4>(arguments);
+      case WeightFormat::kFp8: return multiply<T, WeightFormat::kFp8>(arguments);
     }
   };
   switch (arguments.dtype) {

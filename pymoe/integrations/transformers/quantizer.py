@@ -58,9 +58,9 @@ class PymoeConfig(QuantizationConfigMixin):
     the folder has a configuration, transformers does not use the one that is passed to it, and warns.
 
     Args:
-        bits: 8 or 4; 4 for ``"mxfp"``.
-        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier versions do
-            not have it: theirs is ``"int"``.
+        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier
+            versions do not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -307,8 +307,8 @@ class Take(_Known):
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             self.hf_quantizer.faults[name] = (
-                f"expected {name!r} with bits (14 for mxfp), output and input features and packed shape {expected}, "
-                f"got {seen}"
+                f"expected {name!r} with bits (14 for mxfp, 18 for fp), output and input features and packed shape "
+                f"{expected}, got {seen}"
             )
             return {}
         self.hf_quantizer.packed.add(name)
