@@ -11,17 +11,19 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
+// Of a code as float16: its magnitude, the magnitude that is NaN, and its sign.
+inline constexpr int16_t kFp8Magnitude = 0x3f80, kFp8Nan = 0x3f80, kFp8Sign = INT16_MIN;
+
 #if PYMOE_ISA_LEVEL == 4
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)_mm512_fmadd_ps(a, b, sum); }
 
 // The values of the codes of two vectors of outputs.
 PYMOE_INLINE void decode(const uint8_t* codes, vfloat* values) {
-  const __m512i kNan = _mm512_set1_epi16(0x3f80), kSign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
   const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-  const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(wide, 7), kNan);
-  const __m512i finite = _mm512_or_si512(magnitude, _mm512_and_si512(wide, kSign));
-  const __m512i halves =
-      _mm512_mask_mov_epi16(finite, _mm512_cmpeq_epi16_mask(magnitude, kNan), _mm512_set1_epi16(0x7e00));
+  const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(kFp8Magnitude));
+  const __m512i finite = _mm512_or_si512(magnitude, _mm512_and_si512(wide, _mm512_set1_epi16(kFp8Sign)));
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kFp8Nan));
+  const __m512i halves = _mm512_mask_mov_epi16(finite, nan, _mm512_set1_epi16(0x7e00));
   values[0] = (vfloat)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)) * 256.0f;
   values[1] = (vfloat)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)) * 256.0f;
 }
@@ -29,11 +31,11 @@ PYMOE_INLINE void decode(const uint8_t* codes, vfloat* values) {
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)_mm256_fmadd_ps(a, b, sum); }
 
 PYMOE_INLINE void decode(const uint8_t* codes, vfloat* values) {
-  const __m256i kNan = _mm256_set1_epi16(0x3f80), kSign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(wide, 7), kNan);
-  const __m256i finite = _mm256_or_si256(magnitude, _mm256_and_si256(wide, kSign));
-  const __m256i halves = _mm256_or_si256(finite, _mm256_cmpeq_epi16(magnitude, kNan));  // all ones are a NaN
+  const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(kFp8Magnitude));
+  const __m256i finite = _mm256_or_si256(magnitude, _mm256_and_si256(wide, _mm256_set1_epi16(kFp8Sign)));
+  const __m256i halves =
+      _mm256_or_si256(finite, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(kFp8Nan)));  // all ones are a NaN
   values[0] = (vfloat)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * 256.0f;
   values[1] = (vfloat)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * 256.0f;
 }

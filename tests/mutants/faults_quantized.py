@@ -3,7 +3,10 @@
 from planting import PythonFault as Fault
 
 PRODUCTS = "csrc/kernels/quantized_linear_cpu_body.h"
+PRODUCTS_FP8 = "csrc/kernels/quantized_linear_fp8.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
+REFERENCE = "pymoe/reference/quantized_weight.py"
+FP8 = "tests/ops/test_fp8_weights.py"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 DENSE = "tests/nn/test_quantized_dense.py"
@@ -79,6 +82,83 @@ FAULTS = [
         "(vint32)((vuint32)value >> 31)",
         "-(value < 0)",
         EQUAL,
+    ),
+    Fault(
+        "a block of fp8 takes the scales of the block before",
+        PRODUCTS_FP8,
+        "reinterpret_cast<const float*>(tile + fp8_block_begin(block));",
+        "reinterpret_cast<const float*>(tile + fp8_block_begin(block > 0 ? block - 1 : 0));",
+        (FP8, "-k", "in_float32 and native"),
+    ),
+    Fault(
+        "a code of fp8 that is NaN is a number",
+        PRODUCTS_FP8,
+        "kFp8Nan = 0x3f80",
+        "kFp8Nan = 0x3f81",
+        (FP8, "-k", "is_nan and code and native"),
+    ),
+    Fault(
+        "a code of fp8 loses its sign",
+        PRODUCTS_FP8,
+        "kFp8Sign = INT16_MIN",
+        "kFp8Sign = 0",
+        (FP8, "-k", "values_of_its_codes and native"),
+    ),
+    Fault(
+        "the largest codes of fp8 lose a bit of their exponent",
+        PRODUCTS_FP8,
+        "kFp8Magnitude = 0x3f80",
+        "kFp8Magnitude = 0x1f80",
+        (FP8, "-k", "values_of_its_codes and native"),
+    ),
+    Fault(
+        "rows that share values of fp8 are all the first part's",
+        PRODUCTS_FP8,
+        "values + r * kFp8Block",
+        "values",
+        EQUAL,
+    ),
+    Fault(
+        "subnormal weights are rounded as normal ones",
+        WEIGHTS,
+        "size < 0x1p-6f ? small",
+        "size < 0x1p-7f ? small",
+        (FP8, "-k", "(nearest or ties) and native"),
+    ),
+    Fault(
+        "a tie goes to the greater value of fp8",
+        WEIGHTS,
+        "(bits + 0x7ffff + (bits >> 20 & 1))",
+        "(bits + 0x80000)",
+        (FP8, "-k", "ties and native"),
+    ),
+    Fault(
+        "the scale of a block of fp8 overlooks half of its outputs",
+        "csrc/kernels/quantized_weight_cpu.cpp",
+        "std::min(first + 2, tiles);",
+        "std::min(first + 1, tiles);",
+        (FP8, "-k", "nearest and native"),
+    ),
+    Fault(
+        "outputs take the scale of another block",
+        REFERENCE,
+        "scales = scales.repeat_interleave(BLOCK, dim=1)[:, :outputs]",
+        "scales = scales.repeat(1, BLOCK, 1)[:, :outputs]",
+        (FP8, "-k", "those_of_their_blocks"),
+    ),
+    Fault(
+        "the reference's fused operation rounds twice",
+        "pymoe/reference/quantized_linear.py",
+        "even = (error != 0)",
+        "even = (error > 1)",
+        (FP8, "-k", "one_rounding and reference"),
+    ),
+    Fault(
+        "the reference takes products of 24 bits for exact",
+        "pymoe/reference/quantized_linear.py",
+        "(left.view(torch.int32) & 15) == 0",
+        "(left.view(torch.int32) & 0) == 0",
+        (FP8, "-k", "one_rounding and reference"),
     ),
     Fault(
         "codes of a checkpoint's byte change places",
