@@ -11,6 +11,8 @@ QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 DENSE = "tests/nn/test_quantized_dense.py"
 LAYERS = "tests/nn/test_quantized_experts.py"
+FILES = "pymoe/integrations/transformers/mxfp4_files.py"
+OF_FILES = "tests/integrations/transformers/test_mxfp4_files.py"
 
 FAULTS = [
     Fault(
@@ -236,6 +238,55 @@ FAULTS = [
         '{"linear_bits": self.linear_bits}',
         "{}",
         ("tests/integrations/transformers/test_quantized_dense.py", "-k", "comes_back and olmoe"),
+    ),
+    Fault(
+        "rows of gate in a checkpoint's weight come before those of up",
+        FILES,
+        "return pack_weight(blocks, scales).packed",
+        "return pack_weight(*(p.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for p in (blocks, scales))).packed",
+        (OF_FILES, "-k", "every_code"),
+    ),
+    Fault(
+        "a group of a checkpoint takes the scale of the next one",
+        FILES,
+        "return pack_weight(blocks, scales).packed",
+        "return pack_weight(blocks, scales.roll(-1, 2)).packed",
+        (OF_FILES, "-k", "that_transformers_makes"),
+    ),
+    Fault(
+        "blocks of a checkpoint may have any shape",
+        FILES,
+        " or tuple(tensor.shape) != expected:",
+        ":",
+        (OF_FILES, "-k", "do_not_fit and fewer"),
+    ),
+    Fault(
+        "a scale of a checkpoint may be NaN",
+        FILES,
+        "bad = scales == NAN",
+        "bad = scales > NAN",
+        (OF_FILES, "-k", "do_not_fit and NaN"),
+    ),
+    Fault(
+        "weights (E, out, in) are taken for those of GPT-OSS",
+        FILES,
+        'if not interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed:',
+        "if model is None:",
+        (OF_FILES, "-k", "say_the_layout"),
+    ),
+    Fault(
+        "a configuration that was passed once is for files in MXFP4 from then on",
+        "pymoe/integrations/transformers/quantizer.py",
+        "chosen = copy.copy(passed)",
+        "chosen = passed",
+        (OF_FILES, "-k", "stays_as_it_is"),
+    ),
+    Fault(
+        "dense layers next to experts in MXFP4 are packed from another dtype than the model's",
+        "pymoe/integrations/transformers/quantizer.py",
+        "weight = weight.to(expected.dtype)",
+        "pass",
+        (OF_FILES, "-k", "another_dtype"),
     ),
     Fault(
         "weights without memory may have any format",

@@ -7,10 +7,13 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``save_pretrained``: the packed bytes have the name of the weight itself, so that a program which does not know them
   finds tensors of unexpected shapes, and raises. ``NAME.sizes`` holds the format's number and features.
 - ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
+- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
+  configuration names another method: blocks and scales are laid out for the kernels, one weight after another.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pymoe._common.contracts import check_format
 from pymoe._common.types import WeightFormat
-from pymoe.integrations.transformers import interface, quantized_dense
+from pymoe.integrations.transformers import interface, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT
@@ -57,6 +60,10 @@ class PymoeConfig(QuantizationConfigMixin):
     :mod:`pymoe.integrations.transformers` must be imported, or transformers raises because of the weights' shapes. If
     the folder has a configuration, transformers does not use the one that is passed to it, and warns.
 
+    Checkpoints in MXFP4, as GPT-OSS is published, are the exception: ``PymoeConfig(bits=4, format="mxfp")`` takes the
+    place of their own configuration, and their codes and scales are kept as they are. They are not rounded to another
+    format. Without a ``PymoeConfig`` transformers loads them as ever: on a CPU it widens them to the model's dtype.
+
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier
@@ -74,8 +81,9 @@ class PymoeConfig(QuantizationConfigMixin):
             later pymoe; or an option is unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
-    or bits than the configuration says, a weight is not finite, a file is cut short, or the model has no experts that
-    pymoe quantises, runs another implementation of experts, or is offloaded.
+    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 is asked for
+    in another format, or the model has no experts that pymoe quantises, runs another implementation of experts, or is
+    offloaded.
     """
 
     def __init__(
@@ -106,6 +114,8 @@ class PymoeConfig(QuantizationConfigMixin):
         self.quant_method = quant_method
         self.folder: Path | None = None
         """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
+        self.of_mxfp4_files = False
+        """Whether this is in the place of the configuration of files in MXFP4; see :mod:`.mxfp4_files`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
@@ -125,6 +135,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
+        self.from_mxfp4: bool = self.pre_quantized and quantization_config.of_mxfp4_files
+        """Whether the files have experts in MXFP4, and dense layers in floating point; not what pymoe has packed."""
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
         self.dense: set[str] = set()
@@ -160,8 +172,10 @@ class PymoeQuantizer(HfQuantizer):
             raise ValueError(
                 f"from_pretrained: expected a model with experts that pymoe quantises, got {type(model).__name__}"
             )
-        linear_bits = self.quantization_config.linear_bits
-        if linear_bits is not None:
+        config = self.quantization_config
+        if self.from_mxfp4:
+            mxfp4_files.check_model(model, self.weights, config.bits, config.format)
+        if config.linear_bits is not None:
             self.dense = quantized_dense.dense_layers(model)
             if not self.dense:
                 raise ValueError(
@@ -169,15 +183,14 @@ class PymoeQuantizer(HfQuantizer):
                 )
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
         if self.pre_quantized:
-            config = self.quantization_config
             quantize_experts(model, config.bits, config.format)  # on the meta device
-            if linear_bits is not None:
-                quantize_linears(model, linear_bits, select=lambda name, _: name in self.dense)
-            for name in self.weights:
-                layer = model.get_submodule(name.removesuffix(quantized_dense.ENDING))
-                interface.mark_initialized(layer)
-                # transformers expects every key of the state to be a tensor of a module, and sizes are not.
-                self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
+            if self.dense and not self.from_mxfp4:
+                quantize_linears(model, config.linear_bits, select=lambda name, _: name in self.dense)
+            for layer in model.modules():
+                if isinstance(layer, QuantizedLinear):
+                    interface.mark_initialized(layer)
+                    # transformers expects every key of the state to be a tensor of a module, and sizes are not.
+                    self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
@@ -189,19 +202,34 @@ class PymoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return weight_conversions
         # These come first, because the first converter that knows a name takes it.
-        take = [
-            interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
-            for name in WEIGHTS
-        ]
-        dense = [interface.converter(*one, Take(self)) for one in quantized_dense.sources(model, self.dense)]
+        if self.from_mxfp4:
+            take = [
+                interface.converter(mxfp4_files.sources(name), f".{name}.packed", TakeBlocks(self)) for name in WEIGHTS
+            ]
+            dense = [
+                interface.converter([weight], own + quantized_dense.ENDING, AsNamed(), Pack(self))
+                for own, weight, _ in quantized_dense.sources(model, self.dense)
+            ]
+        else:
+            take = [
+                interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
+                for name in WEIGHTS
+            ]
+            dense = [
+                interface.converter([weight, sizes], f"{own}.packed", Take(self))
+                for own, weight, sizes in quantized_dense.sources(model, self.dense)
+            ]
         return take + dense + weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
         for name in sorted(self.weights - self.packed - self.faults.keys()):
-            self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
-        for name in sorted(self.missing & {f"{name}.bias" for name in self.dense}):
+            blocks = self.from_mxfp4 and name.removesuffix(quantized_dense.ENDING) not in self.dense
+            tensor = name + mxfp4_files.ENDINGS[0] if blocks else name
+            self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
+        biases = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
+        for name in sorted(self.missing & biases):
             self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
         if self.faults:
             first, *others = self.faults.values()
@@ -231,6 +259,11 @@ class _Known(ConversionOps):
 
     def __deepcopy__(self, memo: Any) -> _Known:
         return self
+
+    @property
+    def reverse_op(self) -> AsNamed:
+        """Return the reverse operation that transformers requires for saving; no tensor goes through it."""
+        return AsNamed()
 
 
 class Pack(_Known):
@@ -265,9 +298,11 @@ class Pack(_Known):
     def _packed(self, model: Any, name: str, weight: Tensor) -> Tensor:
         path, _, own = name.rpartition(".")
         experts = model.get_submodule(path)
-        expected = tuple(getattr(experts, own).shape)
-        if tuple(weight.shape) != expected:
-            raise ValueError(f"expected the shape {expected}, got {tuple(weight.shape)}")
+        expected = getattr(experts, own)
+        if weight.shape != expected.shape:
+            raise ValueError(f"expected the shape {tuple(expected.shape)}, got {tuple(weight.shape)}")
+        if self.hf_quantizer.from_mxfp4:  # transformers leaves this to the operation there
+            weight = weight.to(expected.dtype)
         config = self.hf_quantizer.quantization_config
         if path in self.hf_quantizer.dense:
             layer: QuantizedLinear = quantized_dense.packed_in_place(model, path, weight, config.linear_bits)
@@ -314,10 +349,34 @@ class Take(_Known):
         self.hf_quantizer.packed.add(name)
         return {full_layer_name: packed}
 
-    @property
-    def reverse_op(self) -> AsNamed:
-        """Return the reverse operation that transformers requires for saving; no tensor goes through it."""
-        return AsNamed()
+
+class TakeBlocks(_Known):
+    """Takes weights from files in MXFP4: packs their blocks and scales, which stay as they are."""
+
+    def convert(
+        self,
+        input_dict: dict[str, list[Tensor]],
+        source_patterns: list[str],
+        *,
+        full_layer_name: str,
+        model: Any,
+        missing_keys: set[str],
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
+        name = full_layer_name.removesuffix(".packed")
+        missing_keys.discard(full_layer_name)
+        self.hf_quantizer.missing = missing_keys
+        blocks, scales = (input_dict[pattern][0] if pattern in input_dict else None for pattern in source_patterns)
+        try:
+            packed = mxfp4_files.packed_weight(name, blocks, scales, model.get_submodule(name))
+            if (folder := self.hf_quantizer.quantization_config.folder) is not None:
+                packed = _in_file(packed, folder)
+        except (OSError, ValueError) as error:
+            self.hf_quantizer.faults[name] = str(error)
+            return {}
+        self.hf_quantizer.packed.add(name)
+        return {full_layer_name: packed}
 
 
 class AsNamed(ConversionOps):
@@ -335,7 +394,22 @@ class AsNamed(ConversionOps):
 def register() -> None:
     """Make transformers know :class:`PymoeConfig`, and save quantised models. Doing so again changes nothing."""
     interface.register_quantizer(PymoeConfig, PymoeQuantizer)
+    interface.call_before_merging(configuration_for)
     interface.call_before_saving(prepare_to_save)
+
+
+def configuration_for(method: str, passed: Any) -> PymoeConfig | None:
+    """Return the configuration to use for a folder of quantised files, or None to leave the choice to transformers.
+
+    Args:
+        method: the method of the files.
+        passed: what was passed to ``from_pretrained``; it is not changed.
+    """
+    if method != mxfp4_files.METHOD or not isinstance(passed, PymoeConfig):
+        return None
+    chosen = copy.copy(passed)
+    chosen.of_mxfp4_files = True
+    return chosen
 
 
 def prepare_to_save(model: nn.Module) -> None:
