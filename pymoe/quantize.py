@@ -3,8 +3,9 @@
     python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp] [--linear-bits 8|4]
                              [--max-shard-size SIZE]
 
-FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, stay as
-they are, with ``--format mxfp``, and are laid out for the kernels. OUT will hold the quantised model;
+FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, or in
+FP8, as DeepSeek-V3, stay as they are, with ``--format mxfp`` or ``fp``, and are laid out for the kernels. OUT will hold
+the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
 are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
 layer's experts, and twice the size of OUT on the disk.
@@ -67,7 +68,8 @@ def convert(
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
-        folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 if ``format`` is "mxfp".
+        folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 or FP8 if ``format`` is "mxfp"
+            or "fp".
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
@@ -86,12 +88,12 @@ def convert(
         raise ValueError(f"expected {out} not to exist, or to be empty, got files")
     import transformers
 
-    from pymoe.integrations.transformers import PymoeConfig, mxfp4_files
+    from pymoe.integrations.transformers import PymoeConfig, fp8_files, mxfp4_files
 
     config = transformers.AutoConfig.from_pretrained(folder)
     own = getattr(config, "quantization_config", None)
-    if own and (method := dict(own).get("quant_method")) != mxfp4_files.METHOD:
-        raise ValueError(f"expected weights that are not quantised, or are in MXFP4, got {method!r}")
+    if own and (method := dict(own).get("quant_method")) not in (mxfp4_files.METHOD, fp8_files.METHOD):
+        raise ValueError(f"expected weights that are not quantised, or are in MXFP4 or FP8, got {method!r}")
     names = config.architectures or ["none"]
     model_class: Any = getattr(transformers, names[0], None)
     if model_class is None:

@@ -7,6 +7,8 @@ PRODUCTS_FP8 = "csrc/kernels/quantized_linear_fp8.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
 REFERENCE = "pymoe/reference/quantized_weight.py"
 FP8 = "tests/ops/test_fp8_weights.py"
+FP8_FILES = "tests/integrations/transformers/test_fp8_files.py"
+QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 DENSE = "tests/nn/test_quantized_dense.py"
@@ -161,6 +163,34 @@ FAULTS = [
         "(left.view(torch.int32) & 15) == 0",
         "(left.view(torch.int32) & 0) == 0",
         (FP8, "-k", "one_rounding and reference"),
+    ),
+    Fault(
+        "scales of a checkpoint in FP8 go to the blocks of other outputs",
+        "pymoe/integrations/transformers/fp8_files.py",
+        "scales.float().repeat_interleave(BLOCK, dim=-2)",
+        "scales.float().flip(-2).repeat_interleave(BLOCK, dim=-2)",
+        (FP8_FILES, "-k", "is_kept"),
+    ),
+    Fault(
+        "a checkpoint in FP8 may have blocks of any size",
+        QUANTIZER,
+        "        fp8_files.check_configuration(entries)\n",
+        "        pass\n",
+        (FP8_FILES, "-k", "other_blocks"),
+    ),
+    Fault(
+        "a model from files in FP8 is saved through the converters that read it",
+        QUANTIZER,
+        "interface.save_as_if_loaded_by(model, self._originals)",
+        "pass",
+        (FP8_FILES, "-k", "saved"),
+    ),
+    Fault(
+        "codes of a checkpoint that are NaN are taken",
+        "pymoe/integrations/transformers/fp8_files.py",
+        "((codes & 127) == 127)",
+        "((codes & 127) == 128)",
+        (FP8_FILES, "-k", "do_not_fit and with_nan"),
     ),
     Fault(
         "codes of a checkpoint's byte change places",

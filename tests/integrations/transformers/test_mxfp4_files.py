@@ -409,7 +409,7 @@ def test_the_configuration_that_was_passed_stays_as_it_is(published, tmp_path):
 
 
 def test_the_files_of_other_methods_are_left_to_transformers(published):
-    for method, words in (("fp8", "FineGrainedFP8Config"), ("pymoe", r"to have '.*down_proj', got none")):
+    for method, words in (("fbgemm_fp8", "FbgemmFp8Config"), ("pymoe", r"to have '.*down_proj', got none")):
         config = json.loads((published / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method}
         (published / "config.json").write_text(json.dumps(config))
