@@ -5,67 +5,68 @@
 // steps rounded. These are IEEE operations on single lanes, so the bits are the same on every processor. Few rows
 // decode codes in registers; many rows share the decoded values of a block, which stay in the nearest cache.
 //
-// A code is sign, 4 bits of exponent with bias 7, and 3 bits of mantissa; 0x7f and 0xff are NaN, and there is no
-// infinity. Moved by one exponent bit, it is a float16 of 2^-8 times its value. The conversion from float16 is exact
-// for subnormals too, also where a thread flushes those of float32.
+// A code is a sign, 4 bits of exponent with bias 7, and 3 bits of mantissa; 0x7f and 0xff are NaN, and there is no
+// infinity. With its exponent and mantissa at the lower ends of those of an fp32, it is 2^-120 times its value, so that
+// a product with 2^120 gives the value, also of a subnormal code. These codes are subnormal as fp32, so the caller
+// turns off the flushing of subnormals. A NaN is found on the side, as one makes the sum of its block NaN for every
+// row.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Of a code as float16: its magnitude, the magnitude that is NaN, and its sign.
-inline constexpr int16_t kFp8Magnitude = 0x3f80, kFp8Nan = 0x3f80, kFp8Sign = INT16_MIN;
-
 #if PYMOE_ISA_LEVEL == 4
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)_mm512_fmadd_ps(a, b, sum); }
-
-// The values of the codes of two vectors of outputs.
-PYMOE_INLINE void decode(const uint8_t* codes, vfloat* values) {
-  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-  const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(kFp8Magnitude));
-  const __m512i finite = _mm512_or_si512(magnitude, _mm512_and_si512(wide, _mm512_set1_epi16(kFp8Sign)));
-  const __mmask32 nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(kFp8Nan));
-  const __m512i halves = _mm512_mask_mov_epi16(finite, nan, _mm512_set1_epi16(0x7e00));
-  values[0] = (vfloat)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)) * 256.0f;
-  values[1] = (vfloat)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)) * 256.0f;
-}
 #elif PYMOE_ISA_LEVEL == 3
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)_mm256_fmadd_ps(a, b, sum); }
-
-PYMOE_INLINE void decode(const uint8_t* codes, vfloat* values) {
-  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(kFp8Magnitude));
-  const __m256i finite = _mm256_or_si256(magnitude, _mm256_and_si256(wide, _mm256_set1_epi16(kFp8Sign)));
-  const __m256i halves =
-      _mm256_or_si256(finite, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(kFp8Nan)));  // all ones are a NaN
-  values[0] = (vfloat)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * 256.0f;
-  values[1] = (vfloat)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * 256.0f;
-}
 #else
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) {
   for (int lane = 0; lane < kLanes<float>; ++lane) sum[lane] = __builtin_fmaf(a[lane], b[lane], sum[lane]);
   return sum;
 }
+#endif
 
-struct Fp8Values {
-  float of[256];
-  constexpr Fp8Values() : of() {
-    for (int code = 0; code < 256; ++code) {
-      const int exponent = code >> 3 & 15, mantissa = code & 7;
-      float value = static_cast<float>(exponent == 0 ? mantissa : 8 + mantissa) / 512;  // times 2^(exponent - 1)
-      for (int i = 1; i < exponent; ++i) value *= 2;
-      of[code] = (code & 127) == 127 ? __builtin_nanf("") : code < 128 ? value : -value;
+PYMOE_INLINE vint32 load_signed_bytes(const uint8_t* source) {
+#if PYMOE_ISA_LEVEL == 4
+  return (vint32)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#elif PYMOE_ISA_LEVEL == 3
+  return (vint32)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#else
+  vint32 bytes{};
+  for (int lane = 0; lane < kLanes<float>; ++lane) bytes[lane] = static_cast<int8_t>(source[lane]);
+  return bytes;
+#endif
+}
+
+// The values of a vector's codes; NaN appears as 480.
+PYMOE_INLINE vfloat decode(const uint8_t* codes) {
+  constexpr auto kBits = static_cast<int32_t>(0x87f00000u);  // the sign, and where exponent and mantissa are
+  return (vfloat)(load_signed_bytes(codes) << 20 & kBits) * 0x1p120f;
+}
+
+typedef uint8_t vcodes __attribute__((vector_size(2 * kLanes<float>)));  // the codes of two vectors of outputs
+
+// Looks for NaN among the codes of some inputs, for the outputs of kVectors vectors.
+template <int kVectors>
+class NanAmong {
+ public:
+  PYMOE_INLINE void see(const uint8_t* codes) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kVectors / 2; ++i) {
+      vcodes some;
+      memcpy(&some, codes + i * static_cast<int>(sizeof(some)), sizeof(some));
+      some &= 0x7f;
+      largest_[i] = some > largest_[i] ? some : largest_[i];
     }
   }
-};
-
-PYMOE_INLINE void decode(const uint8_t* codes, vfloat* values) {
-  static constexpr Fp8Values kValues;
-  for (int vector = 0; vector < 2; ++vector) {
-    vfloat value{};
-    for (int lane = 0; lane < kLanes<float>; ++lane) value[lane] = kValues.of[codes[vector * kLanes<float> + lane]];
-    values[vector] = value;
+  // A vector whose bits are ones, which is NaN, in the lanes of outputs that have one, and zeros in the others.
+  PYMOE_INLINE vint32 lanes(int vector) const {
+    uint8_t bytes[sizeof(largest_)];
+    memcpy(bytes, largest_, sizeof(bytes));
+    return load_signed_bytes(bytes + vector * kLanes<float>) == 0x7f;
   }
-}
-#endif
+
+ private:
+  vcodes largest_[kVectors / 2] = {};
+};
 
 // Writes `count` <= 128 values in fp32; the values past them are zero.
 template <typename T>
@@ -75,27 +76,48 @@ void widen_block(const T* x, int64_t count, int8_t* to, RoundedBlock&) {
   for_vectors<T>(count, [&](int64_t i, int size) { store_count(values + i, load_count(x + i, size), size); });
 }
 
-// The weights of some outputs for each input of a block: codes in the packed tile, or values that are decoded.
+// The weights of the outputs of kVectors vectors, for each input of a block: codes in the packed tile, or values.
+template <int kVectors>
 struct StoredCodes {
   const uint8_t* codes;
-  template <int kVectors>
-  PYMOE_INLINE void load_input(int64_t input, vfloat (&values)[kVectors]) const {
+  NanAmong<kVectors> nan{};
+
+  PYMOE_INLINE void load_input(int64_t input, vfloat (&values)[kVectors]) {
     constexpr int64_t kAhead = 8192;  // bytes
     const uint8_t* from = codes + input * kQuantizedTile;
     __builtin_prefetch(from + kAhead);
+    nan.see(from);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v += 2) decode(from + v * kLanes<float>, values + v);
+    for (int v = 0; v < kVectors; ++v) values[v] = decode(from + v * kLanes<float>);
   }
+  PYMOE_INLINE vfloat with_nan(vfloat sum, int vector) const { return (vfloat)((vint32)sum | nan.lanes(vector)); }
 };
 
+template <int kVectors>
 struct DecodedValues {
   const float* decoded;
-  template <int kVectors>
-  PYMOE_INLINE void load_input(int64_t input, vfloat (&values)[kVectors]) const {
+
+  PYMOE_INLINE void load_input(int64_t input, vfloat (&values)[kVectors]) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) values[v] = load(decoded + (input * kVectors + v) * kLanes<float>);
   }
+  PYMOE_INLINE vfloat with_nan(vfloat sum, int) const { return sum; }
 };
+
+// Decodes the codes of a block for DecodedValues. NaN goes to the first input, and thus into every sum.
+template <int kVectors>
+void decode_block(StoredCodes<kVectors> stored, int64_t inputs, float* decoded) {
+  for (int64_t input = 0; input < inputs; ++input) {
+    vfloat values[kVectors];
+    stored.load_input(input, values);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store(decoded + (input * kVectors + v) * kLanes<float>, values[v]);
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    float* first = decoded + v * kLanes<float>;
+    store(first, stored.with_nan(load(first), v));
+  }
+}
 
 // y[r][outputs] += scales * the products of a block, for kRows rows whose values follow one another, and for the
 // outputs of kVectors vectors. `y` and `scales` are those of the first output; a row of y has 64 outputs.
@@ -118,7 +140,7 @@ void multiply_fp8(Weights weights, const float* scales, int64_t inputs, const fl
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       float* sum = y + r * kQuantizedTile + v * kLanes<float>;
-      store(sum, load(sum) + sums[r][v] * load(scales + v * kLanes<float>));
+      store(sum, load(sum) + weights.with_nan(sums[r][v], v) * load(scales + v * kLanes<float>));
     }
   }
 }
@@ -161,23 +183,19 @@ void multiply_tile_fp8(const uint8_t* tile, int64_t inputs, const RoundedRows& x
       const uint8_t* codes = tile + fp8_block_begin(block) + kQuantizedTile * 4;
       const auto* values = reinterpret_cast<const float*>(x.codes + block * x.codes_stride + chunk * kWidenedBytes);
       if (size <= kMostDecoding) {
-        const auto function = multiply_fp8_for<kMostDecoding, kDecodingVectors, StoredCodes>(size);
+        const auto function = multiply_fp8_for<kMostDecoding, kDecodingVectors, StoredCodes<kDecodingVectors>>(size);
         for (int64_t first = 0; first < kQuantizedTile; first += kDecodingVectors * kWidth) {
-          function(StoredCodes{codes + first}, scales + first, some, values, y + first);
+          function({codes + first}, scales + first, some, values, y + first);
         }
         continue;
       }
       const int64_t parts = (size + kMostSharing - 1) / kMostSharing;
       for (int64_t first = 0; first < kQuantizedTile; first += kSharingVectors * kWidth) {
-        for (int64_t input = 0; input < some; ++input) {
-          vfloat outputs[kSharingVectors];
-          StoredCodes{codes + first}.load_input(input, outputs);
-          for (int v = 0; v < kSharingVectors; ++v) store(decoded + (input * kSharingVectors + v) * kWidth, outputs[v]);
-        }
+        decode_block<kSharingVectors>({codes + first}, some, decoded);
         for (int64_t part = 0, r = 0; part < parts; ++part) {
           const int64_t together = (size - r) / (parts - part);  // so that parts are as equal as possible
-          multiply_fp8_for<kMostSharing, kSharingVectors, DecodedValues>(together)(
-              DecodedValues{decoded}, scales + first, some, values + r * kFp8Block, y + r * kQuantizedTile + first);
+          multiply_fp8_for<kMostSharing, kSharingVectors, DecodedValues<kSharingVectors>>(together)(
+              {decoded}, scales + first, some, values + r * kFp8Block, y + r * kQuantizedTile + first);
           r += together;
         }
       }

@@ -79,6 +79,19 @@ def test_products_with_one_input_are_the_values_of_its_codes(backend, rows, flus
         assert_same_bits(y, expected, f"input {place}")
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_thread_that_flushes_subnormal_numbers_gets_the_same_products(rows):
+    weight = pymoe.ops.pack_weight(*stored(1, 70, 200))
+    x = normal(rows, 200) * 2.0 ** torch.linspace(-150, -110, 200)
+    expected = pymoe.ops.quantized_linear(x, weight, offsets_of([rows]))
+    torch.set_flush_denormal(True)
+    try:
+        y = pymoe.ops.quantized_linear(x, weight, offsets_of([rows]))
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_bits(y, expected, "y")
+
+
 @BACKENDS
 @SIZES
 @pytest.mark.parametrize("by_row", [False, True], ids=["blocks", "rows"])
