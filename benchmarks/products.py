@@ -23,12 +23,12 @@ OUTPUTS, INPUTS = 768, 2048
 MOST_EXPERTS = 32
 MOST_ROWS = 2048
 """Most rows of all experts of a call together; a call has at least four experts even if their rows are more."""
-QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp")}
+QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp"), "fp8": (8, "fp")}
 """Kinds of quantised weights, and the arguments of ``ops.quantize_weight`` for each."""
 READING = 8
 """Rows per expert up to which a table gives bytes per second."""
 TORCH = "torch.mm"
-WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0, "mxfp4": 4.25}
+WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0, "mxfp4": 4.25, "fp8": 8.25}
 """Kinds of weights, and bits per weight, not counting scales that are stored once per output row."""
 
 

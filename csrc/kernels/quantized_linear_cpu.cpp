@@ -29,6 +29,22 @@ struct Way {
   int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
 };
 
+// Calls multiply_tile_fp8 with the usual handling of subnormal numbers, which a thread may have set to flush them.
+template <typename T>
+void multiply_with_subnormals(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
+                              int64_t row_stride, int64_t count) {
+  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fp8<T>);
+#if PYMOE_MULTIVERSION
+  constexpr unsigned kFlush = 0x8040;  // of results (FTZ) and operands (DAZ)
+  const unsigned before = _mm_getcsr();
+  if ((before & kFlush) != 0) _mm_setcsr(before & ~kFlush);
+  multiply(tile, inputs, x, bias, out, row_stride, count);
+  if ((before & kFlush) != 0) _mm_setcsr(before);
+#else
+  multiply(tile, inputs, x, bias, out, row_stride, count);
+#endif
+}
+
 template <typename T, WeightFormat kFormat>
 class Ways {
  public:
@@ -37,16 +53,27 @@ class Ways {
   int64_t row_bytes() const { return std::max(few_.row_bytes, many_.row_bytes); }
 
  private:
-  Way<T> few_ = {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
-                 PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
+  Way<T> few_ = by_vectors();
   Way<T> many_ = by_tiles();
+
+  static Way<T> by_vectors() {
+    if constexpr (kFormat == WeightFormat::kFp8) {
+      return {PYMOE_SELECT_ISA_UP_TO_BF16(widen_block<T>), &multiply_with_subnormals<T>, kWidenedBytes,
+              int64_t{3} << 19};
+    } else {
+      return {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
+              PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
+    }
+  }
 
   Way<T> by_tiles() const {
 #if PYMOE_MULTIVERSION
-    constexpr Integers kIntegers = integers_for_tiles(kFormat);
-    if (best_isa() >= Isa::kAmx) {
-      return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kFormat, T, AmxTiles>,
-              rounded_bytes(kIntegers), int64_t{1} << 20};
+    if constexpr (kFormat != WeightFormat::kFp8) {  // AMX has no fp32, nor sums in the order of the inputs
+      constexpr Integers kIntegers = integers_for_tiles(kFormat);
+      if (best_isa() >= Isa::kAmx) {
+        return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kFormat, T, AmxTiles>,
+                rounded_bytes(kIntegers), int64_t{1} << 20};
+      }
     }
 #endif
     return few_;
@@ -137,6 +164,7 @@ void quantized_linear(const QuantizedLinearArguments& arguments) {
       case WeightFormat::kInt8: return multiply<T, WeightFormat::kInt8>(arguments);
       case WeightFormat::kInt4: return multiply<T, WeightFormat::kInt4>(arguments);
       case WeightFormat::kMxfp4: return multiply<T, WeightFormat::kMxfp4>(arguments);
+      case WeightFormat::kFp8: return multiply<T, WeightFormat::kFp8>(arguments);
     }
   };
   switch (arguments.dtype) {

@@ -4,7 +4,8 @@
 // A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
 // processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
 // one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in pairs. Many
-// rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same.
+// rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 are multiplied in
+// quantized_linear_fp8.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -448,6 +449,7 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
 
 }  // namespace pymoe::cpu::PYMOE_ISA
 
+#include "kernels/quantized_linear_fp8.h"
 #if PYMOE_ISA_HAS_BF16
 #include "kernels/quantized_linear_amx.h"
 #endif

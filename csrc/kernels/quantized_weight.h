@@ -6,6 +6,7 @@
 //     int4    for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes;
 //             byte b holds the code of input b in its lower half, of input b + 4 above;  w = scale * code + minimum
 //     mxfp4   for every 32 inputs: 64 scales (e8m0), then codes (e2m1) as those of int4;  w = 2^(scale - 127) * value
+//     fp8     for every 128 inputs: 64 scales (fp32), then for every input 64 codes (e4m3);  w = scale * value
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
 // inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
@@ -23,28 +24,33 @@ namespace pymoe {
 
 inline constexpr int64_t kQuantizedTile = 64;   // outputs
 inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale (and a minimum) at 4 bits
+inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise at fp8
 
 // The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes.
-enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14 };
+enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14, kFp8 = 18 };
 
 constexpr int64_t bits_of(WeightFormat format) { return static_cast<int64_t>(format) % 10; }
 
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
+constexpr int64_t fp8_blocks(int64_t inputs) { return (inputs + kFp8Block - 1) / kFp8Block; }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
 // The bytes of the scales (and minima) of a group of inputs in a tile.
 constexpr int64_t quantized_ends_bytes(WeightFormat format) {
-  return kQuantizedTile * (format == WeightFormat::kInt8 ? 0 : format == WeightFormat::kInt4 ? 2 * 2 : 1);
+  return kQuantizedTile * (format == WeightFormat::kInt4 ? 2 * 2 : format == WeightFormat::kMxfp4 ? 1 : 0);
 }
-// The bytes of a group of inputs in a tile, without the bytes that a tile has only once.
+// The bytes of a group of inputs in a tile, without those that a tile (int8) or a block (fp8) has only once.
 constexpr int64_t quantized_group_bytes(WeightFormat format) {
   return quantized_ends_bytes(format) + kQuantizedTile * kQuantizedGroup * bits_of(format) / 8;
 }
 constexpr int64_t quantized_head_bytes(WeightFormat format) {
   return format == WeightFormat::kInt8 ? kQuantizedTile * 4 : 0;
 }
+// fp8: the bytes of a tile before a block, which begins with its scales.
+constexpr int64_t fp8_block_begin(int64_t block) { return block * kQuantizedTile * (4 + kFp8Block); }
 constexpr int64_t quantized_tile_bytes(WeightFormat format, int64_t inputs) {
-  return quantized_head_bytes(format) + quantized_groups(inputs) * quantized_group_bytes(format);
+  const int64_t bytes = quantized_head_bytes(format) + quantized_groups(inputs) * quantized_group_bytes(format);
+  return format == WeightFormat::kFp8 ? bytes + fp8_blocks(inputs) * kQuantizedTile * 4 : bytes;
 }
 
 struct QuantizeWeightArguments {

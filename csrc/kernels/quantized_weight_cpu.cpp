@@ -76,10 +76,50 @@ void quantize(const QuantizeWeightArguments& a) {
   });
 }
 
+// fp8: the outputs of two tiles share scales.
+template <typename T>
+void quantize_fp8(const QuantizeWeightArguments& a) {
+  static_assert(kFp8Block == 2 * kQuantizedTile);
+  const int64_t tiles = quantized_tiles(a.outputs), pairs = (tiles + 1) / 2,
+                bytes = quantized_tile_bytes(a.format, a.inputs);
+  const auto quantize_group = PYMOE_SELECT_ISA(quantize_group_fp8);
+  const auto raise_to_largest = PYMOE_SELECT_ISA(raise_to_largest);
+  const auto scale_of_block = PYMOE_SELECT_ISA(scale_of_block);
+  parallel_tasks(a.experts * pairs * fp8_blocks(a.inputs), [&](int64_t task) {
+    const int64_t block = task % fp8_blocks(a.inputs), pair = task / fp8_blocks(a.inputs);
+    const int64_t expert = pair / pairs, first = pair % pairs * 2, end = std::min(first + 2, tiles);
+    alignas(64) float values[kQuantizedGroup * kQuantizedTile];
+    const auto for_groups = [&](int64_t tile, const auto& body) {
+      const int64_t last = std::min(a.inputs, (block + 1) * kFp8Block);
+      for (int64_t input = block * kFp8Block; input < last; input += kQuantizedGroup) {
+        const int64_t inputs = std::min(kQuantizedGroup, last - input);
+        gather<T>(a, expert, tile * kQuantizedTile, input, inputs, values);
+        body(inputs, input - block * kFp8Block);
+      }
+    };
+    alignas(64) float largest[kQuantizedTile] = {};
+    for (int64_t tile = first; tile < end; ++tile) {
+      for_groups(tile, [&](int64_t inputs, int64_t) { raise_to_largest(values, inputs, largest); });
+    }
+    const float scale = scale_of_block(largest);
+    for (int64_t tile = first; tile < end; ++tile) {
+      uint8_t* to = a.packed + (expert * tiles + tile) * bytes + fp8_block_begin(block);
+      float scales[kQuantizedTile] = {};
+      std::fill_n(scales, std::min(kQuantizedTile, a.outputs - tile * kQuantizedTile), scale);
+      std::memcpy(to, scales, sizeof(scales));
+      uint8_t* codes = to + sizeof(scales);
+      for_groups(tile,
+                 [&](int64_t inputs, int64_t i) { quantize_group(values, inputs, scale, codes + i * kQuantizedTile); });
+    }
+  });
+}
+
 }  // namespace
 
 void quantize_weight(const QuantizeWeightArguments& arguments) {
-  visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { quantize<T>(arguments); });
+  visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) {
+    arguments.format == WeightFormat::kFp8 ? quantize_fp8<T>(arguments) : quantize<T>(arguments);
+  });
 }
 
 }  // namespace pymoe::cpu

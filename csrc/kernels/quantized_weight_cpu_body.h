@@ -159,6 +159,26 @@ inline void quantize_group_8(const float* values, int64_t count, const float* sc
   }
 }
 
+// The same at fp8, for outputs that share one scale.
+inline void quantize_group_fp8(const float* values, int64_t count, float scale, uint8_t* out) {
+  memset(out, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
+  const vfloat divisor = broadcast(scale > 0 ? scale : 1.0f);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+      const vfloat quotient = load(values + first + i * kQuantizedTile) / divisor, size = magnitude(quotient);
+      const vint32 bits = (vint32)size;
+      // Both round to the nearest, ties to even: to 3 bits of mantissa, or below 2^-6 to a multiple of 2^-9.
+      const vint32 normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+      const vint32 small = (vint32)(size + 0x1p14f) - (vint32)broadcast(0x1p14f);
+      const vint32 code = size < 0x1p-6f ? small : normal;
+      const auto sign = (vint32)((vuint32)quotient >> 31);
+      const vint32 codes = code | sign << 7;
+      uint8_t* to = out + i * kQuantizedTile + first;
+      for (int lane = 0; lane < kLanes<float>; ++lane) to[lane] = static_cast<uint8_t>(codes[lane]);
+    }
+  }
+}
+
 // scales[output] = the largest magnitude so far, from the earlier inputs and `count` inputs.
 inline void raise_to_largest(const float* values, int64_t count, float* scales) {
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
@@ -166,6 +186,14 @@ inline void raise_to_largest(const float* values, int64_t count, float* scales) 
     for (int64_t i = 0; i < count; ++i) largest = max(largest, magnitude(load(values + first + i * kQuantizedTile)));
     store(scales + first, largest);
   }
+}
+
+// The scale of the outputs of a block at fp8, from their largest magnitudes.
+inline float scale_of_block(const float* largest) {
+  float most = 0;
+  for (int64_t output = 0; output < kQuantizedTile; ++output) most = largest[output] > most ? largest[output] : most;
+  const float scale = most / 448.0f;
+  return scale >= kSmallestStep ? scale : 0.0f;
 }
 
 inline void scale_from_largest(float* scales) {

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING
 from pymoe._common.types import (
+    BLOCK,
     FORMATS,
     GATED,
     GROUP,
@@ -35,6 +36,7 @@ from pymoe._common.types import (
     WeightFormat,
     is_gated,
     packed_shape,
+    up,
 )
 
 ROW_LIMIT = 2**31
@@ -411,8 +413,8 @@ def check_format(operator: str, bits: object, format: object, of: str = "") -> N
     if not isinstance(format, str):
         raise TypeError(f"{operator}: {of}format must be a str, got {type(format).__name__}")
     if format not in known:
-        names = " or ".join(map(repr, known))
-        raise ValueError(f"{operator}: {of}format must be {names}, got {format!r}")
+        *first, last = map(repr, known)
+        raise ValueError(f"{operator}: {of}format must be {', '.join(first)} or {last}, got {format!r}")
     fitting = " or ".join(map(str, known[format])) + ("" if format == "int" else f" for format {format!r}")
     checks.integer(operator, f"{of}bits", bits, 4, 8, fitting)
     if bits not in known[format]:
@@ -436,13 +438,27 @@ def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> No
 
 def check_pack_weight(codes: Tensor, scales: Tensor) -> None:
     """Raise if the arguments of :func:`pack_weight` break its contract."""
-    checks.dtype("pack_weight", "codes", codes, torch.uint8)
-    checks.rank("pack_weight", "codes", codes, "(E, N, H / 32, 16)")
-    checks.size("pack_weight", "codes", codes, 3, GROUP // 2, "bytes of 32 codes")
-    checks.dtype("pack_weight", "scales", scales, torch.uint8)
-    checks.rank("pack_weight", "scales", scales, "(E, N, H / 32)")
-    for dim, of in enumerate(("E", "N", "H / 32")):
-        checks.size("pack_weight", "scales", scales, dim, codes.shape[dim], f"{of} of codes")
+    checks.dtype("pack_weight", "codes", codes, torch.uint8, torch.float8_e4m3fn)
+    if codes.dtype == torch.uint8:
+        checks.rank("pack_weight", "codes", codes, "(E, N, H / 32, 16)")
+        checks.size("pack_weight", "codes", codes, 3, GROUP // 2, "bytes of 32 codes")
+        checks.dtype("pack_weight", "scales", scales, torch.uint8)
+        checks.rank("pack_weight", "scales", scales, "(E, N, H / 32)")
+        for dim, of in enumerate(("E", "N", "H / 32")):
+            checks.size("pack_weight", "scales", scales, dim, codes.shape[dim], f"{of} of codes")
+    else:
+        checks.rank("pack_weight", "codes", codes, "(E, N, H)")
+        experts, outputs, inputs = codes.shape
+        checks.dtype("pack_weight", "scales", scales, torch.float32)
+        checks.rank("pack_weight", "scales", scales, "(E, N / 128, H / 128)")
+        checks.size("pack_weight", "scales", scales, 0, experts, "E of codes")
+        blocks = up(outputs, BLOCK) // BLOCK
+        if scales.shape[1] not in (blocks, outputs):
+            raise ValueError(
+                f"pack_weight: scales must have size {blocks} (blocks of N of codes) or {outputs} (N of codes) in "
+                f"dimension 1, got {scales.shape[1]}"
+            )
+        checks.size("pack_weight", "scales", scales, 2, up(inputs, BLOCK) // BLOCK, "blocks of H of codes")
     checks.same_device("pack_weight", "scales", scales, "codes", codes)
 
 

@@ -67,8 +67,8 @@ class Routing(NamedTuple):
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
 
-WeightFormat = Literal["int", "mxfp"]
-"""Kinds of quantised weights: integers, or floating-point codes of the OCP Microscaling formats."""
+WeightFormat = Literal["int", "mxfp", "fp"]
+"""Kinds of quantised weights: integers, floating-point codes of the OCP Microscaling formats, or of FP8."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -86,7 +86,7 @@ class QuantizedWeight(NamedTuple):
     """Kind of the codes and scales, a name of ``quantize_weight``."""
 
 
-FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14}
+FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14, ("fp", 8): 18}
 """Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes."""
 
 
@@ -109,6 +109,8 @@ TILE = 64
 """Number of outputs of a tile."""
 GROUP = 32
 """Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
+BLOCK = 128
+"""Number of inputs that share a scale in FP8, and of outputs in the files of checkpoints."""
 
 
 def up(value: int, multiple: int) -> int:
@@ -119,8 +121,8 @@ def up(value: int, multiple: int) -> int:
 def bytes_of_tile(number: int, input_features: int) -> int:
     """Return the bytes of :data:`TILE` outputs in the format of a number of :data:`FORMATS`."""
     inputs = up(input_features, GROUP)
-    if number == 8:
-        return TILE * (4 + inputs)
+    if number in (8, 18):
+        return TILE * ((1 if number == 8 else up(inputs, BLOCK) // BLOCK) * 4 + inputs)
     return TILE * (inputs // GROUP * (4 if number == 4 else 1) + inputs // 2)
 
 

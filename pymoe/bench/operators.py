@@ -434,6 +434,7 @@ _ALL = (
         NO_TOLERANCE,
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, bits) for bits in (8, 4) for rows in (1, 64)),
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, 4, "mxfp") for rows in (1, 64)),
+        *(quantized_linear_case("Qwen3-30B, eight experts", rows, 8, "fp") for rows in (1, 64)),
     ),
     _operator(
         "router_losses",

@@ -43,16 +43,16 @@ class QuantizedLinear(nn.Module):
         output_features: N.
         num_experts: E.
         bits: 8 or 4.
-        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the packed weights.
 
     Attributes:
         packed: (E, ceil(N / 64), bytes) uint8.
 
-    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits (14 for ``"mxfp"``), N and H. Loading a state of
-    another format or with other sizes raises :class:`RuntimeError`; a state without ``sizes`` is compared by the shape
-    of ``packed`` alone.
+    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits (14 for ``"mxfp"``, 18 for ``"fp"``), N and H.
+    Loading a state of another format or with other sizes raises :class:`RuntimeError`; a state without ``sizes`` is
+    compared by the shape of ``packed`` alone.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -134,7 +134,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def sizes(self) -> Tensor:
-        """(3,) int64 on the CPU: bits (14 for "mxfp"), N and H, which a state dict holds next to the bytes."""
+        """(3,) int64 on the CPU: bits (14 for "mxfp", 18 for "fp"), N and H, for a state dict to hold."""
         return torch.tensor([number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -200,7 +200,7 @@ class QuantizedExperts(nn.Module):
         ffn_size: F.
         num_experts: E.
         bits: 8 or 4.
-        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -356,8 +356,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
     the experts of a model of transformers that runs with ``experts_implementation="pymoe"`` keep their module, in which
     a :class:`QuantizedLinear` takes the place of each stacked weight. Routers, shared experts, biases and all other
     layers stay as they are; :func:`quantize_linears` rounds dense ones. The errors are those of
-    :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with 8 bits and 7 % with 4 (11.5 % with the format
-    "mxfp"), for normally distributed weights.
+    :func:`pymoe.ops.quantize_weight`: 0.7 % of the weights' norm with 8 bits and 7 % with 4 (2.6 % with the format "fp"
+    and 11.5 % with "mxfp"), for normally distributed weights.
 
     If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
     it is removed. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of
@@ -372,8 +372,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
     Args:
         model: any module, but not itself an :class:`Experts`. It is in evaluation mode, or its experts require no
             gradients.
-        bits: 8 or 4; 4 for "mxfp".
-        format: "int" or "mxfp", as for :func:`pymoe.ops.quantize_weight`.
+        bits: 8 or 4; 4 for "mxfp", 8 for "fp".
+        format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`.
 
     Returns:
         The number of layers that were quantised, and the bytes of their weights before and after.

@@ -29,6 +29,6 @@ quantize_weight.__doc__ = reference.__doc__
 @torch.library.register_fake("pymoe::quantize_weight")
 def _(weight: Tensor, format: int) -> Tensor:
     if format not in FORMATS.values():
-        raise ValueError(f"quantize_weight: format must be 8, 4 or 14, got {format}")
+        raise ValueError(f"quantize_weight: format must be 8, 4, 14 or 18, got {format}")
     experts, outputs, inputs = weight.shape
     return weight.new_empty(packed_shape(format, outputs, inputs, experts), dtype=torch.uint8)

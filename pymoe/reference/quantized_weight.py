@@ -7,6 +7,10 @@ codes 0 to 15. Both are bfloat16, so that a weight takes 5 bits in all.
 the sign of a value in its upper bit and its magnitude in the other three: 0, 1/2, 1, 3/2, 2, 3, 4 or 6 (e2m1). A weight
 takes 4.25 bits in all. The scale is a byte (e8m0), and 255 is NaN. This is MXFP4 of the OCP Microscaling Formats (MX)
 Specification 1.0.
+**fp8**: a scale for each block of 128 inputs of an output row; ``w = scale * value`` with float32 scales and codes of
+8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; magnitudes are 2**-9 to 448, subnormals
+included, and 0, there is no infinity, and 0x7F and 0xFF are NaN). A weight takes 8.25 bits in all. Checkpoints such as
+those of DeepSeek-V3 have one scale for 128 outputs and 128 inputs, which the outputs then share.
 
 Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
 
@@ -14,6 +18,7 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in t
     int4     for every 32 inputs: 64 scales, 64 minima (bfloat16), then for every 8 inputs: 64 outputs x 4 bytes,
              where byte b holds the code of input b in its lower half and that of input 4 + b in its upper half
     mxfp4    for every 32 inputs: 64 scales (bytes), then codes as those of int4
+    fp8      for every 128 inputs: 64 scales (float32), then for every input: 64 codes
 
 The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
 inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
@@ -29,7 +34,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from pymoe._common.contracts import check_pack_weight, check_quantize_weight, check_quantized
-from pymoe._common.types import FORMATS, GROUP, TILE, QuantizedWeight, WeightFormat, number_of, packed_shape, up
+from pymoe._common.types import BLOCK, FORMATS, GROUP, TILE, QuantizedWeight, WeightFormat, number_of, packed_shape, up
 
 ZERO = 128
 """Code of zero at 8 bits."""
@@ -41,6 +46,8 @@ CANDIDATES = 8
 """Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes of mxfp4."""
+LARGEST_E4M3 = 448.0
+"""Largest value of a code of fp8."""
 
 
 def check_values(weight: Tensor) -> None:
@@ -73,12 +80,18 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: the format is
     meant for weights that a checkpoint already has in it, see :func:`pack_weight`.
 
+    With the format "fp" the scale of a block of 128 outputs and 128 inputs (fewer at the ends) is its largest magnitude
+    over 448, and quotients of weights and scales become the nearest values of e4m3; halfway between two they take that
+    of the even code. Blocks whose largest magnitude is below 448 * 2**-100 become zero. This is how DeepSeek-V3 was
+    quantised (``act_quant`` of its inference code). The error is 2.6 % on normally distributed weights, more than with
+    integers of 8 bits: this format, too, is meant for weights that a checkpoint already has in it.
+
     The packed bytes are exact: they are the same on every processor and for any number of threads.
 
     Args:
         weight: (E, N, H), any floating dtype, any strides; finite, at most 2**100 in magnitude.
-        bits: 8 or 4; 4 for "mxfp".
-        format: "int" or "mxfp".
+        bits: 8 or 4; 4 for "mxfp", 8 for "fp".
+        format: "int", "mxfp" or "fp".
 
     Returns:
         The packed weight: (E, ceil(N / 64), bytes) uint8 with N and H. Not differentiable.
@@ -91,7 +104,7 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     check_quantize_weight(weight, bits, format)
     weight = weight.detach()
     check_values(weight)
-    pack = {8: _pack_rows, 4: _pack_groups, 14: _pack_mxfp4}[FORMATS[format, bits]]
+    pack = {8: _pack_rows, 4: _pack_groups, 14: _pack_mxfp4, 18: _pack_fp8}[FORMATS[format, bits]]
     _, outputs, inputs = weight.shape
     return QuantizedWeight(pack(weight.float()), bits, outputs, inputs, format)
 
@@ -99,23 +112,36 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
 def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
     """Lay out for the kernels the weights of E linear layers as a checkpoint holds them, without rounding.
 
-    These are MXFP4 weights in the layout of GPT-OSS (``gate_up_proj_blocks`` and ``gate_up_proj_scales``): byte j of a
-    group of 32 inputs holds the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
+    The dtype of the codes says which format they have:
 
-    Every code and every scale is kept, NaN (a scale of 255) included: :func:`unpack_weight` returns the same bytes.
+    - uint8: MXFP4 in the layout of GPT-OSS (``gate_up_proj_blocks`` and ``gate_up_proj_scales``). Byte j of a group of
+      32 inputs holds the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
+    - float8_e4m3fn: FP8 in the layout of DeepSeek-V3 and Qwen3 (``weight`` and ``weight_scale_inv``), with a scale for
+      each block of 128 outputs and 128 inputs, of which the last may be cut short; or with a scale for each output and
+      128 inputs. If there is one scale for each output, (E, N, 1), expand it to all blocks of inputs.
+
+    Every code and every scale is kept, NaN (at MXFP4 a scale of 255) included: :func:`unpack_weight` returns the same
+    bytes.
 
     Args:
-        codes: (E, N, H / 32, 16) uint8, any strides.
-        scales: (E, N, H / 32) uint8, any strides: exponents of two plus 127.
+        codes: (E, N, H / 32, 16) uint8, or (E, N, H) float8_e4m3fn; any strides.
+        scales: for MXFP4 (E, N, H / 32) uint8, exponents of two plus 127; for FP8 (E, ceil(N / 128), ceil(H / 128)) or
+            (E, N, ceil(H / 128)) float32, the factors of the codes' values; any strides.
 
     Returns:
-        The packed weight, with the format "mxfp". Exact.
+        The packed weight, with the format "mxfp" or "fp". Exact.
 
     Raises:
-        TypeError: an argument is not a tensor of uint8.
+        TypeError: an argument is not a tensor, or its dtype is not as above.
         ValueError: a rank, size or device does not fit.
     """
     check_pack_weight(codes, scales)
+    if codes.dtype == torch.float8_e4m3fn:
+        _, outputs, inputs = codes.shape
+        if scales.shape[1] != outputs:
+            scales = scales.repeat_interleave(BLOCK, dim=1)[:, :outputs]
+        packed = _blocks_in_tiles(scales, codes.view(torch.uint8))
+        return QuantizedWeight(packed, 8, outputs, inputs, "fp")
     experts, outputs, groups = scales.shape
     number = FORMATS["mxfp", 4]
     packed = codes.new_empty(packed_shape(number, outputs, groups * GROUP, experts))
@@ -129,11 +155,15 @@ def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
 def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of a weight as a checkpoint holds them: what :func:`pack_weight` was called with.
 
+    The scales of FP8 come back for each output. Where :func:`pack_weight` was called with scales of blocks, these are
+    ``scales[:, ::128]``.
+
     Args:
-        weight: in the format "mxfp".
+        weight: in the format "mxfp" or "fp".
 
     Returns:
-        Codes (E, N, H / 32, 16) and scales (E, N, H / 32), both uint8 and exact; H is rounded up to a multiple of 32.
+        Codes and scales, exact. "mxfp": (E, N, H / 32, 16) and (E, N, H / 32), both uint8; H is rounded up to a
+        multiple of 32. "fp": (E, N, H) float8_e4m3fn and (E, N, ceil(H / 128)) float32.
 
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
@@ -141,8 +171,12 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """
     check_quantized("unpack_weight", "weight", weight)
     weight = QuantizedWeight(*weight)
+    if weight.format == "fp":
+        codes, scales = _blocks_of_tiles(weight.packed, weight.input_features)
+        codes = codes[:, : weight.output_features, : weight.input_features]
+        return codes.contiguous().view(torch.float8_e4m3fn), scales[:, : weight.output_features].contiguous()
     if weight.format != "mxfp":
-        raise ValueError(f"unpack_weight: weight.format must be 'mxfp', got {weight.format!r}")
+        raise ValueError(f"unpack_weight: weight.format must be 'mxfp' or 'fp', got {weight.format!r}")
     heads, codes = _groups_of_tiles(weight.packed, 1)
     rows = slice(weight.output_features)
     pairs = codes.unflatten(3, (GROUP // 2, 2))[:, rows]
@@ -166,7 +200,8 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
     weight = QuantizedWeight(*weight)
     codes, scale, minimum = unpack(weight)
     inputs = codes.shape[2]
-    wide = scale.repeat_interleave(max(inputs, 1) if number_of(weight) == 8 else GROUP, dim=2)[:, :, :inputs] * codes
+    alike = {8: max(inputs, 1), 18: BLOCK}.get(number_of(weight), GROUP)  # inputs that share a scale
+    wide = scale.repeat_interleave(alike, dim=2)[:, :, :inputs] * codes
     if minimum is not None:
         wide = wide + minimum.repeat_interleave(GROUP, dim=2)
     return wide[:, : weight.output_features, : weight.input_features].contiguous()
@@ -175,8 +210,9 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
 def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes (E, tiles * 64, inputs), scales and minima, each float32 and padded in the inputs.
 
-    The codes of int8 are without their 128, and those of mxfp4 are the values for which they stand. The scales of int8
-    are (E, tiles * 64, 1), others (E, tiles * 64, groups) as the minima, which int4 alone has.
+    The codes of int8 are without their 128, and those of mxfp4 and fp8 are the values for which they stand. The scales
+    of int8 are (E, tiles * 64, 1), those of fp8 (E, tiles * 64, blocks), others (E, tiles * 64, groups) as the minima,
+    which int4 alone has.
     """
     packed, number = weight.packed, number_of(weight)
     experts, tiles, _ = packed.shape
@@ -189,6 +225,9 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         heads, groups = _groups_of_tiles(packed, 1)
         values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
         return values[groups.flatten(2).int()], power_of_two(heads[..., 0]), None
+    if number == 18:
+        values, scale = _blocks_of_tiles(packed, inputs)
+        return values.view(torch.float8_e4m3fn).float(), scale, None
     heads, groups = _groups_of_tiles(packed, 2, torch.bfloat16)
     scale, minimum = heads.float().unbind(3)
     return groups.flatten(2).float(), scale, minimum
@@ -224,6 +263,35 @@ def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
     lower, upper = codes.view(*shape, GROUP // 8, 2, 4).unbind(5)
     halves = (lower | upper << 4).permute(0, 1, 3, 4, 2, 5)
     return torch.cat([_bytes(first), halves.flatten(3)], dim=3).flatten(2)
+
+
+def _blocks_of_tiles(packed: Tensor, input_features: int) -> tuple[Tensor, Tensor]:
+    """Return the codes of fp8, (E, rows, inputs) uint8 with padded inputs, and the scales, (E, rows, blocks)."""
+    experts, tiles, _ = packed.shape
+    whole, rest = divmod(up(input_features, GROUP), BLOCK)
+    first, last = packed.split([whole * TILE * (4 + BLOCK), TILE * (4 + rest) if rest else 0], dim=2)
+    blocks = first.reshape(experts, tiles, whole, TILE * (4 + BLOCK))
+    heads = [blocks[..., : 4 * TILE].flatten(2), last[..., : 4 * TILE]]
+    codes = [blocks[..., 4 * TILE :].flatten(2), last[..., 4 * TILE :]]
+    scales = torch.cat(heads, dim=2).reshape(-1).view(torch.float32)
+    by_input = torch.cat(codes, dim=2).view(experts, tiles, whole * BLOCK + rest, TILE)
+    by_block = scales.view(experts, tiles, whole + (rest > 0), TILE)
+    return by_input.transpose(2, 3).flatten(1, 2), by_block.transpose(2, 3).flatten(1, 2)
+
+
+def _blocks_in_tiles(scales: Tensor, codes: Tensor) -> Tensor:
+    """Undo :func:`_blocks_of_tiles` for rows and inputs that are not filled up: zeros come after them."""
+    experts, outputs, inputs = codes.shape
+    tiles, padded = up(outputs, TILE) // TILE, up(inputs, GROUP)
+    packed = codes.new_empty(packed_shape(18, outputs, inputs, experts))
+    for expert in range(experts):  # one by one, as this makes copies
+        filled = F.pad(codes[expert], (0, padded - inputs, 0, tiles * TILE - outputs))
+        by_input = filled.view(tiles, TILE, padded).transpose(1, 2).flatten(1)
+        by_block = F.pad(scales[expert], (0, 0, 0, tiles * TILE - outputs)).view(tiles, TILE, scales.shape[2])
+        heads = _bytes(by_block.transpose(1, 2).flatten(1)).split(4 * TILE, dim=1)
+        parts = zip(heads, by_input.split(BLOCK * TILE, dim=1), strict=True)
+        packed[expert] = torch.cat([part for both in parts for part in both], dim=1)
+    return packed
 
 
 def _pack_rows(wide: Tensor) -> Tensor:
@@ -262,6 +330,16 @@ def _pack_mxfp4(wide: Tensor) -> Tensor:
         middle = (lower + upper) / 2
         codes += scaled >= middle if code % 2 == 0 else scaled > middle
     return _groups_in_tiles(scales[..., None].to(torch.uint8), codes)
+
+
+def _pack_fp8(wide: Tensor) -> Tensor:
+    _, outputs, inputs = wide.shape
+    filled = F.pad(wide, (0, up(inputs, BLOCK) - inputs, 0, up(outputs, BLOCK) - outputs)).abs()
+    blocks = filled.unflatten(2, (up(inputs, BLOCK) // BLOCK, BLOCK)).unflatten(1, (up(outputs, BLOCK) // BLOCK, BLOCK))
+    scales = blocks.amax(dim=(2, 4)) / LARGEST_E4M3
+    scales = torch.where(scales >= SMALLEST_STEP, scales, 0).repeat_interleave(BLOCK, dim=1)[:, :outputs]
+    divisors = torch.where(scales > 0, scales, 1).repeat_interleave(BLOCK, dim=2)[:, :, :inputs]
+    return _blocks_in_tiles(scales, (wide / divisors).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def _bytes(values: Tensor) -> Tensor:

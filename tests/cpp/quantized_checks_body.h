@@ -6,18 +6,19 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Rounds the rows and multiplies them, as quantized_linear does with the rows of one expert.
-template <Integers kIntegers, typename T>
-void multiply_rounded(const test::TileCall<T>& call,
+// Rounds the rows, or widens them, and multiplies them, as quantized_linear does with the rows of one expert.
+template <typename T>
+void multiply_rounded(const test::TileCall<T>& call, int64_t bytes,
+                      void (*round)(const T*, int64_t, int8_t*, RoundedBlock&),
                       void (*multiply)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t)) {
-  const int64_t blocks = rounded_blocks(call.inputs), bytes = rounded_bytes(kIntegers);
+  const int64_t blocks = rounded_blocks(call.inputs);
   const test::Guarded<int8_t> codes(blocks * call.rows * bytes, true);
   const test::Guarded<RoundedBlock> rounded(blocks * call.rows, true);
   for (int64_t row = 0; row < call.rows; ++row) {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block * kRoundedInputs, count = call.inputs - first;
-      round_block<kIntegers>(call.x + row * call.inputs + first, count < kRoundedInputs ? count : kRoundedInputs,
-                             codes.data() + (block * call.rows + row) * bytes, rounded[block * call.rows + row]);
+      round(call.x + row * call.inputs + first, count < kRoundedInputs ? count : kRoundedInputs,
+            codes.data() + (block * call.rows + row) * bytes, rounded[block * call.rows + row]);
     }
   }
   const RoundedRows rows{codes.data(), call.rows * bytes, rounded.data(), call.rows, call.rows};
@@ -26,12 +27,18 @@ void multiply_rounded(const test::TileCall<T>& call,
 
 template <WeightFormat kFormat, typename T>
 void by_vectors(const test::TileCall<T>& call) {
-  multiply_rounded<Integers::kForVectors>(call, &multiply_tile<kFormat, T>);
+  if constexpr (kFormat == WeightFormat::kFp8) {
+    multiply_rounded<T>(call, kWidenedBytes, &widen_block<T>, &multiply_tile_fp8<T>);
+  } else {
+    multiply_rounded<T>(call, kRoundedBytes, &round_block<Integers::kForVectors, T>, &multiply_tile<kFormat, T>);
+  }
 }
 
 template <WeightFormat kFormat, typename T, typename Tiles>
 void by_tiles(const test::TileCall<T>& call) {
-  multiply_rounded<integers_for_tiles(kFormat)>(call, &multiply_tile_by_tiles<kFormat, T, Tiles>);
+  constexpr Integers kIntegers = integers_for_tiles(kFormat);
+  multiply_rounded<T>(call, rounded_bytes(kIntegers), &round_block<kIntegers, T>,
+                      &multiply_tile_by_tiles<kFormat, T, Tiles>);
 }
 
 }  // namespace pymoe::cpu::PYMOE_ISA

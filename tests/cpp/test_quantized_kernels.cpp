@@ -50,6 +50,15 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
     const uint8_t code = tile[quantized_head_bytes(kInt8) + input / 4 * 4 * kQuantizedTile + lane * 4 + input % 4];
     return static_cast<double>(scale) * (code - 128);
   }
+  if (format == kFp8) {
+    const uint8_t* block = tile + fp8_block_begin(input / kFp8Block);
+    float scale;
+    memcpy(&scale, block + 4 * lane, sizeof(scale));
+    const int code = block[4 * kQuantizedTile + input % kFp8Block * kQuantizedTile + lane], exponent = code >> 3 & 15;
+    const double size =
+        exponent == 0 ? std::ldexp(code & 7, -9) : std::ldexp(8 + (code & 7), exponent - 10);  // no NaN is expected
+    return (code < 128 ? size : -size) * static_cast<double>(scale);
+  }
   const uint8_t* group = tile + input / kQuantizedGroup * quantized_group_bytes(format);
   const int64_t in_group = input % kQuantizedGroup;
   const uint8_t both =
@@ -77,6 +86,7 @@ void check_weight(Sizes s, WeightFormat format) {
   }
   CHECK(worst <= (format == kInt8   ? 4.0 / 127 / 2 * 1.01
                   : format == kInt4 ? 8.0 / 15
+                  : format == kFp8  ? 4.0 / 16 * 1.01
                                     : 1.0));  // weights lie in [-4, 4]
 }
 
@@ -117,7 +127,7 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t inputs, in
 }  // namespace
 
 TEST_CASE("quantize_weight: bytes that stand for the weights, the same on any number of threads") {
-  for (const WeightFormat format : {kInt8, kInt4, kMxfp4}) {
+  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8}) {
     check_weight<float>({2, 70, 45}, format);
     check_weight<double>({1, 1, 1}, format);
     check_weight<BFloat16>({3, 64, 128}, format);
@@ -131,7 +141,7 @@ TEST_CASE("quantize_weight refuses weights that are not finite") {
   for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf(""), -2e30f}) {
     std::vector<float> weight(3 * 40, 1.0f);
     weight[57] = bad;
-    for (const WeightFormat format : {kInt8, kInt4, kMxfp4}) {
+    for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8}) {
       Buffer<uint8_t> out(quantized_tile_bytes(format, 40));
       CHECK_THROWS_AS(
           cpu::quantize_weight({weight.data(), {120, 40, 1}, out.data(), 1, 3, 40, format, DType::kFloat32}),
@@ -142,7 +152,7 @@ TEST_CASE("quantize_weight refuses weights that are not finite") {
 }
 
 TEST_CASE("quantized_linear, with empty experts and unused rows") {
-  for (const WeightFormat format : {kInt8, kInt4, kMxfp4}) {
+  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8}) {
     check_linear<float>({0, 10, 10, 70, 71}, 80, 37, 19, format);
     check_linear<BFloat16>({0, 0, 64, 165}, 170, 130, 65, format);
     check_linear<Float16>({0, 3, 9}, 9, 260, 64, format);

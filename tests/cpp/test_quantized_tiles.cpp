@@ -1,5 +1,6 @@
-// Compares quantized_linear by tiles with quantized_linear by vectors, bit for bit; every operand lies between
-// inaccessible pages. Runs emulated tiles with the loops of every instruction set of the machine, and the processor's.
+// Compares quantized_linear by tiles with quantized_linear by vectors, and its products in fp8 with a plain loop, bit
+// for bit; every operand lies between inaccessible pages. Runs emulated tiles, and vectors in fp8, with the loops of
+// every instruction set of the machine, and the processor's tiles.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -94,6 +95,23 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
   for (int64_t i = 0; i < tile.size(); ++i) {
     tile[i] = values == Values::kLargest ? 255 : static_cast<uint8_t>(random());
   }
+  if (kFormat == WeightFormat::kFp8) {  // padding has no NaN; scales are usual, or any bits in special rows
+    for (int64_t i = 0; i < tile.size(); ++i) {
+      if ((tile[i] & 127) == 127 && values != Values::kSpecial) tile[i] = 1;
+    }
+    for (int64_t block = 0; block < fp8_blocks(inputs); ++block) {
+      uint8_t* begin = tile.data() + fp8_block_begin(block);
+      for (int64_t j = 0; j < kQuantizedTile; ++j) {
+        const float scale = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-40f;
+        if (values != Values::kSpecial) memcpy(begin + 4 * j, &scale, sizeof(scale));
+      }
+      const int64_t rest = inputs - block * kFp8Block, end = quantized_groups(rest) * kQuantizedGroup;
+      for (int64_t i = rest * kQuantizedTile; rest < kFp8Block && i < end * kQuantizedTile; ++i) {
+        begin[4 * kQuantizedTile + i] = 0;
+      }
+    }
+    return;
+  }
   if (kFormat == WeightFormat::kInt8) {
     for (int64_t j = 0; j < kQuantizedTile; ++j) {
       const float scale = static_cast<float>(random() % 1000) * 1e-3f;
@@ -119,6 +137,46 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
   }
 }
 
+// The products in fp8 as quantized_linear.h describes them.
+template <typename T>
+void multiply_one_by_one(const TileCall<T>& call) {
+  for (int64_t r = 0; r < call.rows; ++r) {
+    for (int64_t j = 0; j < call.count; ++j) {
+      float y = 0;
+      for (int64_t block = 0; block < fp8_blocks(call.inputs); ++block) {
+        const uint8_t* begin = call.tile + fp8_block_begin(block);
+        const int64_t end = std::min(call.inputs, (block + 1) * kFp8Block);
+        float sum = 0, scale;
+        memcpy(&scale, begin + 4 * j, sizeof(scale));
+        for (int64_t i = block * kFp8Block; i < end; ++i) {
+          const int code = begin[4 * kQuantizedTile + (i - block * kFp8Block) * kQuantizedTile + j];
+          const int exponent = code >> 3 & 15, mantissa = code & 7;
+          float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                      : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+          if ((code & 127) == 127) value = std::nanf("");
+          sum = std::fma(to_accumulate(call.x[r * call.inputs + i]), code < 128 ? value : -value, sum);
+        }
+        y = y + sum * scale;
+      }
+      if (call.bias != nullptr) y = y + to_accumulate(call.bias[j]);
+      call.out[r * call.row_stride + j] = round_to<T>(y);
+    }
+  }
+}
+
+// Every instruction set of the machine, and no tiles.
+template <typename T>
+std::vector<Variant<T>> variants_in_fp8() {
+  std::vector<Variant<T>> found = {{"baseline", &cpu::baseline::by_vectors<kFp8, T>}};
+#if PYMOE_MULTIVERSION
+  const Isa best = cpu::best_isa();
+  if (best >= Isa::kV3) found.push_back({"v3", &cpu::v3::by_vectors<kFp8, T>});
+  if (best >= Isa::kV4) found.push_back({"v4", &cpu::v4::by_vectors<kFp8, T>});
+  if (best >= Isa::kV4Bf16) found.push_back({"v4_bf16", &cpu::v4_bf16::by_vectors<kFp8, T>});
+#endif
+  return found;
+}
+
 template <WeightFormat kFormat, typename T>
 void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Values values) {
   Guarded<T> x(rows * inputs, true), bias(count, true);
@@ -133,9 +191,16 @@ void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Va
   std::vector<T> expected(static_cast<size_t>(size), untouched);
   TileCall<T> call{tile.data(),     x.data(),   rows, inputs, biased ? bias.data() : nullptr,
                    expected.data(), row_stride, count};
-  cpu::baseline::by_vectors<kFormat, T>(call);
   static int number = 0;
-  for (const Variant<T>& variant : variants<kFormat, T>(number++)) {
+  std::vector<Variant<T>> ways;
+  if constexpr (kFormat == kFp8) {
+    multiply_one_by_one(call);
+    ways = variants_in_fp8<T>();
+  } else {
+    cpu::baseline::by_vectors<kFormat, T>(call);
+    ways = variants<kFormat, T>(number++);
+  }
+  for (const Variant<T>& variant : ways) {
     CAPTURE(variant.name);
     CAPTURE(bits_of(kFormat));
     CAPTURE(rows);
@@ -198,4 +263,21 @@ TEST_CASE("quantized_linear by tiles: every number of rows that share tiles, and
     judge<kInt4, float>(random, rows, 40, 33, Values::kUsual);
     judge<kMxfp4, float>(random, rows, 40, 33, Values::kUsual);
   }
+}
+
+TEST_CASE("quantized_linear in fp8: the bits of a plain loop, for random rows, inputs and outputs") {
+  judge_many<kFp8, float>(16, Values::kUsual);
+  judge_many<kFp8, BFloat16>(17, Values::kUsual);
+  judge_many<kFp8, Float16>(18, Values::kUsual);
+}
+
+TEST_CASE("quantized_linear in fp8: NaN, infinities, subnormal numbers, and scales of any bits") {
+  judge_many<kFp8, float>(19, Values::kSpecial);
+  judge_many<kFp8, BFloat16>(20, Values::kSpecial);
+}
+
+TEST_CASE("quantized_linear in fp8: every number of rows that share registers or values, and of groups") {
+  std::mt19937 random(21);
+  for (int64_t rows = 1; rows <= 34; ++rows) judge<kFp8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+  for (const int64_t rows : {96, 97, 193}) judge<kFp8, float>(random, rows, 40, 33, Values::kUsual);
 }

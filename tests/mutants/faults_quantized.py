@@ -3,11 +3,18 @@
 from planting import PythonFault as Fault
 
 PRODUCTS = "csrc/kernels/quantized_linear_cpu_body.h"
+PRODUCTS_FP8 = "csrc/kernels/quantized_linear_fp8.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
+REFERENCE = "pymoe/reference/quantized_weight.py"
+FP8 = "tests/ops/test_fp8_weights.py"
+FP8_FILES = "tests/integrations/transformers/test_fp8_files.py"
+QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 DENSE = "tests/nn/test_quantized_dense.py"
 LAYERS = "tests/nn/test_quantized_experts.py"
+FILES = "pymoe/integrations/transformers/mxfp4_files.py"
+OF_FILES = "tests/integrations/transformers/test_mxfp4_files.py"
 
 FAULTS = [
     Fault(
@@ -79,6 +86,125 @@ FAULTS = [
         "(vint32)((vuint32)value >> 31)",
         "-(value < 0)",
         EQUAL,
+    ),
+    Fault(
+        "a block of fp8 takes the scales of the block before",
+        PRODUCTS_FP8,
+        "reinterpret_cast<const float*>(tile + fp8_block_begin(block));",
+        "reinterpret_cast<const float*>(tile + fp8_block_begin(block > 0 ? block - 1 : 0));",
+        (FP8, "-k", "in_float32 and native"),
+    ),
+    Fault(
+        "a code of fp8 that is NaN is a number",
+        PRODUCTS_FP8,
+        "vector * kLanes<float>) == 0x7f;",
+        "vector * kLanes<float>) == 0x80;",
+        (FP8, "-k", "is_nan and code and native"),
+    ),
+    Fault(
+        "rows that share values of fp8 miss the codes that are NaN",
+        PRODUCTS_FP8,
+        "store(first, stored.with_nan(load(first), v));",
+        "store(first, load(first));",
+        (FP8, "-k", "is_nan and code and native"),
+    ),
+    Fault(
+        "subnormal codes of fp8 are zero in a thread that flushes subnormal numbers",
+        "csrc/kernels/quantized_linear_cpu.cpp",
+        "_mm_setcsr(before & ~kFlush);",
+        "_mm_setcsr(before);",
+        (FP8, "-k", "values_of_its_codes and native"),
+    ),
+    Fault(
+        "a code of fp8 loses its sign",
+        PRODUCTS_FP8,
+        "0x87f00000u",
+        "0x07f00000u",
+        (FP8, "-k", "values_of_its_codes and native"),
+    ),
+    Fault(
+        "the largest codes of fp8 lose a bit of their exponent",
+        PRODUCTS_FP8,
+        "<< 20 & kBits",
+        "<< 20 & kBits & ~0x04000000",
+        (FP8, "-k", "values_of_its_codes and native"),
+    ),
+    Fault(
+        "rows that share values of fp8 are all the first part's",
+        PRODUCTS_FP8,
+        "values + r * kFp8Block",
+        "values",
+        EQUAL,
+    ),
+    Fault(
+        "subnormal weights are rounded as normal ones",
+        WEIGHTS,
+        "size < 0x1p-6f ? small",
+        "size < 0x1p-7f ? small",
+        (FP8, "-k", "(nearest or ties) and native"),
+    ),
+    Fault(
+        "a tie goes to the greater value of fp8",
+        WEIGHTS,
+        "(bits + 0x7ffff + (bits >> 20 & 1))",
+        "(bits + 0x80000)",
+        (FP8, "-k", "ties and native"),
+    ),
+    Fault(
+        "the scale of a block of fp8 overlooks half of its outputs",
+        "csrc/kernels/quantized_weight_cpu.cpp",
+        "std::min(first + 2, tiles);",
+        "std::min(first + 1, tiles);",
+        (FP8, "-k", "nearest and native"),
+    ),
+    Fault(
+        "outputs take the scale of another block",
+        REFERENCE,
+        "scales = scales.repeat_interleave(BLOCK, dim=1)[:, :outputs]",
+        "scales = scales.repeat(1, BLOCK, 1)[:, :outputs]",
+        (FP8, "-k", "those_of_their_blocks"),
+    ),
+    Fault(
+        "the reference's fused operation rounds twice",
+        "pymoe/reference/quantized_linear.py",
+        "even = (error != 0)",
+        "even = (error > 1)",
+        (FP8, "-k", "one_rounding and reference"),
+    ),
+    Fault(
+        "the reference takes products of 24 bits for exact",
+        "pymoe/reference/quantized_linear.py",
+        "(left.view(torch.int32) & 15) == 0",
+        "(left.view(torch.int32) & 0) == 0",
+        (FP8, "-k", "one_rounding and reference"),
+    ),
+    Fault(
+        "scales of a checkpoint in FP8 go to the blocks of other outputs",
+        "pymoe/integrations/transformers/fp8_files.py",
+        "scales.float().repeat_interleave(BLOCK, dim=-2)",
+        "scales.float().flip(-2).repeat_interleave(BLOCK, dim=-2)",
+        (FP8_FILES, "-k", "is_kept"),
+    ),
+    Fault(
+        "a checkpoint in FP8 may have blocks of any size",
+        QUANTIZER,
+        "        fp8_files.check_configuration(entries)\n",
+        "        pass\n",
+        (FP8_FILES, "-k", "other_blocks"),
+    ),
+    Fault(
+        "a model from files in FP8 is saved through the converters that read it",
+        QUANTIZER,
+        "interface.save_as_if_loaded_by(model, self._originals)",
+        "pass",
+        (FP8_FILES, "-k", "saved"),
+    ),
+    Fault(
+        "codes of a checkpoint that are NaN are taken",
+        "pymoe/integrations/transformers/fp8_files.py",
+        "((codes & 127) == 127)",
+        "((codes & 127) == 128)",
+        (FP8_FILES, "-k", "do_not_fit and with_nan"),
     ),
     Fault(
         "codes of a checkpoint's byte change places",
@@ -163,6 +289,55 @@ FAULTS = [
         '{"linear_bits": self.linear_bits}',
         "{}",
         ("tests/integrations/transformers/test_quantized_dense.py", "-k", "comes_back and olmoe"),
+    ),
+    Fault(
+        "rows of gate in a checkpoint's weight come before those of up",
+        FILES,
+        "return pack_weight(blocks, scales).packed",
+        "return pack_weight(*(p.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for p in (blocks, scales))).packed",
+        (OF_FILES, "-k", "every_code"),
+    ),
+    Fault(
+        "a group of a checkpoint takes the scale of the next one",
+        FILES,
+        "return pack_weight(blocks, scales).packed",
+        "return pack_weight(blocks, scales.roll(-1, 2)).packed",
+        (OF_FILES, "-k", "that_transformers_makes"),
+    ),
+    Fault(
+        "blocks of a checkpoint may have any shape",
+        FILES,
+        " or tuple(tensor.shape) != expected:",
+        ":",
+        (OF_FILES, "-k", "do_not_fit and fewer"),
+    ),
+    Fault(
+        "a scale of a checkpoint may be NaN",
+        FILES,
+        "bad = scales == NAN",
+        "bad = scales > NAN",
+        (OF_FILES, "-k", "do_not_fit and NaN"),
+    ),
+    Fault(
+        "weights (E, out, in) are taken for those of GPT-OSS",
+        FILES,
+        'if not interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed:',
+        "if model is None:",
+        (OF_FILES, "-k", "say_the_layout"),
+    ),
+    Fault(
+        "a configuration that was passed once is for files in MXFP4 from then on",
+        "pymoe/integrations/transformers/quantizer.py",
+        "chosen = copy.copy(passed)",
+        "chosen = passed",
+        (OF_FILES, "-k", "stays_as_it_is"),
+    ),
+    Fault(
+        "dense layers next to experts in MXFP4 are packed from another dtype than the model's",
+        "pymoe/integrations/transformers/quantizer.py",
+        "weight = weight.to(expected.dtype)",
+        "pass",
+        (OF_FILES, "-k", "another_dtype"),
     ),
     Fault(
         "weights without memory may have any format",

@@ -23,7 +23,7 @@ TREE = RESULTS / "tree"
 
 def refresh() -> None:
     """Bring the copy up to date; only files that differ are written, so that ninja rebuilds little."""
-    for folder in ("csrc", "pymoe", "tests"):
+    for folder in ("benchmarks", "csrc", "pymoe", "tests"):
         wanted = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
         wanted = {path for path in wanted if "__pycache__" not in path.parts and path.suffix != ".so"}
         for path in wanted | {Path("setup.py"), Path("pyproject.toml")}:

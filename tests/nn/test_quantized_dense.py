@@ -251,25 +251,23 @@ def test_autocast_rounds_the_bias_once(bits):
             assert y.eq(bias).all()
 
 
-@BITS
-def test_a_layer_of_mxfp4_is_the_operator(bits):
+@pytest.mark.parametrize(("bits", "format"), [(4, "mxfp"), (8, "fp")], ids=["mxfp4", "fp8"])
+def test_a_layer_of_another_format_is_the_operator(bits, format):
     plain = linear()
-    if bits == 8:
-        with pytest.raises(ValueError, match="bits must be 4 for format 'mxfp', got 8"):
-            QuantizedDenseLinear.from_linear(plain, bits, format="mxfp")
-        return
-    layer = QuantizedDenseLinear.from_linear(plain, bits, format="mxfp")
-    assert repr(layer).endswith("bits=4, format='mxfp')")
+    with pytest.raises(ValueError, match=f"bits must be {bits} for format '{format}', got {12 - bits}"):
+        QuantizedDenseLinear.from_linear(plain, 12 - bits, format=format)
+    layer = QuantizedDenseLinear.from_linear(plain, bits, format=format)
+    assert repr(layer).endswith(f"bits={bits}, format='{format}')")
     x = torch.randn(3, 70)
-    weight = ops.quantize_weight(plain.weight.detach()[None], 4, "mxfp")
+    weight = ops.quantize_weight(plain.weight.detach()[None], bits, format)
     with torch.no_grad():
         expected = ops.quantized_linear(x, weight, torch.tensor([0, 3], dtype=torch.int32), plain.bias[None])
     assert_same_bits(layer(x), expected, "y")
-    built = QuantizedDenseLinear(70, 130, bits=4, format="mxfp")
+    built = QuantizedDenseLinear(70, 130, bits=bits, format=format)
     built.load_state_dict(layer.state_dict())
     assert_same_bits(built(x), expected, "after loading")
     with pytest.raises(RuntimeError, match="size mismatch"):
-        QuantizedDenseLinear(70, 130, bits=4).load_state_dict(layer.state_dict())
+        QuantizedDenseLinear(70, 130, bits=bits).load_state_dict(layer.state_dict())
 
 
 def test_weights_and_biases_that_do_not_fit_are_refused():

@@ -45,7 +45,7 @@ def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, form):
             assert all(torch.equal(a, b) for a, b in zip(layer.stats, stats, strict=True))
 
 
-@pytest.mark.parametrize("form", [(8, "int"), (4, "mxfp")], ids=["int8", "mxfp4"])
+@pytest.mark.parametrize("form", [(8, "int"), (4, "mxfp"), (8, "fp")], ids=["int8", "mxfp4", "fp8"])
 def test_it_is_one_native_call(form):
     layer, x = quantized(*form, bias=True), make_input(5, dtype=torch.float32)
     assert native_calls(layer, x) == [CALL]

@@ -496,28 +496,32 @@ def test_a_class_that_was_patched_is_not_replaced(monkeypatch):
         quantize_experts(layer())
 
 
-def stored(experts, outputs, inputs):
-    """Return MXFP4 codes and scales of ordinary sizes, as a checkpoint stores them."""
+def stored(format, experts, outputs, inputs):
+    """Return codes and scales of ordinary sizes, as a checkpoint stores them."""
+    if format == "fp":
+        codes = torch.randn(experts, outputs, inputs).to(torch.float8_e4m3fn)
+        return codes, torch.rand(experts, -(-outputs // 128), -(-inputs // 128)) / 30
     codes = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
     return codes, torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_takes_the_weights_of_a_checkpoint_as_they_are_stored(backend):
+@pytest.mark.parametrize(("bits", "format", "error"), [(4, "mxfp", 3e-4), (8, "fp", 1e-6)], ids=["mxfp4", "fp8"])
+def test_a_layer_takes_the_weights_of_a_checkpoint_as_they_are_stored(backend, bits, format, error):
     moe = make_layer(hidden_size=64, ffn_size=96, dtype=torch.float32, backend=backend).eval()
     plain = copy.deepcopy(moe)
-    experts = QuantizedExperts(64, 96, 8, bits=4, format="mxfp", backend=backend)
+    experts = QuantizedExperts(64, 96, 8, bits=bits, format=format, backend=backend)
     for name, sizes in (("w_in", (8, 192, 64)), ("w_out", (8, 64, 96))):
-        weight = pymoe.ops.pack_weight(*stored(*sizes))
+        weight = pymoe.ops.pack_weight(*stored(format, *sizes))
         setattr(experts, name, QuantizedLinear.from_quantized(weight, backend))
         getattr(plain.experts, name).copy_(pymoe.ops.dequantize_weight(weight))
     moe.experts = experts
     x = torch.randn(30, 64)
-    assert relative(moe(x), plain(x)) < 3e-4
+    assert relative(moe(x), plain(x)) < error
     again = copy.deepcopy(moe)
     assert_same_bits(again(x), moe(x), "y of a copy")
-    built = QuantizedExperts(64, 96, 8, bits=4, format="mxfp", backend=backend)
+    built = QuantizedExperts(64, 96, 8, bits=bits, format=format, backend=backend)
     built.load_state_dict(experts.state_dict())
     moe.experts = built
     assert_same_bits(moe(x), again(x), "y of a loaded state")
@@ -544,7 +548,7 @@ def test_the_state_of_another_format_is_refused(assign):
     [
         ({"bits": 8, "format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
         ({"format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
-        ({"format": "gguf"}, ValueError, "format must be 'int' or 'mxfp', got 'gguf'"),
+        ({"format": "gguf"}, ValueError, "format must be 'int', 'mxfp' or 'fp', got 'gguf'"),
         ({"format": 4}, TypeError, "format must be a str, got int"),
     ],
 )
@@ -594,6 +598,19 @@ def test_a_number_in_a_state_that_names_no_format_is_refused():
         RuntimeError, match=r"expected bits, output and input features \[14, 72, 40\], got \[24, 72, 40\]"
     ):
         experts.load_state_dict(state)
+
+
+def test_the_state_of_integers_is_not_taken_for_fp8():
+    """With at most 128 inputs both have equally many bytes: only ``sizes`` tells them apart."""
+    integers, codes = (QuantizedLinear.from_weight(torch.randn(2, 70, 100), 8, format=one) for one in ("int", "fp"))
+    assert integers.packed.shape == codes.packed.shape
+    for one, other in ((integers, codes), (codes, integers)):
+        with pytest.raises(RuntimeError, match="size mismatch for packed: expected bits, output and input features"):
+            one.load_state_dict(other.state_dict())
+    old = integers.state_dict()
+    del old["sizes"]
+    with pytest.raises(RuntimeError, match=r"expected bits, output and input features \[18, 70, 100\], got None"):
+        codes.load_state_dict(old)
 
 
 def test_a_state_without_sizes_holds_integers():

@@ -133,7 +133,10 @@ EDITS = {
     "version": ({"version": 2}, "of version 1, got .*layer with 2"),
     "bits": ({"bits": 8}, "the tensors that its options need, got .*layer: .*size mismatch"),
     "another format": ({"format": "mxfp"}, "its options need, got .*layer: .*size mismatch"),
-    "unknown format": ({"format": "fp8"}, "a known format, got .*layer: .*format must be 'int' or 'mxfp', got 'fp8'"),
+    "unknown format": (
+        {"format": "fp8"},
+        "a known format, got .*layer: .*format must be 'int', 'mxfp' or 'fp', got 'fp8'",
+    ),
     "no format": ({"format": None}, "a known format, got .*layer: .*format must be a str, got NoneType"),
     "bits of another format": ({"format": "mxfp", "bits": 8}, "bits must be 4 for format 'mxfp', got 8"),
     "missing": ({"change": lambda t: t.pop("experts.w_in.packed")}, "need, got .*Missing key.*experts.w_in.packed"),

@@ -105,7 +105,7 @@ def test_constant_weights_that_bfloat16_holds_come_back_exactly(value, bits):
 
 
 @BACKENDS
-@FORMS
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if "fp" not in form], ids=str)
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_activations_move_by_at_most_a_32639th_of_their_blocks_largest(backend, form, scale):
     x = normal(40, 300) * scale
@@ -302,7 +302,7 @@ def test_mxfp4_products_are_right_for_scales_of_every_size(backend, scale):
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])  # "device" is the suite's own
-@pytest.mark.parametrize("number", [0, 5, 10, 18])
+@pytest.mark.parametrize("number", [0, 5, 10, 24])
 def test_numbers_that_name_no_format_are_refused_also_without_memory(number, place):
-    with pytest.raises(ValueError, match=f"quantize_weight: format must be 8, 4 or 14, got {number}"):
+    with pytest.raises(ValueError, match=f"quantize_weight: format must be 8, 4, 14 or 18, got {number}"):
         torch.ops.pymoe.quantize_weight(torch.zeros(1, 2, 32, device=place), number)

@@ -13,7 +13,7 @@ from pymoe._common.types import number_of
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import offsets_of, random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
-from specs.quantized_weight import FORMATS, stored, wrong_weights
+from specs.quantized_weight import FORMATS, stored, stored_fp8, wrong_weights
 from specs.samples import expanded, layouts, special_values, sprinkled
 
 SIZES = ((1, 1), (1, 9), (9, 1), (64, 32), (65, 33), (63, 129), (64, 128), (130, 257), (20, 600))
@@ -49,7 +49,7 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
 
         for outputs, inputs in SIZES:
             yield make(f"N{outputs}_H{inputs}", [5, 0, 17, 2], (outputs, inputs))
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 97, 200):  # around the rows of registers and of chunks
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 25, 97, 200):  # around the rows of registers and of chunks
             yield make(f"rows_{rows}", [rows, rows + 1], (70, 40), bias=False)
         for experts in (1, 8, 67):
             yield make(f"E{experts}", random_counts(3 * experts, experts, generator), (10, 40))
@@ -89,10 +89,11 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
         unread = torch.full((20, 140), float("nan"), dtype=dtype)
         unread[:13] = x
         yield Sample(f"nan_past_the_end_{form}", (unread, weight, offsets, bias))
-    for name, blocks, scales in stored(generator):
-        x = torch.randn(13, blocks.shape[2] * 32, generator=generator).to(dtype)
-        cuts = offsets_of(random_counts(13, len(blocks), generator)) if len(blocks) else offsets_of([])
-        yield Sample(f"stored_{name}", (x, reference.pack_weight(blocks, scales), cuts))
+    for name, codes, scales in (*stored(generator), *stored_fp8(generator)):
+        weight = reference.pack_weight(codes, scales)
+        x = torch.randn(13, weight.input_features, generator=generator).to(dtype)
+        cuts = offsets_of(random_counts(13, len(codes), generator)) if len(codes) else offsets_of([])
+        yield Sample(f"stored_{name}", (x, weight, cuts))
 
 
 def _error_inputs() -> Iterator[ErrorInput]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pymoe import reference
+from pymoe._common.types import BLOCK, up
 from pymoe._common.types import FORMATS as NUMBERS
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
@@ -66,7 +67,7 @@ def _quantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterato
 def _dequantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for sample in _quantize_samples(dtype, generator):
         yield Sample(sample.name, (reference.quantize_weight(*sample.args),))
-    for name, codes, scales in stored(generator):
+    for name, codes, scales in (*stored(generator), *stored_fp8(generator)):
         yield Sample(f"stored_{name}", (reference.pack_weight(codes, scales),))
 
 
@@ -107,9 +108,35 @@ def stored(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"scales_{name}", codes, view
 
 
+def stored_fp8(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, codes and scales of FP8 weights as checkpoints store them, with scales of blocks or of outputs."""
+
+    def some(experts: int, outputs: int, inputs: int, by_output: bool = False) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(256, (experts, outputs, inputs), generator=generator, dtype=torch.uint8)
+        codes[(codes & 127) == 127] = 1
+        sizes = experts, outputs if by_output else up(outputs, BLOCK) // BLOCK, up(inputs, BLOCK) // BLOCK
+        return codes.view(torch.float8_e4m3fn), torch.randn(sizes, generator=generator)
+
+    for sizes in ((1, 1, 1), (2, 3, 5), (1, 64, 128), (3, 65, 129), (1, 130, 257), (2, 129, 31), (0, 3, 40)):
+        for by_output in (False, True):
+            yield "x".join(map(str, sizes)) + "_fp8" + "_by_output" * by_output, *some(*sizes, by_output)
+    yield "no_outputs_fp8", *some(2, 0, 40)
+    yield "no_inputs_fp8", *some(2, 3, 0)
+    every = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 160)
+    yield "all_codes_fp8", every.view(torch.float8_e4m3fn), torch.tensor([0.5, -3e-7]).repeat(1, 2, 1)
+    codes, scales = some(2, 20, 140)
+    yield "special_scales_fp8", codes, torch.tensor([[[0.0, torch.nan]], [[1e-42, 3e38]]])
+    codes.view(torch.uint8)[torch.rand(2, 20, 140, generator=generator) < 0.01] = 0xFF
+    yield "nan_codes_fp8", codes, scales
+    for name, view in layouts(codes.view(torch.uint8)):
+        yield f"codes_{name}_fp8", view.view(torch.float8_e4m3fn), scales
+    for name, view in layouts(scales):
+        yield f"scales_{name}_fp8", codes, view
+
+
 def _pack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for turn in range(2):  # other values
-        for name, *parts in stored(generator):
+        for name, *parts in (*stored(generator), *stored_fp8(generator)):
             yield Sample(f"{name}_{turn}", tuple(parts))
 
 
@@ -118,6 +145,7 @@ def _unpack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[
         yield Sample(sample.name, (reference.pack_weight(*sample.args),))
     weight = uniform(2, 70, 45, dtype=torch.float32, generator=generator)
     yield Sample("quantised", (reference.quantize_weight(weight, 4, "mxfp"),))
+    yield Sample("quantised_fp8", (reference.quantize_weight(weight, 8, "fp"),))
 
 
 def _pack_errors() -> Iterator[ErrorInput]:
@@ -141,12 +169,24 @@ def _pack_errors() -> Iterator[ErrorInput]:
     yield wrong("scales_H", ValueError, "scales must have size 3 (H / 32 of codes)", codes, scales[:, :, :1])
     yield wrong("scales_device", ValueError, "scales must be on the device of codes", codes, scales.to("meta"))
 
+    codes, scales = torch.zeros(2, 130, 140).to(torch.float8_e4m3fn), torch.ones(2, 2, 2)
+    yield wrong("fp8_codes_e5m2", TypeError, "uint8 or float8_e4m3fn", codes.to(torch.float8_e5m2), scales)
+    yield wrong("fp8_codes_rank", ValueError, "codes must have shape (E, N, H), got (130, 140)", codes[0], scales)
+    yield wrong("fp8_scales_double", TypeError, "scales must have dtype float32", codes, scales.double())
+    yield wrong("fp8_scales_list", TypeError, "scales must be a tensor, got list", codes, [1])
+    yield wrong("fp8_scales_rank", ValueError, "scales must have shape (E, N / 128, H / 128)", codes, scales[0])
+    yield wrong("fp8_scales_E", ValueError, "scales must have size 2 (E of codes)", codes, scales[:1])
+    match = "scales must have size 2 (blocks of N of codes) or 130 (N of codes) in dimension 1, got 1"
+    yield wrong("fp8_scales_N", ValueError, match, codes, scales[:, :1])
+    yield wrong("fp8_scales_H", ValueError, "size 2 (blocks of H of codes)", codes, scales[:, :, :1])
+    yield wrong("fp8_scales_device", ValueError, "scales must be on the device of codes", codes, scales.to("meta"))
+
 
 def _unpack_errors() -> Iterator[ErrorInput]:
     yield from _dequantize_errors()
     for bits in (8, 4):
         weight = reference.quantize_weight(torch.ones(1, 2, 3), bits)
-        match = "weight.format must be 'mxfp', got 'int'"
+        match = "weight.format must be 'mxfp' or 'fp', got 'int'"
         yield ErrorInput(Sample(f"int{bits}", (weight,)), ValueError, match)
 
 
@@ -177,8 +217,9 @@ def _quantize_errors() -> Iterator[ErrorInput]:
             match = "weight must be finite and at most 2**100 in magnitude, which it is not at [1, 2, 1]"
             yield wrong(f"weight_{name}_{form}", ValueError, match, with_value(value), *options)
     yield wrong("bits_of_mxfp", ValueError, "bits must be 4 for format 'mxfp', got 8", weight, 8, "mxfp")
+    yield wrong("bits_of_fp", ValueError, "bits must be 8 for format 'fp', got 4", weight, 4, "fp")
     yield wrong("bits_of_mxfp_6", ValueError, "bits must be 4 for format 'mxfp', got 6", weight, 6, "mxfp")
-    yield wrong("format_unknown", ValueError, "format must be 'int' or 'mxfp', got 'nvfp'", weight, 4, "nvfp")
+    yield wrong("format_unknown", ValueError, "format must be 'int', 'mxfp' or 'fp', got 'nvfp'", weight, 4, "nvfp")
     yield wrong("format_none", TypeError, "format must be a str, got NoneType", weight, 4, None)
 
 

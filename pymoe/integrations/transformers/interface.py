@@ -169,17 +169,68 @@ def register_quantizer(config: type, quantizer: type) -> None:
         auto.AUTO_QUANTIZER_MAPPING[NAME] = quantizer
 
 
-def converter(sources: list[str], target: str, operation: Any) -> Any:
-    """Return a converter that makes a tensor of a model from tensors of a checkpoint by ``operation``.
+@functools.cache
+def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
+    """Make ``from_pretrained`` of all models call ``choose(entries, passed)`` for folders of quantised files.
+
+    transformers takes the folder's own configuration, and refuses or ignores one of another class that is passed. It
+    has no hook for this, so its method is wrapped, once for all models. Without the wrapper, transformers would refuse
+    a :class:`PymoeConfig` for the files of another method.
+
+    Args:
+        choose: takes the entries of the folder's configuration, and the configuration that was passed to
+            ``from_pretrained``, or None; returns the configuration to use, or None to leave the choice to transformers.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    merge: Callable[[Any, Any], Any] = AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        entries = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
+        chosen = choose(entries, quantization_config_from_args)
+        return merge(quantization_config, quantization_config_from_args) if chosen is None else chosen
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_quantization_configs)
+
+
+def converter(sources: list[str], target: str, *operations: Any) -> Any:
+    """Return a converter that makes a tensor of a model from tensors of a checkpoint.
 
     Args:
         sources: regular expressions for parts of names in the checkpoint.
         target: the replacement for such a part in the name of the model's tensor.
-        operation: converts the tensors.
+        operations: convert the tensors, one after another.
     """
     from transformers.core_model_loading import WeightConverter
 
-    return WeightConverter(sources, target, operations=[operation])
+    return WeightConverter(sources, target, operations=list(operations))
+
+
+def reads_weights_alone(transform: Any) -> bool:
+    """Return whether a transform computes with tensors, not only renames them, and all of them are called weight."""
+    from transformers.core_model_loading import WeightConverter
+
+    return isinstance(transform, WeightConverter) and all(
+        source.removesuffix("$").endswith("weight") for source in transform.source_patterns
+    )
+
+
+def changed(converter: Any, sources: list[str], targets: list[str], operation: Any) -> Any:
+    """Return a copy of a converter with other sources, targets and operations, but for the same part of a model."""
+    return converter.copy(sources, targets, operations=[operation])
+
+
+def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
+    """Make ``save_pretrained`` reverse other converters than those by which a model has been loaded.
+
+    Args:
+        model: a model that has been loaded.
+        originals: converters that were given to transformers, each with the one to reverse in its place, or None.
+    """
+    places = {id(one): original for one, original in originals}
+    found = [places.get(id(one), one) for one in model._weight_conversions]
+    model._weight_conversions = [one for one in found if one is not None]
 
 
 def save_as_named(model: Any, endings: list[str], operation: Any) -> None:

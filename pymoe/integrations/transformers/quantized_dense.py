@@ -39,15 +39,15 @@ def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> Q
     return layer
 
 
-def sources(model: Any, names: set[str]) -> Iterator[tuple[list[str], str]]:
-    """Yield for each layer patterns of the names of its weight and its sizes in files, and the name in the model.
+def sources(model: Any, names: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield for each layer its path, and patterns for the names of its weight and of its sizes in files.
 
-    Files of a model without a head have no prefix before these names.
+    Files of a model without a head have no prefix before these names, so the path has none, either.
     """
     for name in sorted(names):
         own = name.removeprefix(f"{model.base_model_prefix}.")
         weight = rf"\b{re.escape(own)}\.weight"
-        yield [f"{weight}$", rf"{weight}\.sizes$"], f"{own}.packed"
+        yield own, f"{weight}$", rf"{weight}\.sizes$"
 
 
 def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:

@@ -7,10 +7,14 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``save_pretrained``: the packed bytes have the name of the weight itself, so that a program which does not know them
   finds tensors of unexpected shapes, and raises. ``NAME.sizes`` holds the format's number and features.
 - ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
+- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
+  configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
+  with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, whose other weights are widened.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pymoe._common.contracts import check_format
 from pymoe._common.types import WeightFormat
-from pymoe.integrations.transformers import interface, quantized_dense
+from pymoe.integrations.transformers import fp8_files, interface, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT
@@ -57,10 +61,16 @@ class PymoeConfig(QuantizationConfigMixin):
     :mod:`pymoe.integrations.transformers` must be imported, or transformers raises because of the weights' shapes. If
     the folder has a configuration, transformers does not use the one that is passed to it, and warns.
 
+    Checkpoints in MXFP4, as GPT-OSS is published, are the exception: ``PymoeConfig(bits=4, format="mxfp")`` takes the
+    place of their own configuration, and their codes and scales are kept as they are. They are not rounded to another
+    format. Without a ``PymoeConfig`` transformers loads them as ever: on a CPU it widens them to the model's dtype.
+    The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
+    ``PymoeConfig(bits=8, format="fp")``. Only their experts are kept in FP8: other weights take the model's dtype.
+
     Args:
-        bits: 8 or 4; 4 for ``"mxfp"``.
-        format: ``"int"`` or ``"mxfp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier versions do
-            not have it: theirs is ``"int"``.
+        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier
+            versions do not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -74,8 +84,9 @@ class PymoeConfig(QuantizationConfigMixin):
             later pymoe; or an option is unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
-    or bits than the configuration says, a weight is not finite, a file is cut short, or the model has no experts that
-    pymoe quantises, runs another implementation of experts, or is offloaded.
+    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
+    asked for in another format, or the model has no experts that pymoe quantises, runs another implementation of
+    experts, or is offloaded.
     """
 
     def __init__(
@@ -106,6 +117,9 @@ class PymoeConfig(QuantizationConfigMixin):
         self.quant_method = quant_method
         self.folder: Path | None = None
         """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
+        self.stored = ""
+        """Method of the files in the place of whose configuration this is: that of :mod:`.mxfp4_files` or
+        :mod:`.fp8_files`; empty if there are none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
@@ -125,6 +139,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
+        self.stored: str = quantization_config.stored if self.pre_quantized else ""
+        """Method of files in which another program has quantised experts, and dense layers are not packed."""
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
         self.dense: set[str] = set()
@@ -136,6 +152,7 @@ class PymoeQuantizer(HfQuantizer):
         self.faults: dict[str, str] = {}
         """Errors of other weights, by name."""
         self._hooks: list[RemovableHandle] = []
+        self._originals: list[tuple[Any, Any]] = []
 
     def is_serializable(self) -> bool:
         return True
@@ -160,8 +177,11 @@ class PymoeQuantizer(HfQuantizer):
             raise ValueError(
                 f"from_pretrained: expected a model with experts that pymoe quantises, got {type(model).__name__}"
             )
-        linear_bits = self.quantization_config.linear_bits
-        if linear_bits is not None:
+        config = self.quantization_config
+        if self.stored:
+            check_model = (mxfp4_files if self.stored == mxfp4_files.METHOD else fp8_files).check_model
+            check_model(model, self.weights, config.bits, config.format)
+        if config.linear_bits is not None:
             self.dense = quantized_dense.dense_layers(model)
             if not self.dense:
                 raise ValueError(
@@ -169,15 +189,14 @@ class PymoeQuantizer(HfQuantizer):
                 )
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
         if self.pre_quantized:
-            config = self.quantization_config
             quantize_experts(model, config.bits, config.format)  # on the meta device
-            if linear_bits is not None:
-                quantize_linears(model, linear_bits, select=lambda name, _: name in self.dense)
-            for name in self.weights:
-                layer = model.get_submodule(name.removesuffix(quantized_dense.ENDING))
-                interface.mark_initialized(layer)
-                # transformers expects every key of the state to be a tensor of a module, and sizes are not.
-                self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
+            if self.dense and not self.stored:
+                quantize_linears(model, config.linear_bits, select=lambda name, _: name in self.dense)
+            for layer in model.modules():
+                if isinstance(layer, QuantizedLinear):
+                    interface.mark_initialized(layer)
+                    # transformers expects every key of the state to be a tensor of a module, and sizes are not.
+                    self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
@@ -189,19 +208,65 @@ class PymoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return weight_conversions
         # These come first, because the first converter that knows a name takes it.
-        take = [
-            interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
-            for name in WEIGHTS
-        ]
-        dense = [interface.converter(*one, Take(self)) for one in quantized_dense.sources(model, self.dense)]
+        if self.stored == fp8_files.METHOD:
+            return self._from_fp8(weight_conversions, model)
+        if self.stored:
+            take = [
+                interface.converter(mxfp4_files.sources(name), f".{name}.packed", TakeBlocks(self)) for name in WEIGHTS
+            ]
+            dense = [
+                interface.converter([weight], own + quantized_dense.ENDING, AsNamed(), Pack(self))
+                for own, weight, _ in quantized_dense.sources(model, self.dense)
+            ]
+        else:
+            take = [
+                interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
+                for name in WEIGHTS
+            ]
+            dense = [
+                interface.converter([weight, sizes], f"{own}.packed", Take(self))
+                for own, weight, sizes in quantized_dense.sources(model, self.dense)
+            ]
         return take + dense + weight_conversions
+
+    def _from_fp8(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Return converters that collect a weight's scales with it: transformers' own, and those for other weights."""
+
+        def sources(weights: list[str]) -> list[str]:
+            return [*map(fp8_files.scales_pattern, weights), *weights]
+
+        first = [
+            interface.converter(sources([weight]), own + quantized_dense.ENDING, Widen(self, Pack(self)))
+            for own, weight, _ in quantized_dense.sources(model, self.dense)
+        ]
+        first += [interface.converter(sources([rf"\.{name}$"]), f".{name}.packed", TakeRows(self)) for name in WEIGHTS]
+        last = interface.converter(sources([r"\.weight$"]), ".weight", Widen(self))
+        found = []
+        for one in weight_conversions:
+            targets: list[str] = list(one.target_patterns)
+            if not interface.reads_weights_alone(one):
+                found.append(one)
+            elif targets[0].rpartition(".")[2] in WEIGHTS:
+                take = TakeRows(self, *one.operations)
+                found.append(interface.changed(one, sources(one.source_patterns), [f"{targets[0]}.packed"], take))
+            else:
+                widen = Widen(self, *one.operations)
+                found.append(interface.changed(one, sources(one.source_patterns), targets, widen))
+        self._originals = [(one, None) for one in (*first, last)]
+        self._originals += zip(found, weight_conversions, strict=True)
+        return [*first, *found, last]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._originals:
+            interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):
-            self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
-        for name in sorted(self.missing & {f"{name}.bias" for name in self.dense}):
+            blocks = self.stored == mxfp4_files.METHOD and name.removesuffix(quantized_dense.ENDING) not in self.dense
+            tensor = name + mxfp4_files.ENDINGS[0] if blocks else name
+            self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
+        biases = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
+        for name in sorted(self.missing & biases):
             self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
         if self.faults:
             first, *others = self.faults.values()
@@ -231,6 +296,11 @@ class _Known(ConversionOps):
 
     def __deepcopy__(self, memo: Any) -> _Known:
         return self
+
+    @property
+    def reverse_op(self) -> AsNamed:
+        """Return the reverse operation that transformers requires for saving; no tensor goes through it."""
+        return AsNamed()
 
 
 class Pack(_Known):
@@ -265,9 +335,11 @@ class Pack(_Known):
     def _packed(self, model: Any, name: str, weight: Tensor) -> Tensor:
         path, _, own = name.rpartition(".")
         experts = model.get_submodule(path)
-        expected = tuple(getattr(experts, own).shape)
-        if tuple(weight.shape) != expected:
-            raise ValueError(f"expected the shape {expected}, got {tuple(weight.shape)}")
+        expected = getattr(experts, own)
+        if weight.shape != expected.shape:
+            raise ValueError(f"expected the shape {tuple(expected.shape)}, got {tuple(weight.shape)}")
+        if self.hf_quantizer.stored:  # transformers leaves this to the operation there
+            weight = weight.to(expected.dtype)
         config = self.hf_quantizer.quantization_config
         if path in self.hf_quantizer.dense:
             layer: QuantizedLinear = quantized_dense.packed_in_place(model, path, weight, config.linear_bits)
@@ -307,17 +379,100 @@ class Take(_Known):
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             self.hf_quantizer.faults[name] = (
-                f"expected {name!r} with bits (14 for mxfp), output and input features and packed shape {expected}, "
-                f"got {seen}"
+                f"expected {name!r} with bits (14 for mxfp, 18 for fp), output and input features and packed shape "
+                f"{expected}, got {seen}"
             )
             return {}
         self.hf_quantizer.packed.add(name)
         return {full_layer_name: packed}
 
-    @property
-    def reverse_op(self) -> AsNamed:
-        """Return the reverse operation that transformers requires for saving; no tensor goes through it."""
-        return AsNamed()
+
+class TakeBlocks(_Known):
+    """Takes weights from files in MXFP4: packs their blocks and scales, which stay as they are."""
+
+    def convert(
+        self,
+        input_dict: dict[str, list[Tensor]],
+        source_patterns: list[str],
+        *,
+        full_layer_name: str,
+        model: Any,
+        missing_keys: set[str],
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
+        name = full_layer_name.removesuffix(".packed")
+        missing_keys.discard(full_layer_name)
+        self.hf_quantizer.missing = missing_keys
+        blocks, scales = (input_dict[pattern][0] if pattern in input_dict else None for pattern in source_patterns)
+        try:
+            packed = mxfp4_files.packed_weight(name, blocks, scales, model.get_submodule(name))
+            if (folder := self.hf_quantizer.quantization_config.folder) is not None:
+                packed = _in_file(packed, folder)
+        except (OSError, ValueError) as error:
+            self.hf_quantizer.faults[name] = str(error)
+            return {}
+        self.hf_quantizer.packed.add(name)
+        return {full_layer_name: packed}
+
+
+class _WithScales(_Known):
+    """An operation on weights in FP8 and their scales, before the operations that transformers has for such weights."""
+
+    def __init__(self, quantizer: PymoeQuantizer, *operations: Any) -> None:
+        super().__init__(quantizer)
+        self.operations = operations
+
+    def _then(self, tensors: dict[str, Any], source_patterns: list[str], **named: Any) -> dict[str, Any]:
+        sources = [pattern for pattern in source_patterns if pattern in tensors]
+        for operation in self.operations:
+            tensors = operation.convert(tensors, source_patterns=sources, **named)
+        return tensors
+
+
+class TakeRows(_WithScales):
+    """Takes experts' weights from files in FP8: packs their codes and scales, which stay as they are."""
+
+    def convert(
+        self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, missing_keys: set[str], **_: Any
+    ) -> dict[str, Tensor]:
+        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
+        name = full_layer_name.removesuffix(".packed")
+        missing_keys.discard(full_layer_name)
+        self.hf_quantizer.missing = missing_keys
+        try:
+            found = fp8_files.pairs(input_dict)
+            input_dict.clear()  # so that no tensor is kept longer than it is needed
+            rows = {pattern: [fp8_files.joined(*pair) for pair in found.pop(pattern)] for pattern in list(found)}
+            named = {"full_layer_name": full_layer_name, "model": model, "missing_keys": missing_keys, **_}
+            (all_rows,) = self._then(rows, **named).values()
+            all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
+            packed = fp8_files.packed_weight(name, all_rows, model.get_submodule(name))
+            if (folder := self.hf_quantizer.quantization_config.folder) is not None:
+                packed = _in_file(packed, folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.hf_quantizer.faults[name] = f"expected weights in FP8, got {name!r}: {error}"
+            return {}
+        self.hf_quantizer.packed.add(name)
+        return {full_layer_name: packed}
+
+
+class Widen(_WithScales):
+    """Makes weights in the dtype of the model of those in FP8."""
+
+    def convert(self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, **_: Any) -> Any:
+        """Return the weights by their names in the model, or nothing if they do not fit their scales."""
+        path, _dot, own = full_layer_name.rpartition(".")
+        dtype = getattr(model.get_submodule(path), own).dtype
+        try:
+            found = fp8_files.pairs(input_dict)
+            wide = {pattern: [fp8_files.widened(*pair, dtype) for pair in found[pattern]] for pattern in found}
+        except ValueError as error:
+            self.hf_quantizer.faults[full_layer_name] = f"expected weights in FP8, got {full_layer_name!r}: {error}"
+            return {}
+        if not self.operations or isinstance(self.operations[0], Pack):  # a name's only weight
+            return self._then({full_layer_name: next(iter(wide.values()))[0]}, model=model, **_)
+        return self._then(wide, full_layer_name=full_layer_name, model=model, **_)
 
 
 class AsNamed(ConversionOps):
@@ -335,7 +490,28 @@ class AsNamed(ConversionOps):
 def register() -> None:
     """Make transformers know :class:`PymoeConfig`, and save quantised models. Doing so again changes nothing."""
     interface.register_quantizer(PymoeConfig, PymoeQuantizer)
+    interface.call_before_merging(configuration_for)
     interface.call_before_saving(prepare_to_save)
+
+
+def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | None:
+    """Return the configuration to use for a folder of quantised files, or None to leave the choice to transformers.
+
+    Args:
+        entries: the entries of the files' configuration.
+        passed: what was passed to ``from_pretrained``; it is not changed.
+
+    Raises:
+        ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
+    """
+    method = entries.get("quant_method")
+    if method not in (mxfp4_files.METHOD, fp8_files.METHOD) or not isinstance(passed, PymoeConfig):
+        return None
+    if method == fp8_files.METHOD:
+        fp8_files.check_configuration(entries)
+    chosen = copy.copy(passed)
+    chosen.stored = str(method)
+    return chosen
 
 
 def prepare_to_save(model: nn.Module) -> None:

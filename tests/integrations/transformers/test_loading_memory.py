@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from limits import LONG
 
-from benchmarks.layers.checkpoints import WAYS, write_qwen3_moe
+from benchmarks.layers.checkpoints import WAYS, write_gpt_oss, write_qwen3_moe
 
 pytestmark = pytest.mark.only_on("cpu")
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,21 @@ from benchmarks.layers.checkpoints import load
 torch.set_num_threads(1)
 torch.rand(64, 64) @ torch.rand(64, 64)
 import transformers, pymoe.integrations.transformers
-print(json.dumps(load(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))[1]))
+format = sys.argv.pop() if sys.argv[-1] == "mxfp" else "int"
+print(json.dumps(load(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]), format=format)[1]))
+"""
+
+WIDEN = """
+import json, sys
+import torch
+from benchmarks.layers.checkpoints import AnonymousMemory
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM, Mxfp4Config
+import pymoe.integrations.transformers
+with AnonymousMemory() as memory:
+    options = {"quantization_config": Mxfp4Config(dequantize=True), "experts_implementation": "pymoe"}
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], **options)
+print(json.dumps({"peak": memory.peak}))
 """
 
 CONVERT = """
@@ -107,3 +121,34 @@ def test_dense_layers_take_what_stays_too(tmp_path):
     again = run(LOAD, WAYS[2], tmp_path / "packed", 4)
     assert again["packed"] == while_read["packed"]
     assert again["peak"] <= SLACK, "the saved model is mapped"
+
+
+def mxfp4(tmp_path, **sizes):
+    """Load files in MXFP4: the peak is what stays and a part of one layer's packed experts."""
+    published = write_gpt_oss(tmp_path / "published", vocabulary=512, **sizes)
+    layer = 3 * sizes["experts"] * sizes["ffn"] * sizes["hidden"] * 17 // 32
+    packed = sizes["layers"] * layer
+    assert packed < published < 1.15 * packed
+    while_read = run(LOAD, WAYS[1], tmp_path / "published", 4, "mxfp")
+    assert while_read["packed"] == packed
+    assert packed <= while_read["peak"] <= packed + layer // 4 + SLACK
+    return layer, packed
+
+
+@pytest.mark.slow
+def test_files_in_mxfp4_are_never_widened(tmp_path):
+    layer, packed = mxfp4(tmp_path, layers=12, hidden=512, ffn=512, experts=32)
+    widened = run(WIDEN, tmp_path / "published")
+    assert widened["peak"] > 2 * (packed + layer + SLACK), "the counter sees widened weights"
+    converted = run(CONVERT, tmp_path / "published", tmp_path / "packed", 4, "--format", "mxfp")
+    assert converted["status"] == 0
+    assert converted["peak"] <= layer + SLACK, "packed weights are in files"
+    again = run(LOAD, WAYS[2], tmp_path / "packed", 4)
+    assert again["packed"] == packed
+    assert again["peak"] <= SLACK, "the saved model is mapped"
+
+
+@pytest.mark.slow
+def test_a_layer_of_gpt_oss_20b_takes_its_files_bytes_and_little_more(tmp_path):
+    layer, _ = mxfp4(tmp_path, layers=1, hidden=2880, ffn=2880, experts=32)
+    assert layer == 423_014_400

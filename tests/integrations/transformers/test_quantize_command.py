@@ -50,7 +50,7 @@ def full_folder(folder):
 
 def quantised_folder(folder):
     assert main([str(folder / "whole"), str(folder / "packed")]) == 0
-    return [folder / "packed"], "expected weights that are not quantised, got 'pymoe'"
+    return [folder / "packed"], "expected weights that are not quantised, or are in MXFP4 or FP8, got 'pymoe'"
 
 
 def foreign_class(folder):
@@ -60,7 +60,7 @@ def foreign_class(folder):
 
 
 def too_many_bits(folder):
-    return [folder / "whole", "--format=mxfp"], "PymoeConfig: bits must be 4 for format 'mxfp', got 8"
+    return [folder / "whole", "--bits=8", "--format=mxfp"], "PymoeConfig: bits must be 4 for format 'mxfp', got 8"
 
 
 def no_experts(folder):

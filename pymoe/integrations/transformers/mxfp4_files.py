@@ -1,0 +1,91 @@
+"""Checkpoints that hold experts in MXFP4, as GPT-OSS is published: which models they fit, and a weight out of them.
+
+In place of a stacked weight NAME of E layers from H inputs to N outputs, the files have NAME_blocks, (E, N, H / 32, 16)
+uint8, and NAME_scales, (E, N, H / 32) uint8, as :func:`pymoe.ops.pack_weight` takes them. Row n is column n of the
+model's own weight, (E, H, N), so that rows of gate and up come in the order in which the model reads them. These are
+the rules of ``transformers.integrations.mxfp4``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe._common.types import GROUP, WeightFormat
+from pymoe.integrations.transformers import interface
+from pymoe.nn import QuantizedLinear
+from pymoe.ops import pack_weight
+
+METHOD = "mxfp4"
+"""The name of the method in configurations of such checkpoints."""
+
+ENDINGS = ("_blocks", "_scales")
+"""What the names of a weight's two tensors have in addition to that of the weight."""
+
+NAN = 255
+"""The scale that is not a number."""
+
+
+def sources(name: str) -> list[str]:
+    """Return patterns for the names of a weight's tensors in files, by the last part of the weight's name."""
+    return [rf"\.{name}{ending}$" for ending in ENDINGS]
+
+
+def check_model(model: Any, weights: Iterable[str], bits: int, format: WeightFormat) -> None:
+    """Raise if the experts of a model cannot hold such weights unchanged.
+
+    Args:
+        model: the model, before its weights are loaded.
+        weights: names of its stacked weights.
+        bits: bits that the weights shall have.
+        format: format that they shall have.
+
+    Raises:
+        ValueError: ``bits`` and ``format`` are not those of MXFP4, or the model's weights are not (E, in, out).
+    """
+    for name in sorted(weights):
+        if (bits, format) != (4, "mxfp"):
+            raise ValueError(
+                f"from_pretrained: expected PymoeConfig(bits=4, format='mxfp') for a checkpoint in MXFP4, which is not "
+                f"rounded again, got bits={bits} and format={format!r} for '{name}{ENDINGS[0]}'"
+            )
+        if not interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed:
+            raise ValueError(
+                f"from_pretrained: expected a model with weights (E, in, out), as GPT-OSS has, for a checkpoint in "
+                f"MXFP4, got {name!r} of {type(model).__name__}"
+            )
+
+
+def packed_weight(name: str, blocks: Tensor | None, scales: Tensor | None, layer: QuantizedLinear) -> Tensor:
+    """Return the packed bytes of a weight from its tensors in the files, with every code and scale as it is.
+
+    Args:
+        name: name of the weight, for errors.
+        blocks: the tensor NAME_blocks of the files, or None if they have none.
+        scales: the tensor NAME_scales, or None.
+        layer: a layer of the sizes that the model needs.
+
+    Raises:
+        ValueError: one of them is missing, has another shape or dtype, or holds a scale that is not a number.
+    """
+    if layer.input_features % GROUP:
+        raise ValueError(f"expected {name!r} to have a multiple of {GROUP} inputs, got {layer.input_features}")
+    shape = (layer.num_experts, layer.output_features, layer.input_features // GROUP)
+    for ending, tensor, expected in zip(ENDINGS, (blocks, scales), ((*shape, GROUP // 2), shape), strict=True):
+        if tensor is None:
+            raise ValueError(f"expected the checkpoint to have '{name}{ending}', got none")
+        if tensor.dtype != torch.uint8 or tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"expected '{name}{ending}' to be {expected} uint8, got {tuple(tensor.shape)} "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
+            )
+    assert blocks is not None
+    assert scales is not None
+    bad = scales == NAN
+    if bool(bad.any()):
+        place = ", ".join(str(int(i)) for i in bad.nonzero()[0])
+        raise ValueError(f"expected '{name}{ENDINGS[1]}' to be numbers, got NaN (a scale of {NAN}) at [{place}]")
+    return pack_weight(blocks, scales).packed
