@@ -115,7 +115,7 @@ class PymoeConfig(QuantizationConfigMixin):
         self.folder: Path | None = None
         """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
         self.of_mxfp4_files = False
-        """Whether this is in the place of the configuration of files in MXFP4; see :mod:`.mxfp4_files`."""
+        """Whether this is in the place of the configuration of files in MXFP4."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
