@@ -35,8 +35,11 @@ FILE = "model-00003-of-00004.safetensors"
 
 @pytest.fixture
 def published(tmp_path):
-    """Return a folder with a tiny GPT-OSS as it is published, in several files."""
-    write_gpt_oss(tmp_path / "published", layers=2, hidden=64, ffn=96, experts=8, vocabulary=128)
+    """Return a folder with a tiny GPT-OSS as it is published, in several files.
+
+    The outputs of down_proj fill one tile and a half.
+    """
+    write_gpt_oss(tmp_path / "published", layers=2, hidden=96, ffn=160, experts=8, vocabulary=128)
     return tmp_path / "published"
 
 
@@ -62,6 +65,12 @@ def distance(got, expected):
 
 
 def test_every_code_and_scale_is_kept_and_so_is_all_else(published):
+    """So are scales that rounding would not choose, as of groups whose largest code is 1/2."""
+    tensors = load_file(published / FILE)
+    for name in ("gate_up_proj", "down_proj"):
+        tensors[f"{EXPERTS}.{name}_blocks"][:, ::2] &= 0x99
+        tensors[f"{EXPERTS}.{name}_scales"].view(-1)[:255] = torch.arange(255)
+    save_file(tensors, published / FILE, metadata={"format": "pt"})
     model, files = read(published), tensors_of(published)
     assert type(model) is GptOssForCausalLM
     assert model.dtype == torch.bfloat16, "the files say it, as the configuration does not"
@@ -122,7 +131,7 @@ def outputs(files, place, x, index, weights):
 def test_experts_compute_what_the_files_say(dtype, tolerance, published):
     """In bfloat16 they are at least as close to it as with widened weights."""
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 64, generator=random).to(dtype)
+    x = torch.randn(16, 96, generator=random).to(dtype)
     index = torch.rand(16, 8, generator=random).argsort(dim=1)[:, :4]
     weights = torch.rand(16, 4, generator=random).to(dtype)
     expected = outputs(tensors_of(published), EXPERTS, x, index, weights)
@@ -251,7 +260,7 @@ def drop(tensors, *names):
 def widen(tensors):
     """Put the weights themselves in the place of blocks and scales."""
     drop(tensors, "down_proj_blocks", "down_proj_scales")
-    tensors[f"{EXPERTS}.down_proj"] = torch.zeros(8, 96, 64, dtype=torch.bfloat16)
+    tensors[f"{EXPERTS}.down_proj"] = torch.zeros(8, 160, 96, dtype=torch.bfloat16)
 
 
 def nan(scales):
@@ -278,47 +287,47 @@ EDITS = {
     ),
     "fewer experts": (
         lambda t: replace(t, "down_proj_blocks", lambda b: b[1:]),
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(7, 64, 3, 16\) uint8$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(7, 96, 5, 16\) uint8$",
     ),
     "fewer experts with scales": (
         lambda t: [replace(t, f"down_proj_{part}", lambda b: b[1:]) for part in ("blocks", "scales")],
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(7, 64, 3, 16\) uint8$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(7, 96, 5, 16\) uint8$",
     ),
     "fewer groups": (
         lambda t: [replace(t, f"down_proj_{part}", lambda b: b[:, :, 1:]) for part in ("blocks", "scales")],
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(8, 64, 2, 16\) uint8$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(8, 96, 4, 16\) uint8$",
     ),
     "fewer outputs, in the same tiles": (
         lambda t: [replace(t, f"down_proj_{part}", lambda b: b[:, 1:]) for part in ("blocks", "scales")],
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(8, 63, 3, 16\) uint8$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(8, 95, 5, 16\) uint8$",
     ),
     "transposed": (
         lambda t: replace(t, "down_proj_blocks", lambda b: b.transpose(1, 2)),
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(8, 3, 64, 16\) uint8$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(8, 5, 96, 16\) uint8$",
     ),
     "bytes in one dimension": (
         lambda t: replace(t, "down_proj_blocks", lambda b: b.flatten(2)),
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(8, 64, 48\) uint8$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(8, 96, 80\) uint8$",
     ),
     "other scales": (
         lambda t: replace(t, "down_proj_scales", lambda s: s[:, :, :1]),
-        rf"'{SCALES}' to be \(8, 64, 3\) uint8, got \(8, 64, 1\) uint8$",
+        rf"'{SCALES}' to be \(8, 96, 5\) uint8, got \(8, 96, 1\) uint8$",
     ),
     "blocks in floating point": (
         lambda t: replace(t, "down_proj_blocks", torch.Tensor.float),
-        rf"'{BLOCKS}' to be \(8, 64, 3, 16\) uint8, got \(8, 64, 3, 16\) float32$",
+        rf"'{BLOCKS}' to be \(8, 96, 5, 16\) uint8, got \(8, 96, 5, 16\) float32$",
     ),
     "signed blocks": (
         lambda t: replace(t, "down_proj_blocks", lambda b: b.view(torch.int8)),
-        rf"'{BLOCKS}' to be .* got \(8, 64, 3, 16\) int8$",
+        rf"'{BLOCKS}' to be .* got \(8, 96, 5, 16\) int8$",
     ),
     "scales in floating point": (
         lambda t: replace(t, "down_proj_scales", torch.Tensor.bfloat16),
-        rf"'{SCALES}' to be .* got \(8, 64, 3\) bfloat16$",
+        rf"'{SCALES}' to be .* got \(8, 96, 5\) bfloat16$",
     ),
     "scales as e8m0": (
         lambda t: replace(t, "down_proj_scales", lambda s: s.view(torch.float8_e8m0fnu)),
-        rf"'{SCALES}' to be .* got \(8, 64, 3\) float8_e8m0fnu$",
+        rf"'{SCALES}' to be .* got \(8, 96, 5\) float8_e8m0fnu$",
     ),
     "a scale that is NaN": (
         lambda t: replace(t, "down_proj_scales", nan),
@@ -398,9 +407,9 @@ def test_the_configuration_that_was_passed_stays_as_it_is(published, tmp_path):
     """It served files in MXFP4, and then those of a checkpoint that is not quantised."""
     config = PymoeConfig(bits=4, format="mxfp")
     before = copy.deepcopy(vars(config))
-    model = read(published, config)
+    cls = GptOssForCausalLM  # AutoModelForCausalLM would pass a copy on
+    model = cls.from_pretrained(published, quantization_config=config)
     assert vars(config) == before
-    cls = type(tiny_models.build("gpt_oss"))
     tiny_models.build("gpt_oss").save_pretrained(tmp_path / "whole")
     expected = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
     quantize_experts(expected, 4, "mxfp")

@@ -311,6 +311,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
             type(model).from_pretrained(wrong, quantization_config=PymoeConfig(8))
 
 
+def test_experts_without_their_bias_are_refused(tmp_path):
+    """Transformers put zeros in the place of a bias that the files lack, and wrote a line into its log."""
+    model = tiny_models.build("gpt_oss")
+    model.save_pretrained(tmp_path / "whole")
+    config = PymoeConfig(8)
+    type(model).from_pretrained(tmp_path / "whole", quantization_config=config).save_pretrained(tmp_path / "packed")
+    for folder, options in (("whole", {"quantization_config": config}), ("packed", {})):
+        wrong = edited(tmp_path / folder, tmp_path / f"{folder}, edited", lambda t: t.pop(f"{DOWN}_bias"))
+        with pytest.raises(ValueError, match=f"^from_pretrained: expected the checkpoint to have '{DOWN}_bias', got"):
+            type(model).from_pretrained(wrong, **options)
+
+
 def test_one_expert_too_few_is_refused(tmp_path):
     model = tiny_models.build("mixtral")
     model.save_pretrained(tmp_path)
