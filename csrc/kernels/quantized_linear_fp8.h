@@ -157,13 +157,25 @@ MultiplyFp8<Weights> multiply_fp8_for(int64_t rows) {
   }(std::make_integer_sequence<int, kMost>{});
 }
 
-// The number of rows that decode in registers, of those that share decoded values, and of vectors beside each: as many
-// sums as the registers hold. More rows than kMostDecoding share decoded values.
+// The numbers of rows that decode in registers, beside four vectors of outputs or beside fewer, and of those that share
+// decoded values: as many sums as the registers hold, and enough that they need not wait for each other. More rows than
+// kMostDecoding share decoded values.
 #if PYMOE_ISA_LEVEL == 4
-inline constexpr int kMostDecoding = 6, kDecodingVectors = 4, kMostSharing = 12, kSharingVectors = 2;
+inline constexpr int kMostBesideFour = 6, kMostDecoding = 6, kDecodingVectors = 4, kMostSharing = 12;
 #else
-inline constexpr int kMostDecoding = 4, kDecodingVectors = 2, kMostSharing = 6, kSharingVectors = 2;
+inline constexpr int kMostBesideFour = 1, kMostDecoding = 4, kDecodingVectors = 2, kMostSharing = 6;
 #endif
+inline constexpr int kSharingVectors = 2;
+
+// y += the products of a block for `rows` <= kMost rows, which decode in registers.
+template <int kMost, int kVectors>
+void multiply_few_fp8(const uint8_t* codes, const float* scales, int64_t inputs, const float* x, int64_t rows,
+                      float* y) {
+  const auto function = multiply_fp8_for<kMost, kVectors, StoredCodes<kVectors>>(rows);
+  for (int64_t first = 0; first < kQuantizedTile; first += kVectors * kLanes<float>) {
+    function({codes + first}, scales + first, inputs, x, y + first);
+  }
+}
 
 // multiply_tile of quantized_linear_cpu_body.h, for fp8.
 template <typename T>
@@ -183,10 +195,9 @@ void multiply_tile_fp8(const uint8_t* tile, int64_t inputs, const RoundedRows& x
       const uint8_t* codes = tile + fp8_block_begin(block) + kQuantizedTile * 4;
       const auto* values = reinterpret_cast<const float*>(x.codes + block * x.codes_stride + chunk * kWidenedBytes);
       if (size <= kMostDecoding) {
-        const auto function = multiply_fp8_for<kMostDecoding, kDecodingVectors, StoredCodes<kDecodingVectors>>(size);
-        for (int64_t first = 0; first < kQuantizedTile; first += kDecodingVectors * kWidth) {
-          function({codes + first}, scales + first, some, values, y + first);
-        }
+        size <= kMostBesideFour
+            ? multiply_few_fp8<kMostBesideFour, 4>(codes, scales, some, values, size, y)
+            : multiply_few_fp8<kMostDecoding, kDecodingVectors>(codes, scales, some, values, size, y);
         continue;
       }
       const int64_t parts = (size + kMostSharing - 1) / kMostSharing;
