@@ -105,7 +105,9 @@ class MoE(nn.Module):
     Under :mod:`torch.func` the native layer supports ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes the
     elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
     ``NotImplementedError``; the layer with ``backend="reference"`` supports it, but has no ``vmap`` over tokens or
-    parameters.
+    parameters. ``torch.compile`` leaves calls inside forward mode out of its graphs, or raises if ``fullgraph=True``.
+    The backward pass of a graph cannot do that: it drops tangents of the gradients that it is given, as in a ``jvp`` of
+    the function that a compiled ``vjp`` returned.
 
     Args:
         hidden_size: H.
