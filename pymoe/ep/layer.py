@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 
 from pymoe._common.dtypes import cast_operands
-from pymoe._common.forward_mode import in_forward_mode
 from pymoe._common.types import Gate, RouterLosses
 from pymoe._transforms import in_torch_func
 from pymoe.ep.agreement import CountExchange, call_signature, report_failure
@@ -245,5 +245,5 @@ def _shown(experts: Sequence[int]) -> str:
 
 
 def _check_mode(x: Any) -> None:
-    if in_torch_func() or in_forward_mode():
+    if in_torch_func() or forward_ad._current_level >= 0:
         raise RuntimeError("MoE: experts on several ranks have no derivatives inside torch.func or in forward mode")

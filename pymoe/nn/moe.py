@@ -25,6 +25,7 @@ from pymoe.nn.apply_experts import (
     apply_quantized_experts,
     check_choice,
     grouped_networks,
+    is_one_call,
 )
 from pymoe.nn.direct import forward_directly
 from pymoe.nn.experts import Experts, SharedExperts
@@ -34,7 +35,6 @@ from pymoe.nn.operands import as_rows, check_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
-from pymoe.nn.recorded import is_one_call
 from pymoe.nn.router import Router, update_expert_biases
 from pymoe.ops import raw
 
