@@ -7,6 +7,7 @@ from torch import Tensor, compiler
 from torch.autograd import forward_ad
 
 from pymoe import _torch_canaries as canaries
+from pymoe._common.forward_mode import in_forward_mode
 from pymoe._torch_private import are_functorch_transforms_active
 
 
@@ -32,7 +33,14 @@ def in_torch_func() -> bool:
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Return whether one of the tensors carries a tangent of forward-mode AD; False where Dynamo compiles."""
-    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level < 0:
+    """Return whether one of the tensors carries a tangent of forward-mode AD, or may carry one that cannot be seen.
+
+    In code that is being compiled, and inside the transforms of :mod:`torch.func`, each tensor may carry one in forward
+    mode: Dynamo's tensors do not have those of the arguments, a ``vmap`` hides them, and an inner transform those of
+    an outer one.
+    """
+    if not in_forward_mode():
         return False
+    if torch.compiler.is_compiling() or torch_func_is_active():
+        return True
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

@@ -47,7 +47,7 @@ PYTHON_MAY_USE = {
     "_torch_versions": set(),
     "_gloo_at_exit": set(),
     "_ranks": set(),
-    "_transforms": {"_torch_canaries", "_torch_private"},
+    "_transforms": {"_common", "_torch_canaries", "_torch_private"},
     "ops": {"_common", "reference", "ops", "_native", "_ops", "_torch_canaries", "_torch_private", "_transforms"},
     "nn": {"_common", "reference", "ops", "nn", "_torch_canaries", "_torch_private", "_transforms"},
     "nn/quantized_files": {"_common", "nn"},

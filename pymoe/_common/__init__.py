@@ -1,1 +1,1 @@
-"""Private code that all packages share: types of results, dtypes, checks of arguments, contracts of operators."""
+"""Private code that all packages share: types of results, dtypes, contracts of operators, forward mode."""

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 
 from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING
+from pymoe._common.forward_mode import in_forward_mode
 from pymoe._common.types import (
     BLOCK,
     FORMATS,
@@ -487,7 +488,10 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor |
             f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "
             f"gradient; call it under torch.no_grad()"
         )
-    if not is_compiling() and forward_ad._current_level >= 0:
+    if is_compiling():
+        if in_forward_mode():
+            _NoTangents.jvp(None)
+    elif forward_ad._current_level >= 0:
         _NoTangents.apply(x, bias)
 
 

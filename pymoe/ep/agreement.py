@@ -328,8 +328,7 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
             failed,
         )
     signatures = [CallSignature(*message[: len(MEANING)]) for message in messages]
-    for field in MEANING:
-        values = [getattr(signature, field) for signature in signatures]
+    for field, values in zip(MEANING, zip(*signatures, strict=True), strict=True):
         if len(set(values)) > 1:
             usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
             others = tuple(rank for rank, value in enumerate(values) if value != usual)

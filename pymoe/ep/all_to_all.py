@@ -83,8 +83,8 @@ class RowPlan:
         own, rank = self.at_owners[sharding.rank], sharding.rank
         self.counts = RowCounts(
             sharding,
-            [[sum(own[e] for e in experts) for experts in by_rank] for by_rank in sharding.chunk_experts],
-            [[sum(rows[e] for e in by_rank[rank]) for rows in self.at_owners] for by_rank in sharding.chunk_experts],
+            [[sum([own[e] for e in experts]) for experts in by_rank] for by_rank in sharding.chunk_experts],
+            [[sum([rows[e] for e in by_rank[rank]]) for rows in self.at_owners] for by_rank in sharding.chunk_experts],
         )
 
     @property

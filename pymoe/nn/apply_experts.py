@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from pymoe import ops
 from pymoe._common import checks
 from pymoe._common.contracts import QUANTIZED_FLOATING, ROW_LIMIT, check_grouped_linear, check_kind, check_quantized
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, cast_operands
 from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight, Routing, is_gated, number_of
-from pymoe.nn.recorded import apply_experts_recorded, is_one_call
+from pymoe.nn.recorded import apply_experts_recorded, is_one_node
 from pymoe.ops import index_checks, raw
 from pymoe.ops.expert_activation import kernel_options
-from pymoe.ops.function_calls import is_differentiated, is_recorded
+from pymoe.ops.function_calls import is_differentiated, is_recorded, is_transformed
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
 APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default
@@ -114,6 +115,17 @@ def apply_experts(
         foreign_experts=foreign_experts,
         operators=ops if callable(activation) else raw,
     )
+
+
+def is_one_call(x: Tensor, *others: Any) -> bool:
+    """Return whether one native call may run the experts for rows ``x``, as one node if an argument needs a gradient.
+
+    This is not possible if autograd must see each operator: inside a transform, in a graph that is being compiled with
+    gradients, and if gradients are needed and :func:`is_one_node` returns false.
+    """
+    if is_compiling():
+        return not is_recorded(x, *others)
+    return not is_transformed() and (not is_differentiated(x, *others) or is_one_node(x))
 
 
 def apply_experts_fused(

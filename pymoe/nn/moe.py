@@ -25,6 +25,7 @@ from pymoe.nn.apply_experts import (
     apply_quantized_experts,
     check_choice,
     grouped_networks,
+    is_one_call,
 )
 from pymoe.nn.direct import forward_directly
 from pymoe.nn.experts import Experts, SharedExperts
@@ -34,7 +35,6 @@ from pymoe.nn.operands import as_rows, check_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
-from pymoe.nn.recorded import is_one_call
 from pymoe.nn.router import Router, update_expert_biases
 from pymoe.ops import raw
 
@@ -105,7 +105,9 @@ class MoE(nn.Module):
     Under :mod:`torch.func` the native layer supports ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes the
     elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
     ``NotImplementedError``; the layer with ``backend="reference"`` supports it, but has no ``vmap`` over tokens or
-    parameters.
+    parameters. ``torch.compile`` leaves calls inside forward mode out of its graphs, or raises if ``fullgraph=True``.
+    The backward pass of a graph cannot do that: it drops tangents of the gradients that it is given, as in a ``jvp`` of
+    the function that a compiled ``vjp`` returned.
 
     Args:
         hidden_size: H.

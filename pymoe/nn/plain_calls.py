@@ -35,7 +35,9 @@ def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[An
     for hooks in global_call_hooks:
         if hooks:
             return False
-    return not attached_to(module, harmless) and _is_as_written(kind)
+    if attached_to(module, harmless):
+        return False
+    return _as_written.get(kind) == (kind.forward, kind.__call__, kind._call_impl) or _is_as_written(kind)
 
 
 def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None) -> str:
@@ -60,12 +62,9 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
 
 def _is_as_written(kind: Any) -> bool:
     """Return whether calls of a class run the functions in its source and its bases' source: none has been patched."""
-    functions = (kind.forward, kind.__call__, kind._call_impl)
-    if _as_written.get(kind) == functions:
-        return True
     canaries.modules()
     if all(is_of_its_source(kind, name) for name in ("forward", "__call__", "_call_impl")):
-        _as_written[kind] = functions
+        _as_written[kind] = (kind.forward, kind.__call__, kind._call_impl)
         return True
     return False
 

@@ -5,7 +5,7 @@ This node makes one native call, which runs the same kernels, and its backward p
 backward passes, so gradients have the same bits. They may be differentiated again. For that purpose the node also
 returns the tensors that one operator makes and the next one reads; a second backward pass brings their gradients.
 
-The node is for eager code outside of transforms, on the CPU: see :func:`is_one_call`. On a GPU the operators run one
+The node is for eager code outside of transforms, on the CPU: see :func:`is_one_node`. On a GPU the operators run one
 after the other, each with its own node, except that the router's product, its gate and the routing are one node
 (:mod:`pymoe.nn.router_product`).
 """
@@ -26,7 +26,7 @@ from pymoe._common.dtypes import accumulate_dtype
 from pymoe.nn.losses import Injected
 from pymoe.ops.combine import COMBINE_BACKWARD, CombineBackward
 from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, KernelOptions, activation_backward
-from pymoe.ops.function_calls import apply, call, is_differentiated, is_recorded, is_transformed
+from pymoe.ops.function_calls import apply, call, is_transformed
 from pymoe.ops.gate_topk import GATE_TOPK_BACKWARD, GateTopkBackward, Options, backward_options
 from pymoe.ops.grouped_linear import (
     BIAS_GRAD,
@@ -44,17 +44,6 @@ APPLY_CHOSEN_EXPERTS_RECORDED = torch.ops.pymoe.apply_chosen_experts_recorded.de
 
 Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 """w_in, b_in, w_out, b_out."""
-
-
-def is_one_call(x: Tensor, *others: Any) -> bool:
-    """Return whether one native call may run the experts for rows ``x``, as one node if an argument needs a gradient.
-
-    This is not possible if autograd must see each operator: inside a transform, in a graph that is being compiled with
-    gradients, and if gradients are needed and :func:`is_one_node` returns false.
-    """
-    if is_compiling():
-        return not is_recorded(x, *others)
-    return not is_transformed() and (not is_differentiated(x, *others) or is_one_node(x))
 
 
 def is_one_node(x: Tensor) -> bool:

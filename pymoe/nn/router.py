@@ -241,10 +241,10 @@ class Router(nn.Module):
             x_TH: (T, H).
         """
         weight = self.weight
-        if takes(x_TH, weight) and not self.row_invariant:
-            return wide_product(x_TH, weight)
         if x_TH.dtype == weight.dtype in _WIDE and not autocast_enabled(x_TH.device.type):
             return linear(x_TH, weight, row_invariant=self.row_invariant)
+        if takes(x_TH, weight) and not self.row_invariant:
+            return wide_product(x_TH, weight)
         dtype = _at_least_float32(torch.promote_types(x_TH.dtype, weight.dtype))
         with without_autocast(x_TH.device.type):
             return linear(x_TH.to(dtype), weight.to(dtype), row_invariant=self.row_invariant)

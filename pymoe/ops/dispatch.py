@@ -22,9 +22,9 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     index_checks.slots_in_range("dispatch", routing)
     if out is None:
         return spread_rows(x, routing)
+    if isinstance(out, Tensor) and has_tangent(x, out):
+        raise ValueError("dispatch: out= has no tangent, but x or out may carry one; call it without out=")
     check_dispatch_out(x, routing, out)
-    if has_tangent(x, out):
-        raise ValueError("dispatch: out= has no tangent, but x or out carries one; call it without out=")
     if not torch.compiler.is_compiling():
         _edits_are_counted()
     slot, _, offsets = routing

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from pymoe import _torch_canaries as canaries
+from pymoe._common.forward_mode import in_forward_mode
 from pymoe._torch_private import are_functorch_transforms_active, unwrap_if_dead
 from pymoe._transforms import is_exporting
 
@@ -23,6 +24,12 @@ _Function = type[torch.autograd.Function]
 
 _apply_of: dict[_Function, Callable[..., Any]] = {}
 """Functions' inner ``apply`` methods, which the public ``apply`` calls in the end."""
+
+_REFUSAL = (
+    "pymoe.ops: {} has no forward-mode derivative (jvp, jacfwd, hessian, forward_ad); pymoe.reference and "
+    "MoE(backend='reference') have it"
+)
+_REFUSAL_IN_A_GRAPH = _REFUSAL.format("a graph of torch.compile")
 
 
 def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
@@ -57,10 +64,7 @@ def _transformable(function: _Function) -> _Function:
     """Return the Function with the methods that transforms need; torch.compile refuses Functions with them."""
 
     def refuse(ctx: Any, *tangents: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"pymoe.ops: {function.__name__.strip('_')} has no forward-mode derivative (jvp, jacfwd, hessian, "
-            "forward_ad); pymoe.reference and MoE(backend='reference') have it"
-        )
+        raise NotImplementedError(_REFUSAL.format(function.__name__.strip("_")))
 
     vmap, tangent = partial(one_by_one, partial(call, function)), getattr(function, "tangent", refuse)
     methods = {"vmap": staticmethod(vmap), "jvp": staticmethod(tangent)}
@@ -77,7 +81,7 @@ def is_recorded(*values: Any) -> bool:
         values: the arguments of a call: tensors, and anything else.
     """
     if is_compiling():
-        if is_exporting():
+        if is_exporting() or in_forward_mode():
             return True
     elif is_transformed():
         return True
@@ -109,16 +113,17 @@ def call(function: _Function, *args: Any) -> Any:
         args: all arguments of its ``forward``.
 
     Raises:
-        NotImplementedError: a forward-mode derivative is needed, and the Function has no ``tangent``.
+        NotImplementedError: a forward-mode derivative is needed, and the Function has no ``tangent``; or the call is
+            compiled as part of a graph inside forward mode, where tangents cannot be seen.
     """
     if is_compiling():
+        if in_forward_mode():
+            raise NotImplementedError(_REFUSAL_IN_A_GRAPH)  # Dynamo cannot trace the name of the Function
         return function.apply(*args)
     canaries.transforms()
-    if are_functorch_transforms_active():
+    if are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _transformable(function).apply(*args)
-    if forward_ad._current_level >= 0:
-        function = _transformable(function)
-    elif not (is_grad_enabled() and _any_requires_grad(args)):
+    if not (is_grad_enabled() and _any_requires_grad(args)):
         return function.forward(*args)
     return apply(function, *args)
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from pymoe._common.forward_mode import in_forward_mode
 from pymoe.reference.scores import exp_in_fixed_steps, scores_in_fixed_steps, sum_in_lanes
 
 # Rational approximations of W. J. Cody (Math. Comp. 23, 1969), highest power first: erf(v) / v in v^2 up to
@@ -120,6 +122,17 @@ def sum_in_order(values: Tensor, dim: int) -> Tensor:
     return total
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Return ``function.apply(*args)``, unless torch.compile would differentiate the steps of its ``forward``."""
+    if is_compiling() and in_forward_mode():
+        raise NotImplementedError(
+            "pymoe.reference: a graph of torch.compile has no forward-mode derivative (jvp, jacfwd, hessian, "
+            "forward_ad) of it; without fullgraph=True it is computed outside of the graph"
+        )
+    result: Tensor = function.apply(*args)
+    return result
+
+
 class _Spread(torch.autograd.Function):
     """Repeats ``value`` along a new dimension, with its own gradient: that of ``expand`` is a sum in torch's order."""
 
@@ -151,8 +164,7 @@ def spread(value: Tensor, dim: int, size: int, *, in_order: bool = False) -> Ten
     The order is the same as in :func:`sum_in_order` if ``in_order``, else as in :func:`sum_in_tree`; the sum is in
     float32, or float64 for float64.
     """
-    result: Tensor = _Spread.apply(value, dim, size, in_order)
-    return result
+    return _apply(_Spread, value, dim, size, in_order)
 
 
 def _along_rows(value_T1: Tensor, like_TE: Tensor) -> Tensor:
@@ -221,35 +233,30 @@ _PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _apply(x: Tensor, name: str) -> Tensor:
-    result: Tensor = _SymmetricFunction.apply(x, name)
-    return result
-
-
 def exp(x: Tensor) -> Tensor:
     """Return the exponential function of a float32 or float64 tensor."""
-    return _apply(x, "exp")
+    return _apply(_SymmetricFunction, x, "exp")
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return the logistic function, 1 / (1 + e^-x), of a float32 or float64 tensor."""
-    return _apply(x, "sigmoid")
+    return _apply(_SymmetricFunction, x, "sigmoid")
 
 
 def softmax(x: Tensor) -> Tensor:
     """Return the softmax of every row of a (T, E) float32 or float64 tensor."""
-    return _apply(x, "softmax")
+    return _apply(_SymmetricFunction, x, "softmax")
 
 
 def silu(x: Tensor) -> Tensor:
     """Return Swish, x / (1 + e^-x), of a float32 or float64 tensor."""
-    return _apply(x, "silu")
+    return _apply(_SymmetricFunction, x, "silu")
 
 
 def gelu(x: Tensor) -> Tensor:
     """Return x Phi(x), the exact form; Phi is the normal distribution function, in float64 for float32 too."""
     wide = x.to(torch.float64)
-    return (wide * _apply(wide, "normal_cdf")).to(x.dtype)
+    return (wide * _apply(_SymmetricFunction, wide, "normal_cdf")).to(x.dtype)
 
 
 def divided_rows(x: Tensor, divisors: Tensor) -> Tensor:
@@ -285,5 +292,4 @@ class _LogSumExp(torch.autograd.Function):
 
 def logsumexp(x: Tensor) -> Tensor:
     """Return the logarithm of the sum of e^x over every row of a (T, E) float32 or float64 tensor: (T,)."""
-    result: Tensor = _LogSumExp.apply(x)
-    return result
+    return _apply(_LogSumExp, x)

@@ -60,7 +60,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
             ``bias`` requires a gradient while gradients are recorded.
         IndexError: ``offsets`` ends past S.
         NotImplementedError: ``x`` or ``bias`` has a tangent of forward-mode differentiation. A graph of
-            ``torch.compile`` does not check this, and drops tangents.
+            ``torch.compile``, which cannot see tangents, refuses every call inside forward mode.
     """
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check_quantized_linear(x, weight, offsets, bias)

@@ -13,6 +13,7 @@ RANDOM = "tests/ops/test_properties.py"
 PLAN_RUN = "pymoe/pipe/execution/plan.py"
 RUNS = "tests/pipe/test_pipeline_run.py"
 ORDER = "tests/ops/test_grouped_linear_order.py"
+TANGENTS = ("tests/test_bugs_ops.py", "-k", "tangents")
 
 FAULTS = [
     *TRANSFORMERS,
@@ -87,6 +88,41 @@ FAULTS = [
         "grad_up = up < -clamp.limit ? V{} : (up > clamp.limit ? V{} : of_up);",
         "grad_up = of_up;",
         (EQUAL, "-k", "expert_activation"),
+    ),
+    Fault(
+        "a graph drops the tangents of an operator",
+        "pymoe/ops/function_calls.py",
+        "        if in_forward_mode():\n            raise",
+        "        if False:\n            raise",
+        TANGENTS,
+    ),
+    Fault(
+        "a graph drops the tangents of experts that are one call",
+        "pymoe/ops/function_calls.py",
+        "if is_exporting() or in_forward_mode():",
+        "if is_exporting():",
+        TANGENTS,
+    ),
+    Fault(
+        "a graph differentiates the steps of the reference",
+        "pymoe/reference/fixed_steps.py",
+        "if is_compiling() and in_forward_mode():",
+        "if False:",
+        TANGENTS,
+    ),
+    Fault(
+        "a graph that was traced outside of forward mode serves calls inside",
+        "pymoe/_common/forward_mode.py",
+        "return forward_ad._current_level >= 0 or (is_dynamo_compiling() and _is_entered())",
+        "return _is_entered() if is_dynamo_compiling() else forward_ad._current_level >= 0",
+        TANGENTS,
+    ),
+    Fault(
+        "a graph that enters forward mode takes the level for the one before",
+        "pymoe/_common/forward_mode.py",
+        " or (is_dynamo_compiling() and _is_entered())",
+        "",
+        TANGENTS,
     ),
     Fault(
         "an operand that is not first loses its gradient",

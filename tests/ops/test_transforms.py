@@ -4,6 +4,7 @@ import pytest
 import torch
 from specs import all_specs
 from specs.comparison import assert_close, assert_same_bits
+from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 
 import pymoe
@@ -257,3 +258,120 @@ def test_a_layer_is_exported_for_any_number_of_tokens():
     program = torch.export.export(layer, (torch.randn(5, 6),), dynamic_shapes=({0: torch.export.Dim("tokens")},))
     x = torch.randn(11, 6)
     assert_same_bits(program.module()(x), layer(x))
+
+
+# In graphs of torch.compile.
+
+
+def in_dual_level(function):
+    def tangents(inputs, tangents):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(value, tangent) for value, tangent in zip(inputs, tangents, strict=True)]
+            return tuple(forward_ad.unpack_dual(output).tangent for output in function(*duals))
+
+    return tangents
+
+
+def by_jvp(function):
+    return lambda inputs, tangents: torch.func.jvp(function, inputs, tangents)[1]
+
+
+def by_jacfwd(function):
+    def first(inputs, tangents):
+        found = torch.func.jacfwd(lambda value: function(value, *inputs[1:]))(inputs[0])
+        return tuple((one * tangents[0]).sum(tuple(range(-inputs[0].dim(), 0))) for one in found)
+
+    return first
+
+
+def one_element(function):
+    return lambda *values: tuple(output[0] for output in torch.vmap(function)(*(value[None] for value in values)))
+
+
+WAYS = {
+    "jvp": by_jvp,
+    "jacfwd": by_jacfwd,
+    "dual level": in_dual_level,
+    "vmap in jvp": lambda function: by_jvp(one_element(function)),
+    "vmap in a dual level": lambda function: in_dual_level(one_element(function)),
+}
+PLACES = ("in the graph", "around the graph", "around a graph that was compiled before", "in a graph, after a call")
+
+
+def compiled_tangents(function, way, place, **options):
+    """Return a function of inputs and tangents that runs the way, or the function inside it, in a compiled graph."""
+    torch._dynamo.reset()
+    if place == "in the graph":
+        return torch.compile(WAYS[way](function), **options)
+    if place == "in a graph, after a call":
+
+        def both(inputs, tangents):
+            function(*inputs)
+            return WAYS[way](function)(inputs, tangents)
+
+        return torch.compile(both, **options)
+    graph = torch.compile(function, **options)
+
+    def run(inputs, tangents):
+        if place.endswith("before"):
+            graph(*inputs)
+        return WAYS[way](graph)(inputs, tangents)
+
+    return run
+
+
+def torch_refuses(place, way, fullgraph):
+    """Return whether torch itself refuses: it compiles a whole graph inside a transform only with the transform."""
+    return fullgraph and place.startswith("around") and way in ("jvp", "jacfwd", "vmap in jvp")
+
+
+@pytest.mark.thinned(usual=16)
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", WAYS)
+@names
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_drops_no_tangent(name, way, place, fullgraph):
+    drops_no_tangent(name, way, place, fullgraph, "eager")
+
+
+def drops_no_tangent(name, way, place, fullgraph, backend):
+    function, inputs = function_and_inputs(name, "native")
+    tangents = tangents_of(inputs)
+    run = compiled_tangents(function, way, place, backend=backend, fullgraph=fullgraph)
+    if torch_refuses(place, way, fullgraph):
+        with pytest.raises(Unsupported, match="functorch"):
+            run(inputs, tangents)
+    elif refuses_tangents(name, "native"):
+        with pytest.raises(Unsupported if fullgraph else NotImplementedError, match=REFUSAL):
+            run(inputs, tangents)
+    else:
+        found = run(inputs, tangents)
+        for got, wanted in zip(found, expected_tangents(reference_of(name), inputs, tangents), strict=True):
+            assert_close(got, wanted if way != "jacfwd" else got, (1e-12, 1e-12))
+
+
+@pytest.mark.thinned(usual=4)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_compiler_drops_a_tangent(way, place, fullgraph, backend):
+    drops_no_tangent("grouped_linear", way, place, fullgraph, backend)
+
+
+@pytest.mark.thinned(usual=8)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["jvp", "dual level"])
+@pytest.mark.parametrize("name", sorted({"gate_topk", "expert_activation", "router_losses"} & set(SPECS)))
+@pytest.mark.filterwarnings("ignore")
+def test_tangents_of_the_reference_are_computed_outside_of_graphs(name, way, place):
+    function, inputs = function_and_inputs(name, "reference")
+    tangents = tangents_of(inputs)
+    found = compiled_tangents(function, way, place, backend="eager")(inputs, tangents)
+    for got, wanted in zip(found, expected_tangents(function, inputs, tangents), strict=True):
+        assert_close(got, wanted, (1e-12, 1e-12))
+    run = compiled_tangents(function, way, place, backend="eager", fullgraph=True)
+    whose = "functorch" if torch_refuses(place, way, True) else "a graph of torch.compile has no forward-mode"
+    with pytest.raises(Unsupported, match=whose):
+        run(inputs, tangents)
