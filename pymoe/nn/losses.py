@@ -55,7 +55,8 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """Losses that a forward injects, for code that adds their gradient to the gradient of the logits."""
+    """The losses that a forward injects, as factors, for code that adds their gradient to the gradient of the logits.
+    """
 
     score: Score
     balancing: Tensor
@@ -123,10 +124,10 @@ class AuxiliaryLosses(nn.Module):
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
     def injected(self, logits_TE: Tensor) -> Injected:
-        """Return the losses that :meth:`forward` injects, before the choice is known.
+        """Return the factors of the losses that :meth:`forward` injects; this does not need the gate's choice.
 
         Args:
-            logits_TE: (T, E).
+            logits_TE: (T, E); the factors have its dtype and device.
         """
         scale, zero = self.scale, logits_TE.new_zeros(())
         one = scale.to(logits_TE.dtype) if isinstance(scale, Tensor) else logits_TE.new_full((), scale)
@@ -134,10 +135,10 @@ class AuxiliaryLosses(nn.Module):
         return Injected(self.score, *factors)
 
     def injects_by_kernels(self) -> bool:
-        """Return whether :meth:`injected` computes the same gradient as the losses that :meth:`forward` injects.
+        """Return whether :meth:`Injected.gradient` gives the gradient of the losses that :meth:`forward` injects.
 
-        It does not if a user has set a coefficient or :attr:`scale` to a tensor that is learned, or has another shape
-        or dtype than :func:`set_aux_loss_scale` leaves there; this requires operators of torch.
+        It does not with the reference backend, nor if a user has set a coefficient to a tensor, or :attr:`scale` to a
+        tensor that requires a gradient or is not a scalar. Then only :meth:`forward` may be used.
         """
         scale = self.scale
         return (
@@ -154,7 +155,10 @@ class AuxiliaryLosses(nn.Module):
         return self.aux_loss_coef, self.z_loss_coef
 
     def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
-        """Return the sum of the losses times their coefficients; every step is one or two launches on a GPU."""
+        """Return ``factor`` times the sum of the losses times their coefficients.
+
+        Coefficients of 0 and a factor of 1 are skipped, because every operation costs one or two launches on a GPU.
+        """
         pairs = zip(self._coefficients(), losses, strict=True)
         terms = [coefficient * loss for coefficient, loss in pairs if coefficient > 0]
         total = sum(terms[1:], terms[0])

@@ -37,8 +37,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# The formula is registered with the operator instead of a torch.autograd.Function as elsewhere: torch.compile cannot
-# trace a Function that gets a tensor twice, as a list may.
+# The formula is registered with the operator. A torch.autograd.Function, as other operators have, would not do: a list
+# may contain a tensor twice, and torch.compile cannot trace a Function that gets a tensor twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

@@ -85,7 +85,8 @@ def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
 def order_key(values: Tensor) -> Tensor:
     """Return integers in the order of choice: -0 ties with +0; NaNs tie with each other, above all numbers.
 
-    The key of a float32 is an int32, the key of a float64 an int64. No value has the least integer as its key.
+    The key of a float32 is an int32, the key of a float64 an int64. No value has the least integer as its key, so the
+    gate uses that integer as the key of experts that must not be chosen.
     """
     integer = torch.int64 if values.dtype == torch.float64 else torch.int32
     largest = torch.iinfo(integer).max
