@@ -109,7 +109,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the result of :func:`find_leaves`, and the set of all nodes on the way, ``entry`` and None included."""
+    """Return the result of :func:`find_leaves`, and the set of all nodes that this pass reaches, ``entry`` and None."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]

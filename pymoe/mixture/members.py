@@ -53,7 +53,7 @@ class Backoff:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._timeouts = 0  # consecutive
-        self._last = 0.0  # time of the latest one
+        self._last = 0.0  # time of the latest timeout
 
     def answered(self) -> None:
         """Reset the backoff, after the backend answered in time, with a result or an error."""
@@ -61,7 +61,7 @@ class Backoff:
             self._timeouts = 0
 
     def timed_out(self) -> None:
-        """Count a request that was abandoned after its timeout."""
+        """Record a timeout: the mixture has stopped waiting for a request."""
         with self._lock:
             self._timeouts += 1
             self._last = time.monotonic()
@@ -101,10 +101,10 @@ class Member:
 def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
     """Return the ``members`` that are served and do not back off.
 
-    If fewer than ``k_min`` would be left, return all that are served; if these are too few, return all. A member whose
-    server is gone is left out from the moment its pool knows, and is asked again from the moment the server is back. A
-    member backs off after ``rest_after`` consecutive timeouts (None: never), for ``rest`` seconds at first; every
-    further timeout doubles that, up to 64 times.
+    If these are fewer than ``k_min``, return all served members; if these are also too few, return all members. A
+    member is served as long as its pool's ``served`` is true. A member backs off after ``rest_after`` consecutive
+    timeouts (None: never), for ``rest`` seconds at first; every further timeout doubles the span, up to 64 times
+    ``rest``.
     """
     served = [member for member in members if member.forward.pool.served]
     found: Sequence[Member] = served
@@ -190,7 +190,10 @@ class Slots:
         return made
 
     def arrange(self, names: Mapping[str, int]) -> None:
-        """Move the members named in ``names`` to these slots; the others stay, or move to free ones."""
+        """Move the members named in ``names`` to the slots given there.
+
+        Other members stay in their slots, or move to free slots if theirs are taken.
+        """
         with self._lock:
             wanted = {name: slot for name, slot in names.items() if 0 <= slot < self.count}
             placed = [member.moved_to(wanted[member.name]) for member in self.members if member.name in wanted]

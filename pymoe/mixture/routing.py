@@ -1,7 +1,7 @@
-"""Converts logits to the backends that each row asks, and their answers to one output per row.
+"""Chooses the backends of each row by the gate's logits, and sums the backends' answers to one output per row.
 
-T rows, L backends, K choices per row, S = T * K gathered rows. A choice whose logit is minus infinity is not made: its
-row asks fewer backends.
+T rows, L backends, K choices per row, S = T * K gathered rows. A backend whose logit is minus infinity is not chosen,
+so a row may have fewer than K backends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SlotGate(nn.Linear):
 
 
 class Group(NamedTuple):
-    """The gathered rows ``begin`` to ``end``, which ask ``member``; they are copies of the rows ``tokens``."""
+    """The gathered rows ``begin`` to ``end``, which are sent to ``member``; they are copies of the rows ``tokens``."""
 
     member: Member
     begin: int
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
     load: Tensor
     """(L,) int32: the number of rows that chose each member."""
     groups: tuple[Group, ...]
-    """Groups of the members that at least one row asks."""
+    """One group for each member that at least one row chose."""
 
 
 def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:

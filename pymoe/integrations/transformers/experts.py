@@ -23,9 +23,9 @@ from pymoe.nn.apply_experts import Activation, apply_networks, grouped_networks
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute what the eager forward of an experts module of transformers computes.
 
-    The signature, and the flags of ``experts``, are those of transformers' ``use_experts_implementation``. The module
-    decides the layout of gate and up in ``gate_up_proj``: its own gate splits it, unless a fused activation of pymoe is
-    known to do the same.
+    The signature, and the flags of ``experts``, are those of transformers' ``use_experts_implementation``. The layout
+    of gate and up in ``gate_up_proj`` differs between modules, so the module's own gate function is applied to the
+    first product, unless a fused activation of pymoe is known to compute the same.
 
     Args:
         experts: a module behind transformers' experts interface.
