@@ -1,9 +1,9 @@
 """Clones of hot experts for one call (the shadow experts of FasterMoE, He et al., PPoPP 2022).
 
-Every rank makes the same plan without a message, because it is a pure function, in integers, of the counts that were
-exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the ranks that
-compute with it, while these compute with their own experts, and its gradient comes back once. So a clone pays off
-only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
+Every rank computes the same plan without a message, because the plan is a pure function, in integers, of the counts
+that were exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the
+rank that computes with it, while this rank computes with its own experts, and the clone's gradient is sent back once.
+So a clone pays off only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from pymoe.ops.function_calls import call
 
 
 def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
-    """Return the fewest rows that take as long to travel as an expert's parameters and their gradients: P / (2 H)."""
+    """Return the smallest number of rows for which a clone sends no more numbers than the rows: P / (2 H), rounded up.
+
+    A clone sends its P parameters and their gradients. A row of H numbers is sent there and back, in both passes.
+    """
     return max(1, -(-parameters // (2 * hidden_size)))
 
 
@@ -39,8 +42,8 @@ def plan_clones(
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
-        clones: the most clones that a rank may take, at least 0.
-        min_rows_to_clone: the fewest rows for which an expert is cloned, at least 1.
+        clones: the maximum number of clones on a rank, at least 0.
+        min_rows_to_clone: the smallest number of rows for which an expert is cloned, at least 1.
         owner: (E,), the rank that holds each expert; None: the shards of :func:`pymoe.ep.placement.contiguous`.
 
     Returns:
@@ -68,11 +71,11 @@ def _hosts_and_quotas(
     """Return the hosts of each expert, and the number of its rows that each host computes.
 
     Args:
-        rows: (E,), of each expert.
-        owners: (E,), the rank that holds each.
+        rows: (E,), the rows of each expert.
+        owners: (E,), the rank that holds each expert.
         ranks: R.
         clones: as for :func:`plan_clones`.
-        min_rows_to_clone: the same.
+        min_rows_to_clone: as for :func:`plan_clones`.
     """
     held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]  # by expert: rows at each host
     filled = [0] * ranks
@@ -132,7 +135,7 @@ class RowPlanWithClones(RowPlan):
         The first rows for an expert go to its owner, and the next to the ranks of its clones.
 
         Args:
-            routing: of the choices that this rank sends, in the order of ``sharding.send_order``.
+            routing: the routing of the choices that this rank sends, in the order of ``sharding.send_order``.
         """
         if self.weight_sends is None:
             return routing

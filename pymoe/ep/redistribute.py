@@ -1,10 +1,10 @@
 """redistribute: moves experts to other ranks during training, together with the state that optimizers keep for them.
 
-``state_dict()`` of an optimizer has the state of expert e at position e, as the layer's has its weights;
-``load_state_dict`` expects the same. An optimizer that is made after a move is found at its first step, or in the next
-call of ``redistribute``. The next step of an optimizer raises if it was left out of a move, or loaded a state before it
-was found (it would use the state of other experts), or was made before ``shard`` (it would update parameters that no
-layer uses any more).
+``state_dict()`` of an optimizer has the state of expert e at position e, just as ``state_dict()`` of the layer has the
+weights of expert e there; ``load_state_dict`` expects the same. An optimizer that is made after a move is registered at
+its first step, or in the next call of ``redistribute``. The next step of an optimizer raises if the optimizer was left
+out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
+before ``shard`` (it would update parameters that no layer uses any more).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExpert
 
 
 def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExperts]) -> None:
-    """Raise unless the experts that move belong to these layers alone."""
+    """Raise if a layer that is not in ``layers`` shares parameters with the experts ``moving``."""
     parameters = {parameter for experts in moving for parameter in experts.parameters()}
     own = {layer.experts for layer in layers.values()}
     for experts in all_sharded_experts:
@@ -237,7 +237,7 @@ def _stacked(
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            with torch.no_grad():  # the tensor itself, so that autograd counts the change
+            with torch.no_grad():  # this shares the tensor's version counter, so autograd detects the change
                 found.append(_StackedTensor(title, kind, local_tensor(tensor), move))
     return found
 
@@ -252,12 +252,12 @@ def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
 # Optimizers.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
-"""The optimizers whose state dicts are converted, and the number of moves of experts that their state has followed."""
+"""The optimizers whose state dicts are converted, and for each the number of moves after which its state was moved."""
 _hooks: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """From now on, check every optimizer before its steps, for experts that have moved and parameters that are gone."""
+    """Register :func:`_before_step`, which raises before a step of an optimizer with outdated state or parameters."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -288,7 +288,7 @@ def _check_followed(optimizer: Optimizer, experts: ShardedExperts) -> None:
 
 
 def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
-    """Note that an optimizer's state is in the order of the experts, and convert its files from now on."""
+    """Record that an optimizer's state is in the current order of ``experts``; convert its state dicts from now on."""
     if optimizer not in _moves_followed:
         _moves_followed[optimizer] = WeakKeyDictionary()
         optimizer.register_state_dict_post_hook(_to_file_order)
@@ -339,7 +339,7 @@ def _converted(
 ) -> dict[str, Any]:
     placed = [one for one in all_sharded_experts if one.sharding.order is not None]
     shardings = {id(parameter): one.sharding for one in placed for parameter in one.parameters()}
-    # Files that torch.distributed.checkpoint makes have names for numbers, in the same order.
+    # Pair keys and parameters by their order, since torch.distributed.checkpoint replaces the numbers by names.
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
     for key, parameter in zip(keys, _parameters(optimizer), strict=False):
