@@ -24,7 +24,7 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return an ID of the host that is equal in processes that see each other's process IDs; empty if unknown."""
+    """Return an ID that is equal in processes of one host and one PID namespace; an empty string if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -67,9 +67,9 @@ def _state_and_start(process: int) -> tuple[str, str] | None:
 
 
 class GroupStore:
-    """Records that all ranks of a group read and write, in its store. For several threads.
+    """Records in the store of a group, which all its ranks read and write. Several threads may use one object.
 
-    Once the store is lost, nothing is written any more, and no records are found.
+    After the connection to the store is lost, nothing is written any more, and no records are found.
 
     Args:
         group: the ranks.

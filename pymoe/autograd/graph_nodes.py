@@ -33,8 +33,7 @@ ANCHOR, _accumulator_of_the_anchor = _make_anchor()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of ``tensor``; -1 for a tensor of inference mode, which has no such count.
-    """
+    """Return the number of in-place changes of ``tensor``; -1 for a tensor of inference mode, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -73,7 +72,7 @@ def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node |
 def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Return ``gradients`` with a history whose backward raises an error.
 
-    Graphs of calls cannot be differentiated twice, and without the history second derivatives would be silently zero.
+    Graphs of calls cannot be differentiated twice. Without this history, second derivatives could be silently lost.
     """
     required = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
     message = f"{name}: its backward pass cannot be differentiated again (create_graph=True)"

@@ -167,7 +167,7 @@ class IsolatedCall:
         self.outputs = as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """Return the outputs with a history in this call's graph, each once; store the modified arguments in `written`.
+        """Return the outputs with a history in this call's graph, each once; add modified arguments to ``written``.
 
         With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
         ``outputs``. Raise RuntimeError if the call has modified an argument that shares memory with another one.

@@ -30,8 +30,7 @@ _is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
-    """Return ``function(*args)``, run with gradients on or off (``grad``) and torch's other thread settings at defaults.
-    """
+    """Return ``function(*args)``, run with gradients on or off, and torch's other thread settings at their defaults."""
     canaries.thread_states()
     if _is_plain():
         return _with_grad(grad, function, *args)

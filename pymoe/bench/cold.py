@@ -1,4 +1,4 @@
-"""Adds to event timing on a GPU: inputs that are not cached, and calls without their launch times.
+"""For timing on a GPU: inputs that are not in the cache, and calls without their launch times.
 
 A kernel of some microseconds reads its inputs from the L2 cache if the call before it read the same inputs. Candidates
 on CUDA therefore cycle through copies of their inputs that together are several times the cache (:class:`Rotating`).
@@ -38,9 +38,10 @@ class Rotating:
 class InGraph:
     """Consecutive calls of ``function``, captured in one CUDA graph; calling the object replays it.
 
-    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. If torch
-    notices this, it raises before a capture begins: after a failed capture torch's default generator on the device no
-    longer draws (so benchmarks draw from separate generators), and its allocator keeps memory.
+    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. After a failed
+    capture torch's default generator on the device no longer draws (so benchmarks draw from separate generators), and
+    its allocator keeps memory. Therefore the function is first called in torch's mode that raises an error for a wait;
+    the mode detects most waits.
     """
 
     def __init__(self, function: Callable[[], object], calls: int) -> None:

@@ -71,7 +71,10 @@ def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None
 
 
 def relative(record: dict[str, Any], to_floor: bool) -> tuple[float, float, float]:
-    """Return quartile, median and quartile of a line's time, in units of the floor's median if there is one."""
+    """Return the lower quartile, median and upper quartile of a line's time.
+
+    They are in seconds or, with ``to_floor``, in units of the median time of the line's floor.
+    """
     unit = record["floor"]["median"] if to_floor else 1.0
     native = record["native"]
     return native["low"] / unit, native["median"] / unit, native["high"] / unit

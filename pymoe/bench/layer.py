@@ -89,7 +89,10 @@ def layer_lines() -> Iterator[Line]:
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """Return the layer in both backends with the same weights, and its floor."""
+    """Return training steps of the layer in both backends with the same weights, and their floor.
+
+    On CUDA there is also a baseline: the same layer in plain torch.
+    """
     x, grad = inputs_of(shape, dtype, device)
     native = layer_of(shape, dtype, device)
     reference = layer_of(shape, dtype, device, backend="reference")
@@ -127,8 +130,13 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[T
 def training_step(
     layer: nn.Module, x: Tensor, grad: Tensor, forward: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a function that runs a step and returns the output and the gradients of ``x`` and the parameters.
-    ``forward`` defaults to the layer's.
+    """Return a function that runs forward and backward, and returns the output and the gradients.
+
+    Args:
+        layer: the module whose parameters get gradients.
+        x: the input, which gets a gradient, too.
+        grad: the gradient of the output.
+        forward: the function to run; None: ``layer`` itself.
     """
     leaves = [x, *layer.parameters()]
     forward = forward or layer

@@ -185,6 +185,10 @@ def measure(
 
 
 def calls_per_value(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return how often to call each candidate in a row for comparable spans of time, given the time of one call."""
+    """Return the number of calls of each candidate in a row, so that all candidates are timed over similar spans.
+
+    Args:
+        seconds: the time of one call of each candidate.
+    """
     span = min(max(max(seconds.values()) / 4, SHORTEST_SPAN), LONGEST_SPAN)
     return {name: min(max(math.ceil(span / max(one, 1e-9)), 1), MOST_CALLS) for name, one in seconds.items()}

@@ -200,7 +200,7 @@ class WeightBroadcast:
     Args:
         sends: the experts whose weights travel.
         own: ``w_in``, ``w_out``, ``b_in`` and ``b_out`` of this rank's experts, stacked along them, or None.
-        dtype: of the rows, in which the weights travel; autocast would cast them to it.
+        dtype: the dtype of the call's rows. The weights are sent in it, because autocast would cast them to it anyway.
     """
 
     def __init__(self, sends: WeightSends, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
@@ -215,9 +215,9 @@ class WeightBroadcast:
         """Wait for the rows of the clones and for their weights.
 
         Args:
-            handle: of the rows.
-            exchange: of the rows.
-            chunk: in which they come.
+            handle: the handle of the rows.
+            exchange: the exchange of the rows.
+            chunk: the chunk in which the rows arrive.
 
         Returns:
             The rows (n, H), rank by rank, and the four parameters, stacked along the clones.
@@ -225,12 +225,12 @@ class WeightBroadcast:
         rows, weights = call(_WaitRowsAndWeights, handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
         parts = iter(weights.split(sizes, dim=1))
-        # Each is copied, because kernels expect the weights of experts to be contiguous in memory.
+        # Each parameter is copied, because kernels expect the weights of experts to be contiguous in memory.
         return rows, [None if shape is None else next(parts).reshape(-1, *shape).contiguous() for shape in self._shapes]
 
 
 class _Pack(torch.autograd.Function):
-    """Copy the experts that are sent, rank by rank, into rows of all their parameters."""
+    """Copy the experts that are sent, rank by rank, into rows; a row has all parameters of one expert."""
 
     @staticmethod
     def forward(sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:

@@ -32,8 +32,7 @@ all_sharded_experts: WeakSet[ShardedExperts] = WeakSet()
 
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
-    """Mark ``parameter``, which ``pymoe.ep.<function>`` has replaced by another, so that optimizers that have it raise.
-    """
+    """Mark ``parameter``, which ``pymoe.ep.<function>`` has replaced by another, so that optimizers with it raise."""
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 

@@ -165,8 +165,7 @@ class ExpertSharding:
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:
-        """Return the routing tables on ``device``; the first call for a device makes them, and later calls reuse them.
-        """
+        """Return the routing tables on ``device``, which the first call for this device makes and later calls reuse."""
         if device not in self._tables:
             with torch.inference_mode(False):  # the tables outlive the call
                 self._tables[device] = self._make_tables(device)
@@ -322,8 +321,7 @@ def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
 
 
 def in_placed_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Return a tensor that has expert e at position e in the order of the current placement; all ranks must call this.
-    """
+    """Return a tensor with expert e at position e in the order of the current placement; all ranks must call this."""
     return _reordered(tensor, sharding, None, sharding.order)
 
 

@@ -116,9 +116,10 @@ class RuntimeCollector:
 
 
 def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> RuntimeCollector:
-    """Make a :class:`RuntimeCollector`, register it (None: with the default registry) and return it.
+    """Make a :class:`RuntimeCollector` of ``runtimes``, register it with ``registry``, and return it.
 
-    All runtimes of a registry belong in one collector; ``registry.unregister`` removes it again.
+    ``registry=None`` is the default registry. Put all runtimes of a registry into one collector, because two collectors
+    would have series of the same names; ``registry.unregister`` removes a collector.
     """
     collector = RuntimeCollector(runtimes)
     if registry is None:

@@ -102,7 +102,8 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
 def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
     """Return (T, K) weights: the softmax over a row's choices with an answer (a mask), 0 for the others.
 
-    Rows without any answer have equal weights for all their zeros, and send no gradient.
+    A row without any answer gets equal weights for its K missing answers, which are zeros, and its logits get no
+    gradient.
     """
     missing_TK = ~came_TK  # no shortcut if none is missing: gradient checkpointing needs the same graph every time
     nothing_T1 = missing_TK.all(1, keepdim=True)
@@ -111,7 +112,7 @@ def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
 
 
 def mix(y: Tensor, routing: Routing, weights_TK: Tensor) -> Tensor:
-    """Return (T, ...): each row's weighted sum of its answers ``y`` (S, ...); differentiable in both.
+    """Return (T, ...): each row's weighted sum of its answers ``y`` (S, ...); differentiable in ``y`` and the weights.
 
     Missing answers are zeros. Sums run in the order of a row's choices.
     """

@@ -55,8 +55,7 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """The losses that a forward injects, as factors, for code that adds their gradient to the gradient of the logits.
-    """
+    """The factors of the losses that a forward injects, for code that adds the losses' gradient to the logits' one."""
 
     score: Score
     balancing: Tensor

@@ -163,9 +163,9 @@ def raw(
         order: (S,), contiguous, or None.
         whole: true promises that ``offsets`` come straight from :func:`pymoe.ops.build_routing` and that every choice
             has a row: there is no capacity, and there are no experts on other ranks. Without the promise, the GPU makes
-            offsets safe before torch's product reads them, and clears the rows past ``offsets[-1]`` afterwards; the
-            promise saves these two launches for each product. It is not checked: if it is false, rows past
-            ``offsets[-1]`` may hold anything.
+            offsets safe before torch's product reads them, and clears the rows that no expert owns afterwards; the
+            promise saves these two launches for each product. It is not checked on the GPU: if it is false, rows that
+            no expert owns may hold anything.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]

@@ -33,8 +33,8 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         """Wait for the function and return its result, or raise what it raised.
 
         Args:
-            timeout: the most seconds to wait; None waits without a limit, and runs the function if it has not
-                started.
+            timeout: the maximum number of seconds to wait; None waits without a limit, and runs the function if it has
+                not started.
 
         Raises:
             TimeoutError: the function has not ended in time.

@@ -42,12 +42,12 @@ class IsolatedContext(EmulatedAutogradContext):
 
     Attributes:
         leaves: the leaves that the call used without getting them as arguments, for example parameters.
-        leaf_gradients: their gradients after the backward pass; None for a leaf without a gradient.
+        leaf_gradients: the gradients of ``leaves`` after the backward pass; None for a leaf without a gradient.
     """
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the arguments of ``ctx.save_for_backward`` of an ``autograd.Function`` whose graph exists."""
+        """Return what an ``autograd.Function`` gave to ``ctx.save_for_backward``; empty once the graph is freed."""
         roots = () if self._call is None else self._call.roots
         nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()

@@ -88,7 +88,7 @@ class SavedTensors:
         return saved
 
     def hand_over(self) -> None:
-        """Let the caller's hooks pack all tensors, including those that the graph has dropped: hooks may count."""
+        """Let the caller's hooks pack all tensors, even those that the graph has dropped, since hooks may count them."""
         recorded, self._saved, self._handed_over = self._saved, [], []
         for saved in recorded:
             saved.pack(self.around)
@@ -108,7 +108,7 @@ class SavedTensors:
 
 
 def hand_over_all(saved: Sequence[SavedTensors]) -> None:
-    """Let hooks pack what calls have saved, after their end and on the thread that asked for them."""
+    """Let the caller's hooks pack the tensors that calls have saved, after all calls and on the calling thread."""
     with torch.no_grad():  # autograd calls hooks in this mode
         for of_call in saved:
             of_call.hand_over()

@@ -84,7 +84,8 @@ def shared_pool() -> WorkerPool:
         if _pool is None:
             renew_engine()
             most = 0 if _count else MAX_THREADS
-            # Long enough for a thread that waits for the interpreter's lock to poll it at least once.
+            # A thread without processor time for this long counts as waiting. A thread that waits for the interpreter's
+            # lock does not, because it polls the lock more often.
             still = max(1.6 * sys.getswitchinterval(), 1e-3)
             _pool = WorkerPool(get_parallel_workers(), most=most, still=still, idle=END_IDLE_THREAD_AFTER_S)
         return _pool
@@ -131,7 +132,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """Forget the threads in the child of a fork: it has none of them, and maybe a lock that stays held."""
+    """Drop the pool and the lock in the child of a fork, which has no other threads: one may have held the lock."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

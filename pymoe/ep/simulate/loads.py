@@ -253,7 +253,10 @@ class LoadRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the step and keep it, unless the block raised; raise ValueError if layers saw different tokens."""
+        """End the step and keep it, unless the block raised.
+
+        Raise ValueError if a layer had no tokens, or another number of tokens than other layers or earlier steps.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""Rows: the rank that computes each of them under a way to spread the experts, and the rows that travel to it.
+"""Rows: which rank computes each row, under a given way to spread the experts, and which rows travel between ranks.
 
 A row that stays on its rank does not travel. With deduplication, a token that chose several experts of one rank travels
 there once, and their weighted sum comes back once.
@@ -38,10 +38,11 @@ SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
     "1-clone": partial(_cloned, clones=1),
     "2-clones": partial(_cloned, clones=2),
 }
-"""Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; that with clones.
+"""Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; contiguous shards
+with at most one or two clones on each rank.
 
-Each is a function from (E,) the load of the previous step, (R, E) the counts of this step, and the least number of rows
-of a clone to the shares of the ranks.
+Each way is a function of the load of the previous step, (E,), the counts of this step, (R, E), and the least number of
+rows of a clone. It returns the shares of the ranks.
 """
 
 
@@ -50,7 +51,7 @@ class Spread:
     """One layer and step of a load, and the rank that computes each row."""
 
     choices: Tensor
-    """(N, K) int64."""
+    """(N, K) int64: the experts of each token."""
     source: Tensor
     """(N,) int64: the rank of each token."""
     destinations: Tensor

@@ -109,7 +109,7 @@ PLANS: dict[str, Plan] = {
     "SolarOpenMoE": _DEEPSEEK_V3,
     "UnlimitedOcrTextMoe": _DEEPSEEK_V2,
 }
-"""By the name of the class."""
+"""The plan of each class of blocks, by the name of the class."""
 
 _GATED_SHARED_EXPERT = "a gate multiplies the output of its shared expert"
 
