@@ -209,7 +209,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         self._to_TK, self._index_TK = tables.destination[chosen_TK], tables.index_in_chunk[chosen_TK]
         if (kept_TK := self._kept_by_own_capacity()) is not None:
             self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)
-        # Of a token's choices with the same destination, the first has the row, and the others refer to the first.
+        # The first of a token's choices with the same destination has the row, and the others refer to the first.
         same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]
         first_TK = same_TKK.to(torch.uint8).argmax(2)
         has_row_TK = first_TK == torch.arange(self.top_k, device=first_TK.device)

@@ -47,7 +47,7 @@ def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``LongcatFlashExperts``: experts from ``num_routed_experts`` on have no weights and return their input."""
+    """Compute ``LongcatFlashExperts``; those from ``num_routed_experts`` on have no weights and return their input."""
     computed = self.num_routed_experts
     passed = torch.where(top_k_index < computed, 0, top_k_weights).sum(dim=1, keepdim=True)
     y = (hidden_states * passed).to(hidden_states.dtype)
