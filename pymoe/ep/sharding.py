@@ -156,7 +156,7 @@ class ExpertSharding:
 
     @property
     def num_counts(self) -> int:
-        """Return the length of a rank's counts: a load per expert, and with ``deduplicate`` the rows per destination."""
+        """Return the length of a rank's counts: a load per expert, and with ``deduplicate``, rows per destination."""
         return self.num_experts + (self.num_destinations if self.deduplicate else 0)
 
     @property

@@ -88,7 +88,7 @@ class SavedTensors:
         return saved
 
     def hand_over(self) -> None:
-        """Call the caller's hooks to pack all tensors, even those that the graph dropped, since hooks may count them."""
+        """Call the caller's hooks to pack all tensors, even those that the graph dropped: hooks may count tensors."""
         recorded, self._saved, self._handed_over = self._saved, [], []
         for saved in recorded:
             saved.pack(self.around)
