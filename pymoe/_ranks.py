@@ -41,7 +41,7 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Process:
-        """Return this process."""
+        """Return the identification of the current process."""
         found = _state_and_start(os.getpid())
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
@@ -94,22 +94,22 @@ class GroupStore:
         """The reason why the store is lost, such as the end of its process; None while it can be reached."""
 
     def write(self, key: str, record: object) -> None:
-        """Write a record. The store holds it when this returns."""
+        """Write ``record`` under ``key``, and return when the store has it."""
         self._call("set", key, pickle.dumps(record))
-        self._call("check", [key])  # set() does not wait for the store
+        self._call("check", [key])  # wait for the store, which set() does not
 
     def write_first(self, key: str, record: object) -> Any:
-        """Write a record unless the key has one already; return the record that the key has now."""
+        """Write ``record`` unless ``key`` has a record already; return the record that the key has now."""
         found = self._call("compare_set", key, "", pickle.dumps(record))
         return record if found is None else pickle.loads(found)
 
     def read(self, key: str) -> Any:
-        """Return a record; None: there is none yet."""
+        """Return the record under ``key``, or None if there is none yet."""
         found = self._call("get", key) if self._call("check", [key]) else None
         return None if found is None else pickle.loads(found)
 
     def delete(self, key: str) -> None:
-        """Remove a record."""
+        """Remove the record under ``key``."""
         self._call("delete_key", key)
 
     def _call(self, method: str, *args: Any) -> Any:

@@ -119,8 +119,9 @@ profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profi
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
-unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # a tensor without the wrapper of a transform that it has left
-temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
+unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # removes a tensor's wrapper if its transform has ended
+# A context manager that leaves all transforms for a block.
+temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key

@@ -118,7 +118,10 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
 
 
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
-    """Raise unless ``value`` is a consistent routing on the device of ``rows``."""
+    """Raise unless ``value`` is a Routing with the right dtypes and ranks, on the device of ``rows``.
+
+    ``rows_argument`` is the name of ``rows`` in messages.
+    """
     if not (isinstance(value, tuple) and len(value) == 3) or isinstance(value, Gate):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
     slot, token, offsets = value

@@ -108,7 +108,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the result of :func:`find_leaves`, and the set of all nodes that this pass reaches, ``entry`` and None."""
+    """Return the leaves of :func:`find_leaves`, and the set of all nodes that the pass reaches plus ``entry`` and None."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
@@ -142,7 +142,7 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
     for node in nodes:
         by_number.setdefault(node._sequence_nr(), []).append(node)
     by_number.pop(_ACCUMULATION, None)
-    if limit < len(by_number):  # too few numbers below the limit: make nodes until this thread's counter is high enough
+    if limit < len(by_number):  # too few numbers are below the limit: make nodes to advance this thread's counter
         one = torch.empty(0, requires_grad=True, device="cpu")
         while get_sequence_nr() < len(by_number):
             one.view_as(one)

@@ -51,7 +51,7 @@ class _Differentiated(threading.local):
 
 
 _running = _Differentiated()
-_NONE = object()  # stands for the missing entry of a graph
+_NONE = object()  # the value of `entry` while a graph without an entry node is differentiated
 _everywhere: set[object] = set()  # one object per call that any thread is differentiating
 
 
@@ -326,7 +326,7 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Set ``roots`` and ``leaves`` of calls that have run with graphs, as their backward passes need them.
+    """Set ``roots`` and ``leaves`` of ``calls``, which have run with graphs, for their backward passes.
 
     Return for each call the result of :meth:`IsolatedCall.find_fresh`: its outputs that have a history.
     """
@@ -371,7 +371,7 @@ def as_function(func: Any) -> Callable[..., Any]:
     """Return the function to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: ``func`` cannot be called.
     """
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
         return func.apply

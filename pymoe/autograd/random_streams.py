@@ -82,7 +82,7 @@ class _ThreadStream(threading.local):
 
 
 this_thread = _ThreadStream()
-"""Random stream of the current thread in ``stream``; code that sets it also calls :func:`begin_drawing`."""
+"""``this_thread.stream`` is the random stream of the current thread; code that sets it calls :func:`begin_drawing`."""
 _defaults_in_use = threading.Lock()  # held while a default generator temporarily has the state of a call
 _changing = threading.Lock()  # held while kernels are registered, or torch.random is changed
 _libraries: list[torch.library.Library] = []
@@ -136,7 +136,7 @@ class RandomStream:
 
     @contextmanager
     def as_default(self, device: torch.device) -> Iterator[None]:
-        """Put the device's default generator into this stream's state for a block, and restore it afterwards."""
+        """Return a context manager in which the default generator of ``device`` has this stream's state."""
         mine = self.generator(device)
         default = default_generator(device)
         with _defaults_in_use:
@@ -150,7 +150,7 @@ class RandomStream:
 
 
 def with_stream(stream: RandomStream, function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` with random numbers from ``stream``."""
+    """Return ``function(*args)``, run with random numbers from ``stream``."""
     thread = this_thread
     before, thread.stream = thread.stream, stream
     try:
@@ -180,7 +180,7 @@ def end_drawing() -> None:
 
 
 def draw(stream: RandomStream | None) -> int:
-    """Return a number drawn from a stream; for None, from the process's default CPU generator."""
+    """Return a random int64 drawn from ``stream``; for None, from the process's default CPU generator."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
     with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # outside of all modes
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
@@ -334,7 +334,7 @@ class _RandomModule(types.ModuleType):
 
     @property
     def default_generator(self) -> torch.Generator:
-        """Return the call's generator within a call, otherwise the process's."""
+        """Return the call's generator on a thread that runs a call, and the process's generator on other threads."""
         set_by_others = vars(self)["default_generator"]
         return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
 

@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive_int(text: str) -> int:
-    """Return the value of an option that must be an integer of at least 1."""
+    """Return the integer in ``text``, an option's value that must be at least 1."""
     value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")

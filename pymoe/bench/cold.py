@@ -25,7 +25,7 @@ CALLS_IN_GRAPH = 20
 
 
 class Rotating:
-    """Calls ``functions`` in turn."""
+    """A function that calls one of ``functions`` per call, in turn."""
 
     def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
         self.functions = tuple(functions)
@@ -56,7 +56,7 @@ class InGraph:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Restores the outer stream, because a failed capture leaves its own stream current.
+        # The outer block restores the current stream, because a failed capture leaves its own stream current.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self._graph):
             for _ in range(calls):
                 function()
@@ -67,7 +67,7 @@ class InGraph:
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Raise RuntimeError for calls that wait for the device."""
+    """Return a context manager in which torch raises RuntimeError for a call that waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -77,7 +77,7 @@ def waiting_raises() -> Iterator[None]:
 
 
 def in_graph(function: Callable[[], object]) -> InGraph:
-    """Capture enough calls of ``function`` for a measurement in one graph."""
+    """Return a CUDA graph of at least ``CALLS_IN_GRAPH`` calls of ``function``, equally many on each copy of inputs."""
     turns = len(function.functions) if isinstance(function, Rotating) else 1
     return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
 

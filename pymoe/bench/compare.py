@@ -14,10 +14,11 @@ SMALLEST_CHANGE = 0.03
 
 @dataclass(frozen=True)
 class Change:
-    """One line in two runs."""
+    """The change of one line between two runs."""
 
     name: str
     old: float
+    """Median of the old run in seconds."""
     new: float
     """Median of the new run in seconds."""
     machine: float
@@ -48,7 +49,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
 
 
 def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the records by the name that identifies a line."""
+    """Return the records as a dictionary by the name of their line."""
     return {" ".join(record[key] for key in ("operator", "case", "dtype", "direction")): record for record in records}
 
 

@@ -21,7 +21,7 @@ RATE_SIZE = 512
 """Number of rows and columns of the matrices with which the rate of ``torch.mm`` is measured."""
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
 CUDA_RATE_BYTES, CUDA_RATE_SIZE = 1 << 33, 8192
-"""The same two numbers for a GPU, which has larger caches and needs larger matrices for full speed."""
+"""RATE_BYTES and RATE_SIZE for a GPU, which has larger caches and needs larger matrices for full speed."""
 MOST_BYTES = 1 << 30
 MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 

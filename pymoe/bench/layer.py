@@ -20,7 +20,7 @@ from pymoe.nn import MoE
 from pymoe.nn.options import Backend
 
 SLOWDOWN_ALLOWED = 1.15
-"""Target: the layer may take this many times as long as the dense products."""
+"""The target of the layer's lines: the largest ratio of the layer's time to that of the dense products."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Largest error, relative to the largest value, at which results of two backends count as equal."""
 

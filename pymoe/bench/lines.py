@@ -52,7 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Line:
-    """One line before it is measured. Only ``prepare`` makes inputs, so that listing lines costs nothing."""
+    """A line that has not been measured yet. Only ``prepare`` makes inputs, so that listing lines costs nothing."""
 
     operator: str
     case: str
@@ -91,7 +91,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
 
 
 def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
-    """Make the inputs of a case on ``device``, and the calls to be timed."""
+    """Return the calls of ``operator`` to be timed, on inputs of ``case`` on ``device``."""
     sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
     functions = {"native": operator.native, "reference": operator.reference}
     if case.baseline:

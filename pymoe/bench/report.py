@@ -1,4 +1,4 @@
-"""Records as tables, with rich if it is installed and otherwise as plain text, and as JSON."""
+"""Prints records as tables, with rich if it is installed and otherwise as plain text, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: frozenset[str] = frozenset()
     alarms: frozenset[str] = frozenset()
-    """Words that mark their row as an alarm."""
+    """A row is shown in red if a cell contains one of these words."""
 
 
 def show(table: Table) -> None:
@@ -161,7 +161,7 @@ def target(record: Record) -> str:
 
 
 def write_json(result: dict[str, Any], file: Path) -> None:
-    """Write JSON atomically: a reader never sees half of it, even if the process ends."""
+    """Write ``result`` to ``file`` as JSON, atomically: the file is never incomplete, even if the process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".unfinished")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")

@@ -47,7 +47,7 @@ class Quartiles:
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def scaled(self, factor: float) -> Quartiles:
-        """Return the spread of the values times a positive ``factor``."""
+        """Return the quartiles multiplied by ``factor``, which is positive."""
         return Quartiles(self.low * factor, self.median * factor, self.high * factor)
 
 
@@ -58,7 +58,7 @@ class Timing:
     seconds: tuple[float, ...]
     """Seconds per call, one value per round."""
     calls: int
-    """Number of calls behind each value."""
+    """Number of calls in a row that were timed for each value."""
 
     @property
     def spread(self) -> Quartiles:
@@ -79,7 +79,7 @@ class Timer(Protocol):
     """Measures the time of calls in a row."""
 
     def now(self) -> float:
-        """Return the seconds of the clock for the budget."""
+        """Return the time in seconds of the clock that limits the whole measurement."""
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         """Return the seconds per call of ``function`` over ``calls`` calls."""

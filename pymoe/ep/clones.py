@@ -123,7 +123,7 @@ class RowPlanWithClones(RowPlan):
         return [own + more for own, more in zip(super().rows_of_ranks(), of_clones, strict=True)]
 
     def rows_by_expert(self, chunk: int) -> list[list[int]]:
-        """Return the rows of a chunk that this rank receives from every rank for each of the chunk's experts here."""
+        """Return, for every source rank, the numbers of rows that this rank receives for its experts in ``chunk``."""
         if chunk < self.sharding.chunks:
             return super().rows_by_expert(chunk)
         clones = self._clones[self.sharding.rank]
@@ -173,8 +173,8 @@ class RowPlanWithClones(RowPlan):
             min_rows_to_clone=sharding.min_rows_to_clone,
         )
         self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), as Shares has them
-        # By rank: its clones, each as the expert and its position among the expert's hosts, in the order in which
-        # weights arrive.
+        # For each rank its clones, in the order in which their weights arrive. A clone is a pair: the expert, and the
+        # position of the rank among the expert's hosts.
         self._clones: list[list[tuple[int, int]]] = [[] for _ in range(sharding.ranks)]
         for expert in sharding.order or range(sharding.num_experts):
             for place, rank in enumerate(hosts[expert][1:], 1):
@@ -267,7 +267,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _WaitRowsAndWeights(torch.autograd.Function):
-    """Wait for rows and weights in one node of the graph.
+    """Wait for the clones' rows and weights in one node of the graph.
 
     So every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
     including those without a clone.

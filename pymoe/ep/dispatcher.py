@@ -36,7 +36,7 @@ class TokenDispatcher:
     """True if the ranks of the experts multiply outputs by the weights, and False if the rank of the tokens does."""
     plan: RowPlan
     routing: Routing
-    """The rows of each token in the send buffer."""
+    """The routing from tokens to rows of the send buffer."""
     counts: RowCounts
     dispatch: AllToAll
     """The exchange towards the ranks of the experts."""
@@ -70,7 +70,7 @@ class TokenDispatcher:
         routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
-            # The order of rows does not depend on the counts of other ranks.
+            # The order of rows does not depend on the counts of other ranks, so gather before the host reads them.
             rows_SH = ops.dispatch(rows_TH, routing)
             self.plan = self._make_plan(exchange)
         else:
@@ -239,7 +239,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         return rows_SH
 
     def _drop(self, kept: list[int]) -> None:
-        """Keep only the first ``kept`` choices of each expert."""
+        """Drop this rank's choices of each expert e after the first ``kept[e]``."""
         limit_E = torch.tensor(kept, dtype=torch.int32).to(self.gate.experts.device)
         kept_TK = _first_choices(self.gate.experts, limit_E, self.ops)
         self._to_TK = torch.where(kept_TK, self._to_TK, self.sharding.num_destinations)
@@ -322,7 +322,7 @@ class PaddedDispatcher(IndexedDispatcher):
         return self._messages[:, HEADER - 1].sum(dtype=torch.int64)
 
     def _left_by_group(self) -> Tensor:
-        """Return (E,) int32: how many of this rank's choices of each expert fit into the group's capacity."""
+        """Return (E,) int32: the number of this rank's choices of each expert that fit into the group's capacity."""
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts

@@ -1,4 +1,4 @@
-"""ShardedExperts: the experts that one rank has of a layer."""
+"""ShardedExperts: the experts of a layer, of which each rank has and computes a part."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ShardedExperts(Experts):
 
     sharding: ExpertSharding
     gradient_divisor: int | None = None
-    """Number by which each call divides its gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
+    """Number by which each call divides the gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
     moves = 0
     """Number of times that experts have changed their positions."""
 

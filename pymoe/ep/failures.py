@@ -142,7 +142,7 @@ def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], nam
     """
     if group not in _members and len(processes) > 1:
         store = None
-        with contextlib.suppress(RuntimeError):  # the group has no store, or one without further connections
+        with contextlib.suppress(RuntimeError):  # the group has no store, or its store allows no second connection
             store = GroupStore(group, f"pymoe.ep {name}", STORE_TIMEOUT_S)
         _members[group] = GroupMembers(group.rank(), processes, store)
 
@@ -263,7 +263,7 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
 
 
 def report_error(sharding: ExpertSharding, what: str) -> None:
-    """Report to the ranks that wait for this rank in a call of a layer that it has left the call, and the reason."""
+    """Report to the ranks that wait for this rank in a call of a layer that it has left the call; ``what`` says why."""
     members = _members.get(sharding.group)
     if members is not None:
         members.report_error(f"{what} in MoE {sharding.title}")
@@ -301,7 +301,7 @@ class _Backward:
 
 
 class _Fail(torch.autograd.Function):
-    """A node whose backward queues a callback for the end of the backward pass, and raises if requested."""
+    """A node whose backward queues ``end`` as a callback of the backward pass, and then raises if ``fails``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:

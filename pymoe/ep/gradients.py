@@ -75,7 +75,7 @@ def data_parallel(
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
     data_parallel_mesh = _flattened(mesh)
-    if options.get("init_sync", True):  # as DDP calls it
+    if options.get("init_sync", True):  # init_sync is an argument of DDP
         _broadcast_from_first_replica(experts, mesh)
     update_sharding(model, set(experts.values()), data_parallel_mesh=data_parallel_mesh)
     if kind == "ddp":
@@ -274,7 +274,7 @@ def _broadcast_from_first_replica(experts: dict[str, ShardedExperts], mesh: Devi
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all ranks of a mesh as one dimension."""
+    """Return a mesh of one dimension with all ranks of ``mesh``."""
     if mesh.ndim == 1:
         return mesh
     ranks = mesh.mesh.flatten().tolist()
@@ -354,7 +354,7 @@ def _fsdp(
 
 
 def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Return whether fully_shard is applied to experts: because several ranks have the same ones, or to cast them."""
+    """Return whether fully_shard is applied to experts, to cast them or to cut them among ranks with the same ones."""
     return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
 
 

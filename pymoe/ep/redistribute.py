@@ -109,7 +109,7 @@ def redistribute(
     try:
         arrived = [moved.move(moved.local) for moved in moves]
         for group in _groups(layers):
-            dist.barrier(group)  # until here a rank may fail, and no rank has changed anything
+            dist.barrier(group)  # if a rank fails before this barrier, no rank has changed anything
     except RuntimeError as lost:
         sharding = next(iter(layers.values())).sharding
         what = "experts that change their ranks"
@@ -128,7 +128,7 @@ def redistribute(
 
 
 class _StackedTensor(NamedTuple):
-    """A tensor that is stacked along experts, and the move that applies to its rows."""
+    """A tensor that is stacked along experts, with the exchange that moves its experts."""
 
     name: str
     kind: str
@@ -146,7 +146,7 @@ def _layers_of(model: Any) -> dict[str, ShardedMoE]:
 
 
 def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExperts, tuple[int, ...] | None]:
-    """Return the new orders of the experts whose order changes."""
+    """Return the new order of experts for every module of experts whose order ``placement`` changes."""
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
     found: dict[ShardedExperts, tuple[int, ...] | None] = {}
     owners: dict[nn.Parameter, tuple[str, tuple[int, ...] | None]] = {}
@@ -182,7 +182,10 @@ def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExp
 
 
 def _order(name: str, placement: Any, sharding: ExpertSharding) -> tuple[int, ...] | None:
-    """Return the expert at each position; None if expert e is at position e."""
+    """Return the expert at each position under ``placement``; None if expert e is at position e.
+
+    Raise if ``placement`` does not fit the layer ``name``.
+    """
     if not isinstance(placement, Placement):
         kind = type(placement).__name__
         raise TypeError(f"redistribute: placement must be a Placement, or some by names of layers, got {kind}")
@@ -221,13 +224,13 @@ def _several(optimizer: Any) -> list[Optimizer]:
 def _stacked(
     experts: ShardedExperts, order: tuple[int, ...] | None, optimizers: list[Optimizer]
 ) -> list[_StackedTensor]:
-    """Return all tensors that move with some experts, in the same order on all ranks."""
+    """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks."""
     sharding = experts.sharding
     plain = range(sharding.num_experts)
     found = []
     for name, parameter in experts.named_parameters():
         if parameter.is_meta:
-            continue  # it will be loaded or initialised in the new order
+            continue  # a parameter without values will be loaded or initialised in the new order
         move = ExpertMove(position_layout(parameter, sharding), sharding.order or plain, order or plain)
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:
@@ -282,7 +285,7 @@ def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: Expe
 
 
 def _check_followed(optimizer: Optimizer, experts: ShardedExperts) -> None:
-    """Raise ValueError if experts have moved before without an optimizer that has state for them."""
+    """Raise ValueError if ``optimizer`` has state for ``experts`` and was left out of an earlier move of them."""
     if _is_stale(optimizer, experts):
         raise ValueError(_left_out(optimizer, experts))
 
@@ -299,7 +302,8 @@ def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        if function and parameter.requires_grad and parameter.grad is None:  # it may still be used elsewhere
+        # A replaced parameter that has a gradient is still used elsewhere, so its optimizer is right.
+        if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
                 f"parameters in the place of the experts' own, got one from before, which would never train them"

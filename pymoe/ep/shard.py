@@ -217,7 +217,7 @@ def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Check that ranks have the same order in the mesh, which DTensors use, and in the group, which the rows use."""
+    """Raise unless ``mesh`` lists the ranks in the order of its group: DTensors use the former, rows the latter."""
     listed, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
     if listed != group:
         raise ValueError(f"shard: mesh must list its ranks in the order of their group, {group}, got {listed}")

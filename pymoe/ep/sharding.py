@@ -69,7 +69,7 @@ class ExpertSharding:
     max_recv_rows: int | None
     """The maximum number of rows that a rank may receive in a call (the option ``room``); None for no limit."""
     model: int = 1
-    """Number of the model, from 1 on, among those that are sharded over the same group."""
+    """Number of the layer's model, from 1 on, among the models that are sharded over the same group."""
     clones: int = 0
     """The maximum number of clones of experts that a rank computes with in a call."""
     min_rows_to_clone: int = 1
@@ -189,7 +189,7 @@ class ExpertSharding:
         return RoutingTables(*(torch.tensor(column, dtype=torch.int32).to(device) for column in columns))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSharding:
-        """Return itself: a copy of the layer is on the same ranks."""
+        """Return this object, because a copy of the layer has the same sharding."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -50,7 +50,13 @@ logger = logging.getLogger("pymoe.remote")
 
 
 class ExpertActor:
-    """An actor that hosts a server; it takes the arguments of :func:`serve`."""
+    """A Ray actor that runs a server of the experts that ``make()`` returns.
+
+    Args:
+        make: returns the experts.
+        host: the address on which the server listens; empty for that of the actor's machine.
+        options: options of :class:`~pymoe.remote.ExpertServer`.
+    """
 
     def __init__(self, make: Callable[[], Any], host: str, options: dict[str, Any]) -> None:
         from pymoe.remote import ExpertServer
@@ -69,7 +75,7 @@ class ExpertActor:
             os._exit(1)  # Ray treats this as a failure and restarts the actor
 
     def address(self) -> str:
-        """Return the address of the server since the actor's latest start."""
+        """Return the current address of the server; it changes when the actor restarts."""
         return self._server.address
 
     def save(self) -> int:

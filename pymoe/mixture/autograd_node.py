@@ -21,7 +21,7 @@ from pymoe.runtime.gradients import all_finite
 
 
 class UsedAnswer(NamedTuple):
-    """A group whose answer is part of the output, for all or some of its rows."""
+    """A group of rows whose answer is used in the outputs, for all or some of the rows."""
 
     group: Group
     kept: Tensor | None
@@ -75,7 +75,7 @@ def use_answers(
 
 
 class ForwardRecord(NamedTuple):
-    """State of the forward pass that the backward pass needs."""
+    """What the backward pass of a mixture needs from its forward pass."""
 
     name: str
     rules: Rules

@@ -213,7 +213,7 @@ def ask(
                 pending.send(index, request, deadline)
             except (ValueError, TypeError):
                 raise
-            except Exception as error:  # the pool is full, closed or gone
+            except Exception as error:  # the pool refuses the request: it is full or closed, or its server is gone
                 del sent[index]
                 request.to.count("failed")
                 answers.fail(index, error.with_traceback(None))  # the traceback holds this frame, with all tensors

@@ -1,4 +1,4 @@
-"""Members of a mixture: the slot (column of the gate) of each backend, and which backends are backing off."""
+"""Members of a mixture: the slot (column of the gate) of each backend, and its backoff after timeouts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MemberPass:
 
 
 class Backoff:
-    """Tracks for how long a backend that stopped answering is not asked. Thread-safe."""
+    """Computes for how long a mixture sends no requests to a backend whose requests timed out. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,12 @@ class Backoff:
             self._last = time.monotonic()
 
     def seconds_left(self, after: int, first_span: float) -> float:
-        """Return the seconds for which the backend must still not be asked; see :func:`members_to_ask`."""
+        """Return the seconds for which the backend must get no requests; see :func:`members_to_ask`.
+
+        Args:
+            after: the number of consecutive timeouts that starts the backoff.
+            first_span: seconds of the first backoff, which every further timeout doubles.
+        """
         with self._lock:
             if self._timeouts < after:
                 return 0.0
@@ -76,7 +81,7 @@ class Backoff:
 
 
 class Member:
-    """A backend in its slot."""
+    """A backend of a mixture, with its slot, its statistics and its backoff."""
 
     def __init__(self, slot: int, backend: Backend) -> None:
         self.slot = slot

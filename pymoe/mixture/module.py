@@ -164,7 +164,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     @property
     def slots(self) -> dict[str, int]:
-        """Return the slot of each backend."""
+        """Return the slot of each backend, by the backend's name."""
         return self._slots.names()
 
     def add_backend(self, backend: Backend, slot: int | None = None) -> int:
@@ -306,7 +306,7 @@ class MixtureOfExpertBackends(nn.Module):
     # --- the module ---
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the slots of the backends, which say which backend each column of the gate belongs to."""
+        """Return the slots of the backends; a slot is the backend's column of the gate."""
         return {"slots": self.slots}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ class LastCall(LocalTensors):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.settle()
         if self.held:
-            with torch.inference_mode(False):  # later calls change the copies, outside of inference mode
+            with torch.inference_mode(False):  # a later call changes the copies, and may be outside of inference mode
                 self.tensors.update(self.copies())
             self.held = {}
         return super()._apply(fn, recurse)
@@ -153,7 +153,7 @@ class LastCall(LocalTensors):
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # later calls change the tensor, outside of inference mode
+    with torch.inference_mode(False):  # a later call changes the tensor, and may be outside of inference mode
         if tensor.is_meta and device.type != "meta":
             return torch.zeros_like(tensor, device=device)
         return tensor.to(device)

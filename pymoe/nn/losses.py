@@ -55,7 +55,7 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """The factors of the losses that a forward injects, for code that adds the losses' gradient to the logits' one."""
+    """The factors of the losses that a forward injects; :meth:`gradient` returns the losses' gradient of the logits."""
 
     score: Score
     balancing: Tensor
@@ -64,7 +64,12 @@ class Injected(NamedTuple):
     """Scalar, the dtype of the logits: the factor of the z loss."""
 
     def gradient(self, logits_TE: Tensor, load: Tensor) -> Tensor:
-        """Return the gradient of the logits (T, E), with the bits that autograd computes for :func:`inject_loss`."""
+        """Return the losses' gradient of ``logits_TE`` (T, E); it has the same bits as autograd's with ``inject_loss``.
+
+        Args:
+            logits_TE: (T, E).
+            load: (E,), the number of choices of each expert.
+        """
         return router_losses_backward(self.balancing, self.z, logits_TE, load, self.score)
 
 

@@ -73,7 +73,7 @@ def check_flag(layer: str, argument: str, value: object) -> None:
 def check_network_options(
     layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object
 ) -> None:
-    """Raise unless the options that all feed-forward networks have are of their kinds and in range."""
+    """Raise unless these options of feed-forward networks have the right types and are in range."""
     check_size(layer, "hidden_size", hidden_size)
     check_size(layer, "ffn_size", ffn_size)
     check_kind(layer, "activation", activation)

@@ -66,7 +66,7 @@ def wide_product(x_TH: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x_TH @ weight.T`` (T, E) in float32; for the forward of a node whose own backward differentiates it."""
+    """Return ``x_TH @ weight.T`` (T, E) in float32; for the forward of an ``autograd.Function``, without a history."""
     with without_autocast(x_TH.device.type):
         return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
 

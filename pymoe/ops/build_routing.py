@@ -1,4 +1,4 @@
-"""build_routing: native stable counting sort.
+"""build_routing: sorts choices by expert, by a native stable counting sort.
 
 Contract: :func:`pymoe.reference.build_routing`; kernel: csrc/kernels/build_routing.h.
 """

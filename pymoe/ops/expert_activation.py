@@ -1,4 +1,4 @@
-"""expert_activation: fused forward and backward.
+"""expert_activation: native activations of experts, with a fused forward and backward.
 
 Contract: :func:`pymoe.reference.expert_activation`; kernel: csrc/kernels/expert_activation.h.
 """

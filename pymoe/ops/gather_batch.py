@@ -21,7 +21,8 @@ __all__ = ["gather_batch", "split_batch"]
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     check_gather_batch(tensors)
-    # The formula below covers backward passes only: without this check, other derivatives would be silently lost.
+    # The native operator's derivative, registered below, covers backward passes only. The reference computes the other
+    # derivatives, which would be silently lost otherwise.
     if in_torch_func() or has_tangent(*tensors):
         return reference(tensors)
     batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])

@@ -93,7 +93,7 @@ def _to_check(operator: str, index: Tensor) -> bool:
 
 
 def experts_in_range(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """In debug mode, raise if a choice is no valid expert index: negative, or too great without foreign experts."""
+    """In debug mode, raise if a choice is negative or, without ``foreign_experts``, at least ``num_experts``."""
     if _to_check(operator, experts):
         check_experts(operator, experts, num_experts, foreign_experts)
 

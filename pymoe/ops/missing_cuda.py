@@ -1,4 +1,4 @@
-"""An error message with the remedy for CUDA tensors in builds without CUDA kernels."""
+"""Raises an error with a remedy if operators get CUDA tensors in a build without CUDA kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives beyond the first: gradients that autograd and the transforms of torch.func can differentiate."""
+"""Higher derivatives: computes gradients that autograd and the transforms of torch.func can differentiate again."""
 
 from __future__ import annotations
 

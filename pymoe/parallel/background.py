@@ -1,4 +1,4 @@
-"""``run_in_background``: a function on the shared workers, and the future of its result."""
+"""``run_in_background``: runs a function on the shared workers, and returns a future of its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An isolated call: its forward pass runs now, its backward pass later and on any thread."""
+"""Runs a call in an autograd graph of its own: the forward pass now, the backward pass later and on any thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EmulatedAutogradContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the arguments of ``save_for_backward``."""
+        """Return the tensors that ``save_for_backward`` was given."""
         return tuple(self.to_save)
 
 

@@ -127,7 +127,7 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
 
 
 class _MapCalls:
-    """The calls of a map, and the mapping of their gradients to inputs and outputs of the map's node."""
+    """The calls of a map, and which inputs and outputs of the map's node belong to which call."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ def _join(
     like: int,
     saved: list[SavedTensors],
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return the calls' outputs as outputs of one node."""
+    """Return for each call the tuple of its outputs, with one common node (:class:`_ParallelMap`) as their history."""
     plan = _MapCalls(calls, fresh, streams, like, saved)
     inner = [output for own in fresh for output in own]
     tied = set().union(*[call.tied for call in calls if call.tied])

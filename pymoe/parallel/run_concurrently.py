@@ -32,7 +32,7 @@ INLINE_LIMIT_S = 100e-6
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: true if the last run was long after all
+_trusted: dict[tuple[str, int], bool] = {}  # functions, by name and likeness; true if their last run was long
 
 
 def run_concurrently(
@@ -67,7 +67,7 @@ def run_concurrently(
         return run.saved
     finally:
         known.state = before
-        run.function = _nothing  # a worker may drop its reference to the run later
+        run.function = _nothing  # free the function now, since a worker may still have a reference to the run
         run.errors.clear()  # breaks a cycle: the errors' tracebacks hold frames, which hold the errors
         restore()
 
@@ -106,7 +106,7 @@ def likeness(func: Any) -> int:
 
 
 class _Run:
-    """The calls of one :func:`run_concurrently`."""
+    """The calls of one call of :func:`run_concurrently`, with their contexts, random streams and errors."""
 
     __slots__ = ("contexts", "errors", "function", "helped", "saved", "state", "states", "streams")
 

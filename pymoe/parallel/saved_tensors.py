@@ -83,7 +83,7 @@ class SavedTensors:
         saved = _Saved(tensor)
         if self._handed_over is None:
             self._saved.append(saved)
-        else:  # saved by a thread that outlives the call
+        else:  # a thread that outlives the call has saved this: pack it now, as the others are packed already
             saved.pack(self.around)
         return saved
 
@@ -115,7 +115,7 @@ def hand_over_all(saved: Sequence[SavedTensors]) -> None:
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Return whether these hooks are ``torch.utils.checkpoint``'s, or record for such hooks within a call."""
+    """Return whether ``hooks`` are those of ``torch.utils.checkpoint``, or record tensors for them within a call."""
     while hooks is not None and isinstance(of_call := getattr(hooks[0], "__self__", None), SavedTensors):
         hooks = of_call.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -38,13 +38,13 @@ def build_routing(
     check_build_routing(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
-        capacity = min(capacity, ROW_LIMIT)  # ROW_LIMIT fits an int64 and drops nothing, as any greater capacity
+        capacity = min(capacity, ROW_LIMIT)  # a capacity of ROW_LIMIT drops nothing, and fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()
 
     all_experts = num_experts
-    if foreign_experts:  # all foreign experts become one more expert, without rows
+    if foreign_experts:  # count all foreign experts as one more expert, whose choices are dropped below
         expert_S = expert_S.clamp(max=num_experts)
         all_experts = num_experts + 1
 

@@ -27,7 +27,7 @@ def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Te
 def _choose(
     logits: Tensor, k: int, score: Score, bias: Tensor | None, num_groups: int | None, topk_groups: int | None
 ) -> Tensor:
-    """Return the chosen experts, (T, k) int64, best first."""
+    """Return the chosen experts of each token, (T, k) int64, best first; the arguments are those of ``gate_topk``."""
     if bias is None and num_groups is None:
         key = order_key(logits)
     else:

@@ -101,7 +101,7 @@ class Spread:
 
 
 def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
-    """Yield every layer and step of ``load`` under the way called ``name``, scaled to ``tokens`` per rank.
+    """Yield a :class:`Spread` for every layer and step of ``load``, in the way ``name``, scaled to ``tokens`` per rank.
 
     A clone is made for at least ``min_rows_to_clone`` rows of the tokens of the load.
     """
@@ -120,7 +120,7 @@ class Balance:
     imbalance: float
     """Rows of the fullest rank divided by the mean."""
     worst: float
-    """Largest imbalance of the layers and steps."""
+    """Largest imbalance among the layers and steps."""
     rows: float
     """Rows that the fullest rank computes per layer and step."""
     experts: float
@@ -201,7 +201,7 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     sizes = torch.bincount(cell, minlength=shares.rows.shape[0] * experts)
     first = sizes.cumsum(0) - sizes
     number = torch.empty_like(cell)
-    number[order] = torch.arange(len(cell)) - first[cell[order]]  # among the rows of its source and expert
+    number[order] = torch.arange(len(cell)) - first[cell[order]]  # index among rows of the same source and expert
     ends = shares.rows.cumsum(2).view(-1, most)
     place = (number[:, None] >= ends[cell]).sum(1)
     return hosts[choices.flatten(), place].view_as(choices)

@@ -51,13 +51,14 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
 
 
 def activation_of(experts: nn.Module) -> Activation:
-    """Return the function that ``experts``, behind transformers' interface, compute between their two products."""
+    """Return the activation that ``experts``, a module behind transformers' interface, applies between its products."""
     return fused_activation(experts) or interface.activation(experts)
 
 
 def fused_activation(experts: nn.Module) -> ActivationKind | None:
-    """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` apply, or None if they compute something
-    else.
+    """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` applies between its two products.
+
+    Return None if pymoe has no fused activation that computes the same as the module.
 
     Args:
         experts: a module behind transformers' experts interface, whose ``act_fn`` and gate decide.

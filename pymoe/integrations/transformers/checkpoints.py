@@ -150,7 +150,10 @@ _OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
 
 
 def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
-    """Raise if the module, or one inside it, would do something that weights and options do not describe."""
+    """Raise if ``module`` or a submodule has hooks, a patched forward, or a class that is not from ``known`` packages.
+
+    A conversion copies only weights and options, so these would be lost.
+    """
     for path, part in module.named_modules():
         lost = attached_to(part, interface.records_outputs)
         if not lost and not type(part).__module__.startswith(known):
@@ -254,7 +257,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _requires_grad(module: nn.Module, keys: Iterable[str]) -> bool:
-    """Return whether one of these parameters is trained; a buffer is not."""
+    """Return whether one of the parameters ``keys`` requires a gradient; keys of buffers are ignored."""
     parameters = dict(module.named_parameters())
     return any(parameters[key].requires_grad for key in keys if key in parameters)
 

@@ -77,8 +77,9 @@ def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def jetmoe_parallel_experts(self: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
-    """Compute ``JetMoeParallelExperts``, one linear layer for each group of rows, used for experts and for
-    attention.
+    """Compute ``JetMoeParallelExperts``: a linear layer per expert, applied to ``expert_size[e]`` rows for expert e.
+
+    JetMoe uses it for experts and for attention.
     """
     offsets = torch.tensor([0, *accumulate(expert_size)], dtype=torch.int32, device=inputs.device)
     return ops.grouped_linear(as_operand(inputs, self.weight), self.weight, offsets)
@@ -91,7 +92,7 @@ FORWARDS: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): longcat_flash_experts,
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): step3p7_experts,
 }
-"""Forwards by module and name of the class."""
+"""The forward on pymoe for each class of experts, by the module and name of the class."""
 
 PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts"): {
@@ -112,8 +113,8 @@ CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router")
     },
 }
-"""Submodules that a forward calls and whose code it knows beyond their results (a router's rule of choice, say), in the
-form of :data:`PARTS`."""
+"""Submodules that a forward calls, relying on details of their code (such as a router's rule of choice), in the form of
+:data:`PARTS`."""
 
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:

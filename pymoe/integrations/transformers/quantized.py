@@ -38,7 +38,7 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
         return None
     flags = interface.flags(module)
     names = ("gate_up_proj" if flags.gated else "up_proj", "down_proj")
-    weights = {name: getattr(module, name, None) for name in names}  # the value of a parametrization, too
+    weights = {name: getattr(module, name, None) for name in names}  # getattr also returns a parametrization's value
     if not all(
         isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 3 for weight in weights.values()
     ):

@@ -64,7 +64,7 @@ def enable(model: nn.Module) -> list[str]:
         if before != interface.NAME:
             setattr(module, _BEFORE, marks.setdefault(id(module.config), {_BEFORE: before}))
             changed.append(name)
-    for _, module in behind:  # modules share configurations
+    for _, module in behind:  # in a loop of its own: modules share configurations, which are read above
         interface.set_implementation(module, interface.NAME)
     for name, module in outside:
         if not isinstance(module, OnPymoe):
@@ -103,7 +103,7 @@ def disable(model: nn.Module) -> list[str]:
                 f"disable: expected {name or 'the module'} to have the class that enable gave it, got "
                 f"{type(module).__name__}, derived from it since; undo that first"
             )
-    for _, module, implementation in behind:  # modules share configurations
+    for _, module, implementation in behind:  # `behind` was read before this, because modules share configurations
         interface.set_implementation(module, implementation)
     for _, module, mark in marked:
         mark.clear()
