@@ -78,7 +78,7 @@ get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_ke
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
 # The base of ``autograd.Function``, whose own base has the inner ``apply`` that the public one calls, and the metaclass
-# of both, which ``apply`` asks for the function to run.
+# of both, which determines the function that ``apply`` runs.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 

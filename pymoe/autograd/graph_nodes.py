@@ -108,7 +108,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the leaves of :func:`find_leaves`, and the set of all nodes that the pass reaches plus ``entry`` and None."""
+    """Return the leaves of :func:`find_leaves`, and the set of all nodes that the pass reaches, with None added."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]

@@ -26,7 +26,7 @@ Effects on the process:
   stay. A thread that does not include the key, which is every thread outside of a call, never reaches them. They are
   not removed between maps because the dispatcher's tables are read without a lock: a change while another thread
   calls an operator is a race, and numbers would come from the wrong stream. Other ways to give a thread its own
-  generator do not work: torch's C++ asks for the process's default generator, which is one object; a dispatch mode
+  generator do not work: torch's C++ uses the process's default generator, which is one object; a dispatch mode
   would cost microseconds for every operator of every call; and calls that take turns at the default generator would no
   longer run at the same time.
 """
@@ -262,8 +262,8 @@ def restore() -> None:
     """Undo the changes of ``torch.random`` after a call, unless another call still runs.
 
     A call that begins meanwhile never loses its generator: its thread is in ``_calling`` before it reads
-    ``_is_changed``, which is False here before ``_calling`` is read. So either this function sees the call, or the call
-    waits for the lock.
+    ``_is_changed``, and this function sets ``_is_changed`` to False before it reads ``_calling``. So either this
+    function finds the call in ``_calling``, or the call waits for the lock and changes ``torch.random`` again.
     """
     global _is_changed
     if _calling or not _is_changed:

@@ -28,7 +28,7 @@ MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Floor:
-    """A call that does the necessary work of an operator, and nothing else, as fast as torch can."""
+    """A torch call that only moves an operator's bytes or computes its operations, as fast as torch can."""
 
     kind: str
     """``"copy_"``, or ``"mm"`` with the dtype of the product."""

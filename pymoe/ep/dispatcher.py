@@ -104,7 +104,7 @@ class TokenDispatcher:
         return self.plan.loads
 
     def rows_of_ranks(self) -> list[int] | None:
-        """Return (R,), the number of rows that each rank computes, if the host knows it."""
+        """Return (R,), the number of rows that each rank computes; None if the host has not read the counts."""
         return self.plan.rows_of_ranks()
 
     def dropped(self) -> Tensor:
@@ -141,8 +141,8 @@ class TokenDispatcher:
 class IndexedRows(NamedTuple):
     """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
 
-    The receiving rank needs only the indices to know what to compute, as a layer in one process needs only the router's
-    choices: its own experts are numbered from 0 within a chunk, and larger numbers mean no expert.
+    The indices alone determine what the receiving rank computes, as the router's choices do for a layer in one process:
+    the rank's experts are numbered from 0 within a chunk, and larger numbers mean no expert.
     """
 
     rows: Tensor
@@ -266,7 +266,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
 
 class PaddedDispatcher(IndexedDispatcher):
-    """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to know the counts.
+    """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to read the counts.
 
     Rows that do not fit are dropped in the order of tokens, like rows past an expert's capacity; empty rows have no
     index. The shapes of all tensors follow from options and from the shapes of inputs. The counts of all ranks stay on

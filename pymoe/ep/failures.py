@@ -70,7 +70,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupMembers:
-    """What this rank knows of a group's ranks and exchanges; it is used to find out which rank has failed."""
+    """The state of a group's ranks and exchanges on this rank, with which it finds out which rank has failed."""
 
     rank: int
     processes: Sequence[Process]

@@ -30,7 +30,7 @@ def data_parallel(
     blocks: Iterable[nn.Module] = (),
     **options: Any,
 ) -> nn.Module:
-    """Make every gradient the mean over all ranks of ``mesh`` of the gradients of their losses.
+    """Make every gradient the mean, over all ranks of ``mesh``, of the gradients of the ranks' losses.
 
     For a loss L_r on rank r of R, every parameter p gets ``(1 / R) * sum over r of dL_r / dp``, the gradient of the
     mean of all losses. Gradients of parameters of which each rank has a copy (router, attention, ...) are averaged over

@@ -127,7 +127,7 @@ def rows_of_ranks(load: Tensor, placement: Placement) -> list[int]:
 
     Args:
         load: (E,) int32 or int64 on the CPU, rows of each expert, none negative.
-        placement: of E experts.
+        placement: a placement of E experts.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -147,7 +147,7 @@ def share_evenly(counts: Tensor, placement: Placement) -> Shares:
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
-        placement: of E experts on R ranks.
+        placement: a placement of E experts on R ranks.
 
     Raises:
         TypeError: an argument is of the wrong kind.

@@ -65,10 +65,11 @@ def redistribute(
 
     Args:
         model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
-        placement: for all layers, or for layers by their names in ``model``; layers without one stay as they are.
-            :func:`pymoe.ep.placement.place` makes it from loads, such as ``torch.tensor(layer.last_loads).sum(0)`` or
-            those of :class:`pymoe.ep.simulate.LoadRecorder`. Without replicas, and with as many experts on each rank
-            as ``torch.chunk`` gives it. :func:`pymoe.ep.placement.contiguous` restores the first placement.
+        placement: one placement for all layers, or placements by the names of layers in ``model``; layers without one
+            stay as they are. A placement must have no replicas, and as many experts on each rank as ``torch.chunk``
+            gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
+            ``torch.tensor(layer.last_loads).sum(0)`` or those of :class:`pymoe.ep.simulate.LoadRecorder`.
+            :func:`pymoe.ep.placement.contiguous` restores the first placement.
         optimizer: the optimizer of these experts, or several. An optimizer with state for them that is left out raises
             at its next step. One that is made later works; to load a state into it before its first step, first give it
             to this function with the placement in force. (``set_state_dict`` makes a step before.)

@@ -59,7 +59,7 @@ class RuntimeCollector:
         self._readers = {name: StatsReader(pools_followed(one)) for name, one in found.items()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families, as prometheus-client asks for them."""
+        """Yield the metric families; prometheus-client calls this for every scrape."""
         pools = {(name, pool): stats for name, reader in self._readers.items() for pool, stats in reader.read().items()}
         counter, gauge = self._core.CounterMetricFamily, self._core.GaugeMetricFamily
         finished = counter("pymoe_requests_finished", "Requests that ended", labels=(*LABELS, "outcome"))

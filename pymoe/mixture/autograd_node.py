@@ -75,7 +75,7 @@ def use_answers(
 
 
 class ForwardRecord(NamedTuple):
-    """What the backward pass of a mixture needs from its forward pass."""
+    """The part of a mixture's forward pass that its backward pass needs."""
 
     name: str
     rules: Rules

@@ -47,11 +47,11 @@ class MixtureOfExpertBackends(nn.Module):
     expert whose answer was used, all at once; missing gradients are zero. A backward request that has begun updates its
     expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
 
-    **Backoff.** A backend that times out ``rest_after`` times in a row is not asked for ``rest`` seconds; if it times
-    out again after that, for twice as long, and so on up to 64 times ``rest``. Rows choose among the other backends
-    meanwhile, as long as there are ``k_min``; otherwise all are asked. An answer in time ends the backoff, and so does
-    an error. A backend that nobody serves, or whose server cannot be reached, is left out in the same way, at once, and
-    is asked again at once when it is back.
+    **Backoff.** A backend whose requests time out ``rest_after`` times in a row gets no requests for ``rest`` seconds;
+    if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile rows choose among
+    the other backends, as long as there are ``k_min``; otherwise among all. A result or an error in time ends the
+    backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way, at once,
+    and gets requests again as soon as it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
@@ -63,9 +63,9 @@ class MixtureOfExpertBackends(nn.Module):
     requests in its own thread, and ``timeout_after_k_min`` has no effect.
 
     There are no second derivatives through the experts. ``torch.compile`` does not compile a mixture (graph break).
-    Under gradient checkpointing experts are asked twice, and other ones may answer. Copies (``copy.deepcopy``) have
-    their own gate and ask the same backends; a mixture cannot be pickled. ``train()`` and ``eval()`` affect only the
-    auxiliary losses.
+    Under gradient checkpointing every request is sent twice, and the second time other experts may give the answers.
+    Copies (``copy.deepcopy``) have their own gate and the same backends; a mixture cannot be pickled. ``train()`` and
+    ``eval()`` affect only the auxiliary losses.
 
     Args:
         backends: with distinct names and equal schemas, of this process (:class:`~pymoe.runtime.ExpertBackend`) or of
@@ -197,7 +197,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Args:
             old: the backend, or its name.
-            new: the backend to ask from now on; it may have the name of ``old``.
+            new: the backend that gets requests from now on; it may have the name of ``old``.
             keep_gate: keep the column of the gate, as for a restored expert; otherwise the column is reset, as in
                 :meth:`add_backend`.
 

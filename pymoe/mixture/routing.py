@@ -57,7 +57,7 @@ class Choice(NamedTuple):
     """The result of :func:`choose`."""
 
     logits_TL: Tensor
-    """Logits of the members that may be asked; differentiable."""
+    """Logits of the members from which rows could choose; differentiable."""
     chosen_TK: Tensor
     """Logits of the chosen members, best first; differentiable."""
     routing: Routing

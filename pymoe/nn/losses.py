@@ -36,11 +36,11 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
-    """Return the values of ``carrier``; when a gradient comes back through them, ``loss`` gets the gradient 1.
+    """Return the values of ``carrier``; the backward of the returned tensor gives ``loss`` the gradient 1.
 
     ``objective(inject_loss(carrier, loss)).backward()`` computes the gradients of ``objective(carrier) + loss``: the
-    loss need not be carried to the end of the model, and the gradient that comes back does not scale it. This holds
-    under activation checkpointing, since the gradient comes back once, however often a forward is recomputed. The idea
+    loss need not be carried to the end of the model, and the gradient of the returned tensor does not scale it. This
+    holds under activation checkpointing, since the backward runs once, however often a forward is recomputed. The idea
     comes from Megatron-LM's ``MoEAuxLossAutoScaler``.
 
     Args:
@@ -179,7 +179,7 @@ def _detached(value: Tensor) -> Tensor:
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Scale the auxiliary losses that the layers of ``model`` inject from their next forward on.
 
-    The gradient that comes back does not scale an injected loss. If you scale the model's own loss before its
+    A factor of the model's own loss does not scale an injected loss. So if you scale the model's own loss before its
     backward, pass the same factor here before the forward:
 
     - gradient accumulation over n micro-batches, with ``(loss / n).backward()``: ``set_aux_loss_scale(model, 1 / n)``;

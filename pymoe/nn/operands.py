@@ -108,13 +108,15 @@ def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
 
 
 def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
-    """Raise unless a parameter of experts has this shape, the device of ``x``, and its dtype after autocast.
+    """Raise unless a parameter of experts has this shape, the device of ``x``, and a dtype that fits ``x``.
+
+    The dtype must be that of ``x``, or one that ``torch.autocast``, if it is on, casts.
 
     Args:
         name: the name of the parameter in the error.
         parameter: the parameter.
         shape: the shape that it must have.
-        x: rows by which it will be multiplied.
+        x: rows by which the parameter will be multiplied.
         whose: words that follow the shape in the error.
     """
     check_place(name, parameter, shape, x, whose)

@@ -69,7 +69,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 
     No other call shares the graph, so backward passes of several such calls may run at once, on any threads (PyTorch's
     engine runs backward passes of one graph one after the other). In-place changes of an argument between the passes
-    are noticed as usual.
+    are detected as usual.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.

@@ -40,13 +40,13 @@ def run_concurrently(
 ) -> list[SavedTensors]:
     """Call ``function(i)`` for every ``i``, each in the state of this thread, drawing from ``streams[i]``.
 
-    Return when all calls have ended. This thread makes calls, too, so a call may do the same again even if there are
-    few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
+    Return when all calls have ended. This thread makes calls, too, so a call may itself use this function even if there
+    are few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
     selective checkpointing identifies results of operators by the order in which its modes get them.
 
     The ``name`` is for errors and profiles. ``like`` is equal for runs of the same name whose calls probably take
-    equally long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. The result
-    is what each call has saved and this thread's hooks on saved tensors have packed; without hooks it is an empty list.
+    equally long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. Return for
+    each call the tensors that it saved, packed by this thread's hooks on saved tensors; without hooks, an empty list.
 
     The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C, calls
     that have not started are dropped and running calls are waited for.

@@ -51,7 +51,8 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
       them.
 
     Computed in float32 (float64 for float64) from ``h`` and rounded once, forward and backward alike; the backward
-    recomputes from ``h`` and saves nothing else. NaN stays NaN; a row's values never reach another row.
+    recomputes from ``h`` and saves nothing else. NaN stays NaN; a row of the result depends on the same row of ``h``
+    alone.
 
     Args:
         h: (S, 2F) for gated kinds, else (S, F); any floating dtype.

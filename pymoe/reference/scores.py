@@ -23,8 +23,9 @@ SUM_FLOOR = 1e-20
 def exp_in_fixed_steps(x: Tensor) -> Tensor:
     """Return e^x within 2 ulp, by steps that round alike everywhere (Cody-Waite reduction and a polynomial).
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial (from Cephes' expf for float32, the Taylor series to
-    degree 13 for float64); times 2^n in two factors, so that subnormal results round once. Not differentiable.
+    With x = n ln 2 + r and |r| <= ln 2 / 2, e^x is 2^n e^r. A polynomial computes e^r (from Cephes' expf for float32,
+    the Taylor series to degree 13 for float64). It is multiplied by 2^n in two factors, so that subnormal results round
+    once. The result is not differentiable.
     """
     if x.dtype == torch.float64:
         low, high, magic = -746.0, 710.0, 6755399441055744.0

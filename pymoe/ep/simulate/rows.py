@@ -150,9 +150,10 @@ def balance(name: str, found: list[Spread]) -> Balance:
 def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
     """Return the rows that a token of a uniform router sends to other ranks, the mean over the token's possible ranks.
 
-    Each choice is its own row: K (1 - 1 / R), whatever the shards, since the shares of the ranks sum to 1. One row per
-    rank: the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a
-    rank. This is the probability that one of them is among the K chosen, since all C(E, K) sets are equally likely.
+    Without ``deduplicate``, each choice is a row, so the result is K (1 - 1 / R), whatever the shards, since the shares
+    of the ranks sum to 1. With ``deduplicate``, there is at most one row per rank, so the result is the sum over the
+    other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a rank. A term is the probability that
+    one of the rank's experts is among the K chosen, since all C(E, K) sets are equally likely.
 
     Args:
         block: E and K; its groups are ignored.

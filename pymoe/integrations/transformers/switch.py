@@ -37,7 +37,7 @@ def enable(model: nn.Module) -> list[str]:
         The names, within ``model``, of the modules that changed; those that ran on pymoe before are not among them.
 
     Raises:
-        ValueError: ``model`` holds no experts that pymoe knows, or experts that it cannot compute.
+        ValueError: ``model`` holds no experts that pymoe supports, or experts that pymoe cannot compute.
         TypeError: experts have weights of a dtype that pymoe does not compute in, as in a quantised model.
     """
     named = list(model.named_modules())
@@ -64,7 +64,7 @@ def enable(model: nn.Module) -> list[str]:
         if before != interface.NAME:
             setattr(module, _BEFORE, marks.setdefault(id(module.config), {_BEFORE: before}))
             changed.append(name)
-    for _, module in behind:  # in a loop of its own: modules share configurations, which are read above
+    for _, module in behind:  # only after the loop that reads them, because modules share configurations
         interface.set_implementation(module, interface.NAME)
     for name, module in outside:
         if not isinstance(module, OnPymoe):
