@@ -165,7 +165,7 @@ def leaves(sample: Sample) -> list[Tensor]:
 
 
 def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Return the outputs of a call and the gradients of its leaves; see :func:`gradients_of`."""
+    """Return the outputs of ``function`` for ``sample``, and the gradients (:func:`gradients_of`) of its leaves."""
     outputs = outputs_of(call(function, sample))
     return outputs, gradients_of(outputs, leaves(sample))
 

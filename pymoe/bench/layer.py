@@ -120,7 +120,7 @@ def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Ba
 
 
 def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (T, H) tokens, a leaf that requires grad, and the (T, H) gradient of the output."""
+    """Return random tokens (T, H), as a leaf that requires a gradient, and a random gradient of the output (T, H)."""
     random = generator()
     x = torch.randn(shape.tokens, shape.hidden, generator=random)
     grad = torch.randn(shape.tokens, shape.hidden, generator=random)

@@ -41,7 +41,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Return median and quartiles (inclusive method) of at least one value."""
+        """Return the median and the quartiles (inclusive method) of ``values``, of which there is at least one."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -86,7 +86,7 @@ class Timer(Protocol):
 
 
 class WallTimer:
-    """Measures the time from call to return with ``clock``, for calls whose work is done when they return.
+    """Measures the time between a call and its return by ``clock``, for functions that return after all their work.
 
     With ``time.process_time`` as the clock, only the work of the process counts: on one thread, other processes then
     hardly affect the result. With several threads it would add up their times, including the time they wait.

@@ -147,7 +147,7 @@ class ShardedExperts(Experts):
             if (given.device_mesh, given.placements) == (parameter.device_mesh, parameter.placements):
                 return in_placed_order(given, self.sharding)
             given = given.full_tensor()
-        # Each rank takes its part of whole tensors, as a model in one process saves them.
+        # `given` is a whole tensor, as a model in one process saves it: each rank takes its part.
         if order is not None:
             given = given[torch.tensor(order, device=given.device)]
         return distribute_tensor(

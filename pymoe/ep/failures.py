@@ -244,7 +244,10 @@ class Exchange:
 
 @contextlib.contextmanager
 def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
-    """Report errors of this rank to the ranks that have its counts and wait for its rows."""
+    """Return a context manager that reports an error of this rank to the ranks that wait for its rows.
+
+    Use it after the count exchange, when the other ranks have this rank's counts.
+    """
     try:
         yield
     except GroupError:

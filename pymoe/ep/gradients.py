@@ -155,7 +155,7 @@ def _number(name: str, value: object, meaning: str, is_right: Callable[[float], 
 
 
 def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the p-th power of the p-norm of all gradients; the norm itself for infinity."""
+    """Return the p-th power of the p-norm of all gradients of ``parameters``; for infinite p, the norm itself."""
     largest = p == float("inf")
     # Group gradients by the mesh and placements of their parameters. All ranks have the groups in the same order, even
     # if some ranks have no gradient, so that their all-reduces match.
