@@ -56,7 +56,7 @@ _everywhere: set[object] = set()  # one object per call that any thread is diffe
 
 
 def entry_of_this_thread() -> Any:
-    """Return the first node of the call that this thread differentiates; None if it differentiates no call."""
+    """Return the first node of the call that this thread differentiates (a placeholder if it has none), or None."""
     return _running.entry
 
 
