@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime, TaskPool, TesseractRuntime
 
 warn_of_newer_torch(torch.__version__)
-# Set here, because MoE(expert_parallel=...) calls a package that is itself built on pymoe.nn.
+# MoE(expert_parallel=...) calls this. pymoe.nn cannot import pymoe.ep, because pymoe.ep is built on pymoe.nn.
 nn.MoE._shard = lambda layer, ranks: importlib.import_module("pymoe.ep").shard(layer, ranks)
 
 __version__ = "0.1.0"  # pyproject.toml reads the version from here

@@ -1,4 +1,4 @@
-"""Text of errors in logs and in notes on other errors."""
+"""Describes exceptions in one line, for logs and for notes on other exceptions."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return an ID of the host that is equal in processes that see each other's process IDs; empty if unknown."""
+    """Return an ID that is equal in processes of one host and one PID namespace; an empty string if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -41,7 +41,7 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Process:
-        """Return this process."""
+        """Return the identification of the current process."""
         found = _state_and_start(os.getpid())
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
@@ -67,9 +67,9 @@ def _state_and_start(process: int) -> tuple[str, str] | None:
 
 
 class GroupStore:
-    """Records that all ranks of a group read and write, in its store. For several threads.
+    """Records in the store of a group, which all its ranks read and write. Several threads may use one object.
 
-    Once the store is lost, nothing is written any more, and no records are found.
+    After the connection to the store is lost, nothing is written any more, and no records are found.
 
     Args:
         group: the ranks.
@@ -94,22 +94,22 @@ class GroupStore:
         """The reason why the store is lost, such as the end of its process; None while it can be reached."""
 
     def write(self, key: str, record: object) -> None:
-        """Write a record. The store holds it when this returns."""
+        """Write ``record`` under ``key``, and return when the store has it."""
         self._call("set", key, pickle.dumps(record))
-        self._call("check", [key])  # set() does not wait for the store
+        self._call("check", [key])  # wait for the store, which set() does not
 
     def write_first(self, key: str, record: object) -> Any:
-        """Write a record unless the key has one already; return the record that the key has now."""
+        """Write ``record`` unless ``key`` has a record already; return the record that the key has now."""
         found = self._call("compare_set", key, "", pickle.dumps(record))
         return record if found is None else pickle.loads(found)
 
     def read(self, key: str) -> Any:
-        """Return a record; None: there is none yet."""
+        """Return the record under ``key``, or None if there is none yet."""
         found = self._call("get", key) if self._call("check", [key]) else None
         return None if found is None else pickle.loads(found)
 
     def delete(self, key: str) -> None:
-        """Remove a record."""
+        """Remove the record under ``key``."""
         self._call("delete_key", key)
 
     def _call(self, method: str, *args: Any) -> Any:

@@ -339,7 +339,8 @@ def transforms() -> Exercises:
     cleared, inside = seen
     yield "are_functorch_transforms_active", inside and not private.are_functorch_transforms_active()
     yield "temporarily_clear_interpreter_stack", cleared is False
-    # The level belongs to the process. torch refuses a second one, so no level is entered here.
+    # Read the code that sets the level instead of entering a level: the level belongs to the process, and torch refuses
+    # a second one.
     sets_level = [
         ("STORE_GLOBAL", "_current_level") in [(step.opname, step.argval) for step in dis.get_instructions(function)]
         for function in (forward_ad.enter_dual_level, forward_ad.exit_dual_level)

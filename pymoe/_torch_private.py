@@ -1,9 +1,9 @@
 """Lists the private names of torch on which pymoe depends, with the reason why no public name will do.
 
-No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``). The
-reference imports only torch, and uses a ``FakeTensor``. All of these names exist in torch 2.11.0, 2.13.0 and 2.15.0.
-After an update of torch the test says which ones are missing. The objects are torch's own, so calls cost the same as
-before.
+No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``), except
+that ``pymoe.reference`` and ``pymoe._common``, which may not import this one, take ``FakeTensor`` from torch. All of
+these names exist in torch 2.11.0, 2.13.0 and 2.15.0. After an update of torch the test says which ones are missing. The
+objects are torch's own, so calls through this module cost nothing more.
 
 The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
 ``ATTRIBUTES``.
@@ -72,18 +72,18 @@ FunctionBase = torch._C._FunctionBase
 DelayedError: Any = _C._functions.DelayedError
 # The number of the next node that this thread creates: the engine runs nodes in the order of their numbers.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
-# Tells whether the running backward pass of this thread was started with ``retain_graph``; nodes are not told.
+# Returns whether this thread's running backward pass was started with ``retain_graph``; nodes get no such argument.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
 # The base of ``autograd.Function``, whose own base has the inner ``apply`` that the public one calls, and the metaclass
-# of both, which ``apply`` asks for the function to run.
+# of both, which determines the function that ``apply`` runs.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
-# --- Settings of a thread. The public ways are context managers, which cannot be carried to another thread or cost
-# The public function takes microseconds more in every call.
+# --- Settings of a thread. The public functions are context managers, which cannot copy a setting to another thread, or
+# which cost microseconds more in every call.
 set_grad_enabled: Any = _C._set_grad_enabled
 InferenceMode: Any = _C._InferenceMode
 is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
@@ -92,7 +92,7 @@ is_multithreading_enabled: Any = _C._is_multithreading_enabled  # whether backwa
 set_multithreading_enabled: Any = _C._set_multithreading_enabled
 is_view_replay_enabled: Any = _C._is_view_replay_enabled
 set_view_replay_enabled: Any = _C._set_view_replay_enabled
-is_any_autocast_enabled: Any = _C._is_any_autocast_enabled  # the public function answers for one type of device only
+is_any_autocast_enabled: Any = _C._is_any_autocast_enabled  # the public function tests one type of device only
 is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
 set_torch_function_state: Any = _C._set_torch_function_state
@@ -106,7 +106,7 @@ len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
 get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
 push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
-TorchDispatchMode = _dispatch.TorchDispatchMode  # sees every operator; its public name is not documented
+TorchDispatchMode = _dispatch.TorchDispatchMode  # called for every operator; its public name is not documented
 disable_current_modes: Any = _dispatch._disable_current_modes  # a context without dispatch modes
 GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the ``torch.set_default_device`` of the thread, as a mode
 top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
@@ -119,8 +119,9 @@ profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profi
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
-unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # a tensor without the wrapper of a transform that it has left
-temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack  # a block
+unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # removes a tensor's wrapper if its transform has ended
+# A context manager that leaves all transforms for a block.
+temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key

@@ -4,7 +4,8 @@ Every message names the operator, the argument, the rule and the value found. Th
 :class:`TypeError` for a wrong type or dtype, :class:`ValueError` for a wrong value (rank, size, device, range),
 :class:`IndexError` for an index out of range.
 
-The named checks take microseconds even if nothing is wrong: see :mod:`pymoe._common.contracts`.
+These checks take microseconds even if nothing is wrong. Therefore callers first test the usual case in one expression,
+with ``is_matrix``, ``is_like``, ``is_index`` and ``is_routing``: see :mod:`pymoe._common.contracts`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def is_index(value: object, dims: int, device: torch.device) -> bool:
 
 
 def is_routing(value: object, device: torch.device) -> bool:
-    """Return whether :func:`routing` accepts ``value`` for rows on ``device``."""
+    """Return whether :func:`routing` raises no error for ``value`` and rows on ``device``."""
     if not (isinstance(value, tuple) and len(value) == 3):
         return False
     slot, token, offsets = value
@@ -117,7 +118,10 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
 
 
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
-    """Raise unless ``value`` is a consistent routing on the device of ``rows``."""
+    """Raise unless ``value`` is a Routing with the right dtypes and ranks, on the device of ``rows``.
+
+    ``rows_argument`` is the name of ``rows`` in messages.
+    """
     if not (isinstance(value, tuple) and len(value) == 3) or isinstance(value, Gate):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
     slot, token, offsets = value
@@ -149,5 +153,5 @@ def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, 
 
 
 def slots_in_range(operator: str, routing: Routing) -> None:
-    """Raise unless every slot is -1 or a row."""
+    """Raise unless every slot of ``routing`` is -1 or the index of a row."""
     in_range(operator, "routing.slot", routing[0], -1, routing[1].shape[0], "S")

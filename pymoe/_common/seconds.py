@@ -11,18 +11,18 @@ from typing import Any
 def check_seconds(
     what: str, seconds: Any, *, positive: bool = False, finite: bool = False, least: float = 0.0
 ) -> float:
-    """Return ``seconds`` after checking it.
+    """Raise unless ``seconds`` is a number of seconds in the range; return it.
 
     Args:
         what: name of the option in messages.
         seconds: the value to check.
         positive: refuse 0.
         finite: refuse infinity.
-        least: smallest value; minus infinity for a time limit that may have passed.
+        least: smallest allowed value; minus infinity for the time left until a deadline, which may have passed.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is NaN, or outside of the range.
+        TypeError: ``seconds`` is not a number.
+        ValueError: ``seconds`` is NaN, or outside of the range.
     """
     kinds = ["positive"] * positive + ["finite"] * finite
     a_number = f"a{''.join(f', {kind}' for kind in kinds)[1:]} number of seconds"

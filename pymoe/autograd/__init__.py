@@ -5,4 +5,4 @@ Nothing here is public: ``pymoe.parallel``, ``pymoe.runtime`` and ``pymoe.pipe``
 
 from pymoe._native import load_runtime
 
-load_runtime()  # explains a missing native runtime before a file that needs it fails to import
+load_runtime()  # raises an error that explains a missing native runtime, before other files fail to import it

@@ -1,12 +1,13 @@
-"""The autograd engine in the child of a fork.
+"""Keeps torch's autograd engine usable in the child of a fork.
 
 torch replaces its autograd engine when the child first uses it, without a lock: if two threads use it first at the same
-time, both destroy the old engine (torch 2.11 and 2.13), and the process crashes.
+time, both destroy the old engine (torch 2.11 and 2.13), and the process crashes. So :func:`renew_engine` uses the
+engine once before the child starts threads.
 
-An engine with threads for devices cannot be replaced: torch refuses every backward pass of the child. The first
-backward pass of a process starts one such thread for each device that torch sees. A build of torch for CUDA that sees
-no GPU pretends to have one after ``torch.export`` or ``torch.compile`` has made tensors without values (2.11.0 and
-2.15.0). A build for CPUs does not.
+An engine that has threads for devices cannot be replaced, so torch refuses every backward pass of the child. The first
+backward pass of a process starts one such thread for each device that torch reports. A build of torch for CUDA on a
+machine without a GPU reports one device, wrongly, after ``torch.export`` or ``torch.compile`` has made tensors without
+values (2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before that.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import torch
 from pymoe import _native
 
 _lock = threading.Lock()
-_is_stale = os.getpid() != _native.PROCESS  # forks before this file was imported went unnoticed
+_is_stale = os.getpid() != _native.PROCESS  # true after a fork between the import of pymoe._native and of this file
 _is_started = False
 
 
 def renew_engine() -> None:
-    """Make torch replace its autograd engine, if this is the child of a fork; call it before threads are started.
+    """Make torch replace its autograd engine, if this is the child of a fork. Call this before threads are started.
 
     If torch refuses backward passes, as in a child of a process that computed gradients on a machine with a GPU, this
-    returns nevertheless: code without gradients works, and the first backward pass raises torch's error.
+    function raises nothing: code without gradients works, and the child's first backward pass raises torch's error.
     """
     global _is_stale
     if not _is_stale:
@@ -41,7 +42,7 @@ def renew_engine() -> None:
 
 
 def start_engine() -> None:
-    """Have torch start its autograd engine, if it sees no GPU; call it before tensors without values are made."""
+    """Make torch start its autograd engine, if there is no GPU. Call this before tensors without values are made."""
     global _is_started
     renew_engine()
     if not _is_started and not torch.cuda.is_available():

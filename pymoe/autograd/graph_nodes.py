@@ -1,10 +1,10 @@
 """Finds, makes and keeps alive nodes and edges of autograd's graphs, faster than torch's own functions.
 
-The module also adds gradients as autograd does, and finds nodes of ``torch.compile``, which can be differentiated only
-once: their backward overwrites the buffers that their forward has saved ("donated" buffers), and refuses to run if the
-graph is kept. Graphs of isolated calls are kept, although each is differentiated once, because they may lead into other
-graphs that are still needed (of a weight that was computed before the call, say). Graphs with compiled nodes are not
-kept.
+The module also adds gradients as autograd does, and finds nodes that ``torch.compile`` has made. A compiled node can be
+differentiated only once: its backward overwrites the buffers that its forward has saved ("donated" buffers), and raises
+an error under ``retain_graph=True``. Graphs of isolated calls are differentiated with ``retain_graph=True``, because a
+call's graph may lead into another graph that is still needed (for example that of a weight that was computed before the
+call). Only graphs with compiled nodes are not.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
         return anchor, get_gradient_edge(anchor)
 
 
-# An input for nodes that need one that requires gradients, and have no other; it never gets a gradient. Its accumulator
-# is kept, because torch creates the accumulator of a leaf under the leaf's lock, and under ``detect_anomaly()``
-# releases the interpreter's lock meanwhile: two threads that use a leaf without an accumulator can then deadlock. So
-# everything that outlives a call uses this leaf.
+# ANCHOR is the input of nodes that need an input that requires gradients and have no other. It never gets a gradient.
+# Its accumulator is kept alive to avoid a deadlock: torch creates the accumulator of a leaf under the leaf's lock, and
+# under ``detect_anomaly()`` releases the interpreter's lock meanwhile, so two threads that use a leaf without an
+# accumulator can block each other. Therefore everything that outlives a call uses this leaf and makes none of its own.
 ANCHOR, _accumulator_of_the_anchor = _make_anchor()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; -1 for tensors of inference mode, which do not count
-    changes.
-    """
+    """Return the number of in-place changes of ``tensor``; -1 for a tensor of inference mode, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -45,7 +43,10 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)`` without a check for ``torch.func`` transforms, in which no call is isolated."""
+    """Return ``function.apply(*args)``, faster than ``apply``: without its check for ``torch.func`` transforms.
+
+    The check is not needed, because no call is isolated inside such a transform.
+    """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -53,10 +54,14 @@ make_edge: Any = tuple.__new__  # makes a GradientEdge from a tuple, bypassing i
 
 
 def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
-    """Return a node that is never run and keeps the nodes of ``tensors`` alive, or None if they need no such node.
+    """Return a node that is never run and keeps the nodes of ``tensors`` alive, or None if that is not needed.
 
-    An edge to the node of an ``autograd.Function`` does not keep it alive. Grad mode must be on. A ``view_as`` of each
-    tensor would also work, but takes three times as long.
+    It is needed for nodes of an ``autograd.Function``, because an edge does not keep such a node alive. Grad mode must
+    be on. A ``view_as`` of each tensor would also work, but takes three times as long.
+
+    Args:
+        tensors: tensors with a history.
+        nodes: their ``grad_fn``.
     """
     own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, FunctionBase)]
     if not own:
@@ -65,7 +70,10 @@ def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node |
 
 
 def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Return ``gradients`` with a history that raises: the graphs of calls cannot be differentiated twice."""
+    """Return ``gradients`` with a history whose backward raises an error.
+
+    Graphs of calls cannot be differentiated twice. Without this history, second derivatives could be silently lost.
+    """
     required = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
     message = f"{name}: its backward pass cannot be differentiated again (create_graph=True)"
     return tuple(with_failing_node(message, required))
@@ -78,7 +86,7 @@ def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Return the same as ``get_gradient_edge``, in half the time. Grad mode must be on."""
+    """Return ``get_gradient_edge(tensor)``, in half the time. Grad mode must be on."""
     node: Any = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
@@ -90,14 +98,17 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 
 def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
-    """Return the tensors into which a backward pass from ``nodes`` would accumulate, in an order set by the graph."""
+    """Return the leaves into which a backward pass from ``nodes`` that stops at ``entry`` would accumulate gradients.
+
+    Their order depends on the graph alone, so it is the same in every run.
+    """
     return find_leaves_and_nodes(nodes, entry)[0]
 
 
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the same leaves, and the set of all nodes of the graph up to ``entry``; the set also contains None."""
+    """Return the leaves of :func:`find_leaves`, and the set of all nodes that the pass reaches, with None added."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
@@ -119,18 +130,19 @@ _ACCUMULATION = 2**64 - 1  # the sequence number of nodes of leaves
 
 
 def put_behind(limit: int, nodes: Sequence[Any]) -> None:
-    """Give the nodes of a call numbers below ``limit``, in their present order.
+    """Give the nodes of a call sequence numbers below ``limit``, in their current order.
 
-    Of the nodes that could run, the engine takes the one with the greatest number, which is the latest. But each thread
-    counts separately. If a tensor has left a call otherwise than as an output, a backward pass also reaches the call's
-    nodes through that tensor, and frees what they have saved. The node of the map, and all nodes before it in the
-    backward pass, must run before those, as they were made later, on the thread that asked.
+    Of the nodes that are ready, autograd's engine runs the one with the greatest sequence number, which is the one made
+    last. But each thread numbers its nodes separately, so nodes that a worker has made may have greater numbers than
+    the node of the map, which the calling thread makes later. This matters if a tensor has left a call otherwise than
+    as an output: then a backward pass reaches the call's nodes through that tensor, too, and frees what they have
+    saved. The node of the map must run before that, so the nodes of the call get smaller numbers.
     """
     by_number: dict[int, list[Any]] = {}
     for node in nodes:
         by_number.setdefault(node._sequence_nr(), []).append(node)
     by_number.pop(_ACCUMULATION, None)
-    if limit < len(by_number):  # this thread has made too few nodes: skip numbers
+    if limit < len(by_number):  # too few numbers are below the limit: make nodes to advance this thread's counter
         one = torch.empty(0, requires_grad=True, device="cpu")
         while get_sequence_nr() < len(by_number):
             one.view_as(one)
@@ -147,8 +159,8 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
 _NATIVE: set[type] = set()  # types of nodes that are made in C++
-_latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last class that was looked at
-_found = False
+_latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last subclass at the latest search
+_found = False  # the result of the latest search for compiled classes
 
 
 def _anything_is_compiled() -> bool:
@@ -161,7 +173,7 @@ def _anything_is_compiled() -> bool:
 
 
 def are_compiled(nodes: Iterable[Node | None]) -> bool:
-    """Return whether one of ``nodes``, all nodes of a graph, comes from ``torch.compile``."""
+    """Return whether ``torch.compile`` has made one of ``nodes``, which are all nodes of a graph."""
     kinds = {*map(type, nodes)}
     if kinds <= _NATIVE:
         return False

@@ -1,19 +1,20 @@
-"""One call of a function in an autograd graph of its own.
+"""Runs one call of a function in an autograd graph of its own.
 
 - forward: Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place edit
-  of the caller's tensor is noticed if the graph has saved it), and an autograd history that begins here. If no argument
-  has a history, leaves that require gradients need no alias. (Otherwise they do: the search for their gradients would
-  enter the other arguments' histories.) The function runs unchanged, an ``autograd.Function`` with torch's own context
-  object.
+  of the caller's tensor is detected if the graph has saved it), and an autograd history that begins at the alias. If no
+  argument has a history, leaves that require gradients are passed without an alias. (If one has, the leaves need
+  aliases, too, because the search for the call's leaves would otherwise enter that argument's history.) The function
+  runs unchanged, an ``autograd.Function`` with torch's own context object.
 - leaves: The leaves that the call has used, as arguments or not (parameters, tensors of a closure), are found by
   walking its graph back from the outputs. If the walk reaches graphs that existed before the call, it continues to
   their leaves.
 - backward: ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
 
-Tensors that leave a call otherwise than as outputs (in an object, as a module's attribute) keep their history:
-gradients pass through the aliases to the caller's tensors, as in a backward pass that the call makes itself.
+Tensors that leave a call otherwise than as outputs (in an object, as a module's attribute) keep their history: a
+backward pass from them, inside or outside of the call, continues through the aliases to the caller's tensors.
 
-Hooks of leaves run on the sum of all calls' gradients, and not when the gradients of one call are computed.
+A hook of a leaf runs once, on the sum of all calls' gradients of the leaf. It does not run when the gradients of one
+call are computed.
 """
 
 from __future__ import annotations
@@ -44,23 +45,26 @@ Result = TypeVar("Result")
 
 
 class _Differentiated(threading.local):
-    """The entry of the graph of the call that this thread differentiates."""
+    """``entry`` is the first node of the graph that this thread differentiates; None if it differentiates no call."""
 
     entry: Any = None
 
 
 _running = _Differentiated()
-_NONE = object()  # stands for the missing entry of a graph
+_NONE = object()  # the value of `entry` while a graph without an entry node is differentiated
 _everywhere: set[object] = set()  # one object per call that any thread is differentiating
 
 
 def entry_of_this_thread() -> Any:
-    """Return the entry of the call that this thread differentiates, or None."""
+    """Return the first node of the call that this thread differentiates (a placeholder if it has none), or None."""
     return _running.entry
 
 
 def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """Call ``function(*args)``, which differentiates a call on this thread: hooks of leaves do not run."""
+    """Return ``function(*args, **options)``, which differentiates a call on this thread; hooks of leaves do not run.
+
+    ``entry`` is the first node of the call's graph, or None if it has none.
+    """
     token = object()
     before, _running.entry = _running.entry, entry or _NONE
     _everywhere.add(token)
@@ -72,10 +76,11 @@ def within_call(entry: Any, function: Callable[..., Result], *args: Any, **optio
 
 
 class _OutsideCalls:
-    """A hook of a leaf that does not run within calls.
+    """Wraps a hook of a leaf, so that the hook does not run while the gradients of a call are computed.
 
-    On the host a backward pass runs on the thread that asks for it. Nodes of other devices run on autograd's own
-    threads, which do not know that thread: there the hook does not run while any thread differentiates a call.
+    Nodes on the CPU run on the thread that started the backward pass, so it is enough to test that thread. Nodes of
+    other devices run on autograd's own threads, which have no record of the thread that started the pass: there the
+    hook does not run while any thread differentiates a call.
     """
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -88,7 +93,7 @@ class _OutsideCalls:
 
 
 def keep_hooks_outside(leaf: torch.Tensor) -> None:
-    """Wrap the hooks of ``leaf``: autograd would also run them when ``autograd.grad`` computes its gradient."""
+    """Wrap the hooks of ``leaf`` in :class:`_OutsideCalls`, since ``autograd.grad``, used for calls, would run them."""
     hooks: Any = leaf._backward_hooks
     for key, hook in list(hooks.items()) if hooks else ():
         if type(hook) is not _OutsideCalls and key in hooks:
@@ -109,7 +114,7 @@ def graphs_are_made() -> bool:
 
 
 class _CallInputs(torch.autograd.Function):
-    """Makes the aliases as results of an operation, so that they may be modified in place."""
+    """Returns aliases of ``tensors``. As results of an operation, and not leaves, they may be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,14 +132,14 @@ class _CallInputs(torch.autograd.Function):
 class Alias:
     """A tensor among the arguments of a call, and its replacement within the call."""
 
-    arguments: list[int]  # its positions
+    arguments: list[int]  # the positions of the original among the arguments
     original: torch.Tensor
     tensor: torch.Tensor | None = None
     edge: GradientEdge | None = None  # the edge that gets the gradient; None: no gradient is needed
 
 
 class IsolatedCall:
-    """A call with its outputs and its graph, made by :func:`isolate` and run once."""
+    """A call with its arguments, outputs and graph; :func:`isolate` makes it, and it is run once."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._function: Callable[..., Any] | None = function
@@ -162,7 +167,7 @@ class IsolatedCall:
         self.outputs = as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """Return the outputs that have a history here, each once, and find the arguments that :meth:`run` has modified.
+        """Return the outputs with a history in this call's graph, each once; add modified arguments to ``written``.
 
         With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
         ``outputs``. Raise RuntimeError if the call has modified an argument that shares memory with another one.
@@ -203,7 +208,10 @@ class IsolatedCall:
         return found
 
     def _refuse_overlaps(self) -> None:
-        """Raise for in-place changes that the aliases of other arguments would not notice."""
+        """Raise if an argument that was modified in place shares its memory with another argument.
+
+        The other argument's alias would have the new values without a history of the change.
+        """
         given = [*(alias.original for alias in self.aliases), *self._leaf_arguments]
         memory = [tensor for tensor in given if tensor.layout == torch.strided]
         places = [tensor.untyped_storage()._cdata for tensor in memory]
@@ -215,7 +223,7 @@ class IsolatedCall:
                 )
 
     def forget_arguments(self) -> None:
-        """Drop the references to the caller's tensors: the graph has saved what it needs."""
+        """Drop the references to the caller's tensors; the backward pass needs only what the graph has saved."""
         if not self.aliases:
             return
         self.written = []
@@ -239,13 +247,17 @@ def differentiate(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of every input and leaf of the graph of one call; None if there is none.
 
-    Nothing is accumulated. The graph is kept, because it may lead into other graphs that are still needed, and is freed
-    with its roots. A graph with nodes of ``torch.compile`` is not kept, because these would refuse to run.
+    Nothing is accumulated. The graph is kept (``retain_graph=True``), because it may lead into other graphs that are
+    still needed; it is freed with its roots. Only a graph with nodes of ``torch.compile`` is not kept, because these
+    raise an error if it is; ``keep`` keeps it nevertheless.
 
-    Args: roots: the edges where the backward pass begins; None and roots without a gradient are skipped. grads: a
-        gradient for each root, or None. inputs: the edges where the call's graph begins. leaves: tensors into which
-        gradients would be accumulated. entry: the node to which the inputs belong; None if it has none. keep: keep the
-        graph because it will be differentiated again.
+    Args:
+        roots: the edges where the backward pass begins; None and roots without a gradient are skipped.
+        grads: a gradient for each root, or None.
+        inputs: the edges where the call's graph begins.
+        leaves: tensors into which gradients would be accumulated.
+        entry: the node to which the inputs belong; None if there are no inputs.
+        keep: keep the graph in any case, because it will be differentiated again.
     """
     starts, values = [], []
     for root, grad in zip(roots, grads, strict=True):
@@ -266,14 +278,14 @@ def differentiate(
 def isolate(
     function: Callable[..., Any], args_per_call: Iterable[Sequence[Any]], graphs: bool, share: bool
 ) -> list[IsolatedCall]:
-    """Return the calls, ready to run.
+    """Return an :class:`IsolatedCall` of ``function`` for each item of ``args_per_call``, ready to run.
 
     Args:
         function: the function that all of them call.
         args_per_call: the arguments of each call.
         graphs: give each call a graph of its own; otherwise use the arguments unchanged.
-        share: a tensor that is passed to a call twice is also one tensor within the call, and a call without arguments
-            that have a history gets leaves unchanged; otherwise each argument has its own gradient.
+        share: if true, a tensor that is passed to a call twice gets one alias, and leaves get none if no argument of
+            the call has a history. If false, each argument gets its own alias, and so its own gradient.
     """
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
@@ -314,9 +326,9 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Collect what the backward passes of calls need, after the calls have run with graphs.
+    """Set ``roots`` and ``leaves`` of ``calls``, which have run with graphs, for their backward passes.
 
-    Return for each call the result of :meth:`IsolatedCall.find_fresh`.
+    Return for each call the result of :meth:`IsolatedCall.find_fresh`: its outputs that have a history.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]
@@ -359,7 +371,7 @@ def as_function(func: Any) -> Callable[..., Any]:
     """Return the function to call for an ``autograd.Function`` class, its ``apply``, a module or any other callable.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: ``func`` cannot be called.
     """
     if isinstance(func, type) and issubclass(func, torch.autograd.Function):
         return func.apply

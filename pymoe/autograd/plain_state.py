@@ -1,11 +1,11 @@
-"""Provides a plain state of torch for batches, so that they do not depend on the thread that runs them.
+"""Runs batches with torch's default settings, so that they do not depend on the thread that runs them.
 
-A waiting client may run the batch of its request itself, and with it requests of other clients. Settings that this
-client has switched on in its thread must not affect them: inference mode, autocast, gradients on or off, a default
-device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that ``torch.compile``
-has made. :func:`in_plain_state` runs a function without these. A client with such settings leaves its batch to the
-workers (``csrc/bindings/torch_calls.h`` says how it is recognised). A batch has its own context (``contextvars``) and
-stack.
+A client that waits for its request may run the batch with this request itself, and the batch may contain requests of
+other clients. Settings of the client's thread must not affect them: inference mode, autocast, gradients on or off, a
+default device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that
+``torch.compile`` has made. :func:`in_plain_state` runs a function without these settings. Moreover, a client whose
+thread has such settings leaves its batch to the workers (``csrc/bindings/torch_calls.h`` says how the runtime finds
+out). A batch has its own context (``contextvars``) and stack.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pymoe._torch_private import set_grad_enabled
 
 Result = TypeVar("Result")
 
-# The functions under torch's context managers: they are called for every batch, and a manager costs 2 us.
+# Every batch calls these functions directly, because torch's context managers around them cost 2 us.
 _is_grad_enabled = torch.is_grad_enabled
 _is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` with gradients on or off, and all other thread settings of torch at their defaults."""
+    """Return ``function(*args)``, run with gradients on or off, and torch's other thread settings at their defaults."""
     canaries.thread_states()
     if _is_plain():
         return _with_grad(grad, function, *args)
@@ -38,7 +38,7 @@ def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> R
         stack.enter_context(torch.inference_mode(False))
         for device_type in filter(torch.is_autocast_enabled, autocast_devices()):
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        if _is_plain():  # nothing else is set
+        if _is_plain():  # only inference mode or autocast was set
             return _with_grad(grad, function, *args)
     return on_a_new_thread(_with_grad, grad, function, *args)
 
@@ -60,10 +60,11 @@ def autocast_devices() -> tuple[str, ...]:
 
 
 def on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` on a new thread, which has no modes, since no public function leaves all modes.
+    """Return ``function(*args)``, run on a new thread, which has torch's default settings.
 
-    The runtime treats the new thread as this one, so it detects deadlocks as usual. An interrupt (Ctrl-C) is raised
-    when the function has ended.
+    A new thread is needed because torch has no public function that switches all modes of a thread off. The runtime
+    treats the new thread as this one, so it detects deadlocks as usual. An interrupt (Ctrl-C) is raised after the
+    function has ended.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -1,8 +1,8 @@
 """A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
 torch's default generators belong to the process: if calls draw at the same time, each gets numbers that depend on the
-others. While a call of a map runs, its thread therefore sees another default generator, made from one number of the
-surrounding stream and the call's position:
+others. Therefore the thread of a call of a map gets another default generator while the call runs. It is seeded with
+one number of the surrounding stream and the call's position:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
@@ -26,7 +26,7 @@ Effects on the process:
   stay. A thread that does not include the key, which is every thread outside of a call, never reaches them. They are
   not removed between maps because the dispatcher's tables are read without a lock: a change while another thread
   calls an operator is a race, and numbers would come from the wrong stream. Other ways to give a thread its own
-  generator do not work: torch's C++ asks for the process's default generator, which is one object; a dispatch mode
+  generator do not work: torch's C++ uses the process's default generator, which is one object; a dispatch mode
   would cost microseconds for every operator of every call; and calls that take turns at the default generator would no
   longer run at the same time.
 """
@@ -57,8 +57,8 @@ from pymoe._torch_private import dispatch_tls_set_dispatch_key_included as inclu
 Result = TypeVar("Result")
 
 # Operators that draw numbers themselves; all other random operators call these. An operator that the installed torch
-# lacks is left out. The operators of the last three lines take no generator: they get the call's state through the
-# device's default generator, one at a time.
+# lacks is left out. The operators of the last three lines take no generator: while one of them runs, under a lock, the
+# device's default generator has the state of the call's generator.
 OPERATORS = """
     _fused_dropout _sample_dirichlet _standard_gamma bernoulli.out bernoulli_.Tensor bernoulli_.float binomial cauchy_
     exponential_ geometric_ log_normal_ multinomial multinomial.out normal.Tensor_Tensor normal.Tensor_Tensor_out
@@ -82,19 +82,23 @@ class _ThreadStream(threading.local):
 
 
 this_thread = _ThreadStream()
-"""Random stream of the current thread in ``stream``; code that sets it also calls :func:`begin_drawing`."""
+"""``this_thread.stream`` is the random stream of the current thread; code that sets it calls :func:`begin_drawing`."""
 _defaults_in_use = threading.Lock()  # held while a default generator temporarily has the state of a call
 _changing = threading.Lock()  # held while kernels are registered, or torch.random is changed
 _libraries: list[torch.library.Library] = []
 _calling: set[int] = set()  # threads that run a call
-_is_changed = False  # true while torch.random is changed to show each thread its call's generator
+_is_changed = False  # true while torch.random is changed to return to each thread its call's generator
 
 
 class RandomSource:
     """The random streams of the calls of one map, by the position of the call."""
 
     def __init__(self, eager: bool = False) -> None:
-        """Make the streams; ``eager``: take the number from the surrounding stream now, not when a call draws."""
+        """Prepare the streams of a map, which are seeded with one number of the surrounding stream.
+
+        Args:
+            eager: draw this number now; otherwise it is drawn when a call first needs random numbers.
+        """
         self._surrounding = this_thread.stream
         self._lock = threading.Lock()
         self._base = draw(self._surrounding) if eager else None
@@ -132,7 +136,7 @@ class RandomStream:
 
     @contextmanager
     def as_default(self, device: torch.device) -> Iterator[None]:
-        """Put the device's default generator into this stream's state for a block, and restore it afterwards."""
+        """Return a context manager in which the default generator of ``device`` has this stream's state."""
         mine = self.generator(device)
         default = default_generator(device)
         with _defaults_in_use:
@@ -146,7 +150,7 @@ class RandomStream:
 
 
 def with_stream(stream: RandomStream, function: Callable[..., Result], *args: Any) -> Result:
-    """Run ``function(*args)`` with random numbers from ``stream``."""
+    """Return ``function(*args)``, run with random numbers from ``stream``."""
     thread = this_thread
     before, thread.stream = thread.stream, stream
     try:
@@ -176,9 +180,9 @@ def end_drawing() -> None:
 
 
 def draw(stream: RandomStream | None) -> int:
-    """Return a number drawn from a stream; for None, from the process's default CPU generator."""
+    """Return a random int64 drawn from ``stream``; for None, from the process's default CPU generator."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
-    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # unseen by modes
+    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # outside of all modes
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
@@ -192,7 +196,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def install() -> None:
-    """Register the kernels; done once in a process, by its first map."""
+    """Register the kernels of the drawing operators, unless an earlier map of this process has done so."""
     if not _libraries:
         with _changing:
             if not _libraries:
@@ -237,7 +241,7 @@ def _numbers_come_from_streams() -> canaries.Exercises:
 
 
 def _change() -> None:
-    """Make ``torch.random``, and ``torch.cuda`` if it is in use, show each thread the generator of its call."""
+    """Make ``torch.random``, and ``torch.cuda`` if it is in use, return to each thread the generator of its call."""
     global _is_changed
     with _changing:
         if _is_changed:
@@ -258,8 +262,8 @@ def restore() -> None:
     """Undo the changes of ``torch.random`` after a call, unless another call still runs.
 
     A call that begins meanwhile never loses its generator: its thread is in ``_calling`` before it reads
-    ``_is_changed``, which is False here before ``_calling`` is read. So either this function sees the call, or the call
-    waits for the lock.
+    ``_is_changed``, and this function sets ``_is_changed`` to False before it reads ``_calling``. So either this
+    function finds the call in ``_calling``, or the call waits for the lock and changes ``torch.random`` again.
     """
     global _is_changed
     if _calling or not _is_changed:
@@ -287,7 +291,7 @@ def _first_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device
 
 
 def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
-    """Return a kernel that runs ``operator`` with the generator, or the state, of the call of its thread."""
+    """Return a kernel that runs ``operator`` with the random stream of the call on the current thread."""
     names = [argument.name for argument in operator._schema.arguments]
     position = names.index("generator") if "generator" in names else len(names)
 
@@ -317,7 +321,8 @@ def _of_this_thread() -> torch.Generator:
 
 class _Default:
     """Replaces the global ``default_generator`` for ``torch.random``'s own functions, and passes calls to the generator
-    of this thread's call. (A real generator would be the same for all threads.) No other code sees it.
+    of this thread's call. (A real generator would be the same for all threads.) Code outside of ``torch.random`` never
+    gets this object, because :class:`_RandomModule` returns a generator in its place.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +334,7 @@ class _RandomModule(types.ModuleType):
 
     @property
     def default_generator(self) -> torch.Generator:
-        """Return the call's generator within a call, otherwise the process's."""
+        """Return the call's generator on a thread that runs a call, and the process's generator on other threads."""
         set_by_others = vars(self)["default_generator"]
         return _of_this_thread() if isinstance(set_by_others, _Default) else set_by_others
 
@@ -339,7 +344,7 @@ class _RandomModule(types.ModuleType):
 
 
 class _CudaDefaults(tuple):
-    """The same for ``torch.cuda.default_generators``."""
+    """Replaces the tuple ``torch.cuda.default_generators``: an index returns the generator of this thread's call."""
 
     originals: tuple[torch.Generator, ...]
 

@@ -1,7 +1,7 @@
-"""The state of a thread in torch, carried to the threads that run its calls.
+"""Copies a thread's torch settings to the threads that run its calls.
 
-The opposite of ``pymoe.autograd.plain_state``, which hides a client's settings from a batch. torch keeps this
-state per thread and has no public way to move it to another, so each part is carried individually:
+(``pymoe.autograd.plain_state`` does the opposite: it hides a client's settings from a batch.) torch keeps these
+settings per thread and has no public function that copies them to another thread, so each part is copied individually:
 
 - grad mode, inference mode, forward-mode gradients, multithreading and view replay of autograd;
 - autocast: for the CPU and the accelerator whether it is on and its dtype, and whether casts are cached; and the level
@@ -12,8 +12,9 @@ state per thread and has no public way to move it to another, so each part is ca
 - the current CUDA device, and the current stream of every CUDA device: the work of all calls is queued on the streams
   of the calling thread, so it comes after the work that this thread has queued, and before its later work.
 
-Context variables are carried by ``contextvars``, the profiler by ``pymoe._runtime.ProfilerState``. The default dtype,
-anomaly mode, deterministic algorithms and the number of threads belong to the whole process.
+Context variables are copied by ``contextvars``, and the profiler's state by ``pymoe._runtime.Profiled``. The default
+dtype, anomaly mode, deterministic algorithms and the number of threads belong to the whole process, so they need no
+copy.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _cuda_is_initialized = torch.cuda.is_initialized
 
 
 class ThreadState(NamedTuple):
-    """The state returned by :func:`current`. Two states are equal if a call cannot distinguish them."""
+    """The torch settings of a thread. Two states are equal if a call behaves the same in both."""
 
     inference: bool
     grad: bool
@@ -91,7 +92,7 @@ class ThreadState(NamedTuple):
 
 
 def current() -> ThreadState:
-    """Return the state of this thread, in the fastest way, because every call asks for it."""
+    """Return the state of this thread. Every call runs this, so it is written for speed."""
     devices = autocast_devices()
     found = (
         _is_inference_mode(),
@@ -123,19 +124,20 @@ class _Known(threading.local):
 
 
 known = _Known()
-"""State of this thread in ``state`` while nothing else can change it; None if it is unknown."""
+"""``known.state`` is this thread's state while no other code can change it; None if the state must be read again."""
 
 
 @contextmanager
 def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
-    """Set the number of autocast blocks around this thread to ``level``, and restore it at the end.
+    """Return a context manager that sets this thread's number of nested autocast blocks to ``level``, then restores it.
 
-    The cache of casts belongs to the process, and holds casts of parameters' earlier values. torch clears it when the
-    outermost autocast block of a thread ends, so that no old value is left after the parameters change. Setting
-    autocast's flags alone does not enter a block: a cast made then stays until some other block ends.
+    Autocast caches the casts of parameters, in one cache per process. torch clears the cache when the outermost
+    autocast block of a thread ends, so that no cast is used after its parameter has changed. Setting autocast's flags
+    alone does not enter a block: a cast that is cached then would stay until some other block ends.
 
     Args:
-        level: 0 for code that is not in a block, so that blocks that it enters are outermost ones.
+        level: the number of blocks; 0 for code outside of any block, so that a block that it enters is an outermost
+            one.
         clears: clear the cache at the end; False if another thread stays in the block and will clear it.
     """
     before = _set_autocast_level(level)
@@ -148,7 +150,7 @@ def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
 
 
 def _set_autocast_level(level: int) -> int:
-    """Set the level and return the previous one."""
+    """Set this thread's number of nested autocast blocks to ``level``, and return the previous number."""
     before = now = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     while now < level:
@@ -159,7 +161,7 @@ def _set_autocast_level(level: int) -> int:
 
 
 def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
-    """Run ``function(*args)`` in ``state``, then restore this thread's own state, even if the function has changed it.
+    """Return ``function(*args)``, run in ``state``; then restore this thread's state, even if the function changed it.
 
     If ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
     ``clears`` see :func:`autocast_level`.
@@ -177,7 +179,7 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
                     return function(*args)
         return function(*args)
     finally:
-        # In reverse order, because the guard of inference mode restores grad mode, too.
+        # Undo in reverse order: the guard of inference mode was entered first, and its exit restores grad mode, too.
         while undo:
             undo.pop()()
         after = current()
@@ -187,8 +189,10 @@ def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, cl
 
 
 def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], object]]) -> None:
-    """Change this thread from one state to another; append to ``undo`` the parts that a second change would not
-    undo.
+    """Change this thread's state from ``before`` to ``after``.
+
+    Append to ``undo`` functions that undo what ``change(after, before)`` would not: the guard of inference mode, and
+    hooks on saved tensors.
     """
     if before.inference != after.inference:
         guard = InferenceMode(after.inference)
@@ -245,7 +249,7 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
 
 
 def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
-    """Push ``hooks``; for None, pop the present ones."""
+    """Push ``hooks`` on the stack of hooks on saved tensors, or for None pop all; append the inverse to ``undo``."""
     if hooks is not None:
         push_saved_tensors_default_hooks(*hooks)
         undo.append(pop_saved_tensors_default_hooks)

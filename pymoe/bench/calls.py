@@ -26,8 +26,8 @@ class Target:
     """The target of a benchmark line: at least ``ratio`` times as fast as the thing it is compared with."""
 
     over: Literal["reference", "baseline", "floor", "seconds"]
-    """What the time is compared with. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many operations;
-    ``ratio`` is then a share of its rate.
+    """The thing with which the native call's time is compared. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm``
+    of as many operations; ``ratio`` is then a share of the floor's rate.
 
     ``seconds``: ``ratio`` is the time limit of a call on the device in seconds, without its launch if that can be
     measured (in a CUDA graph).
@@ -79,8 +79,9 @@ class Operator:
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of an operator's result, whatever its form: an int is a tensor of one element, a str of its
-    characters.
+    """Return the tensors in an operator's result, at any depth.
+
+    An int becomes a tensor of one element, and a str a tensor of its characters' codes, so that they can be compared.
     """
     if isinstance(result, Tensor):
         return (result,)
@@ -99,7 +100,7 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor in it, at any depth of tuples, lists and dicts, replaced."""
+    """Return a copy of ``value`` with ``function`` applied to every tensor in its tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -119,7 +120,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def mapped(sample: Sample, function: Callable[[Tensor], Any]) -> Sample:
-    """Return ``sample`` with every tensor of its arguments replaced."""
+    """Return a copy of ``sample`` with ``function`` applied to every tensor in its arguments."""
     return replace(sample, args=map_tensors(sample.args, function), kwargs=map_tensors(sample.kwargs, function))
 
 
@@ -139,7 +140,7 @@ def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def call(function: Callable[..., Any], sample: Sample) -> Any:
-    """Return ``function(*args, **kwargs)`` for the sample, with a fresh copy of ``out`` if it has one."""
+    """Return ``function(*args, **kwargs)`` with the arguments of ``sample``; an argument ``out`` is copied first."""
     kwargs = dict(sample.kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         kwargs["out"] = same_layout_copy(kwargs["out"])
@@ -164,7 +165,7 @@ def leaves(sample: Sample) -> list[Tensor]:
 
 
 def gradients(function: Callable[..., Any], sample: Sample) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Return the outputs of a call and the gradients of its leaves; see :func:`gradients_of`."""
+    """Return the outputs of ``function`` for ``sample``, and the gradients (:func:`gradients_of`) of its leaves."""
     outputs = outputs_of(call(function, sample))
     return outputs, gradients_of(outputs, leaves(sample))
 

@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive_int(text: str) -> int:
-    """Return the value of an option that must be an integer of at least 1."""
+    """Return the integer in ``text``, an option's value that must be at least 1."""
     value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
@@ -105,7 +105,7 @@ def positive_int(text: str) -> int:
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """Run ``env``."""
+    """Run the command ``env``, which prints facts about the build and the machine."""
     facts = environment()
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -119,7 +119,7 @@ def run_env(options: argparse.Namespace) -> int:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """Run ``list``."""
+    """Run the command ``list``, which prints the selected lines without measuring them."""
     chosen, left_out = selected(options)
     rows = [[line.name, f"{line.bytes / 1e6:.1f}", f"{line.flops / 1e9:.1f}", line.source] for line in chosen]
     show(Table(["line", "MB", "GFLOP", "source of the shape"], rows, frozenset({"line", "source of the shape"})))
@@ -128,7 +128,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    """Run ``run``."""
+    """Run the command ``run``, which measures the selected lines; return 1 if a result is not correct, else 0."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device")
     if options.cpu_time and (options.device != "cpu" or options.threads not in (None, 1)):
@@ -198,7 +198,7 @@ def run_run(options: argparse.Namespace) -> int:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Run ``compare``; return 0 whatever changed, because a person must judge it."""
+    """Run the command ``compare``; return 0 even if lines became slower, because a person must judge the changes."""
     old, new = (load(file) for file in (options.old, options.new))
     for name in ("cpu", "threads", "torch", "cpu_isa", "gpu"):
         if old["environment"].get(name) != new["environment"].get(name):
@@ -213,14 +213,14 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    """Run ``plot``."""
+    """Run the command ``plot``, which draws a result into files and prints their names."""
     for file in plot(load(options.file), options.output):
         print(file)
     return 0
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Return a result that ``run --json`` wrote."""
+    """Return the result that ``run --json`` wrote to ``file``; raise ValueError if the file holds something else."""
     try:
         result = json.loads(file.read_text())
     except ValueError as error:
@@ -251,7 +251,7 @@ def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
 
 
 def effort_of(options: argparse.Namespace) -> Effort:
-    """Return the effort with which the lines are measured."""
+    """Return the effort with which the lines are measured: that of ``--quick`` or the full one, with ``--budget``."""
     effort = QUICK if options.quick else FULL
     budget = getattr(options, "budget", None)
     return replace(effort, budget=budget) if budget else effort

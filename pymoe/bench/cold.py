@@ -1,4 +1,4 @@
-"""Adds to event timing on a GPU: inputs that are not cached, and calls without their launch times.
+"""For timing on a GPU: inputs that are not in the cache, and calls without their launch times.
 
 A kernel of some microseconds reads its inputs from the L2 cache if the call before it read the same inputs. Candidates
 on CUDA therefore cycle through copies of their inputs that together are several times the cache (:class:`Rotating`).
@@ -25,7 +25,7 @@ CALLS_IN_GRAPH = 20
 
 
 class Rotating:
-    """Calls ``functions`` in turn."""
+    """A function that calls one of ``functions`` per call, in turn."""
 
     def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
         self.functions = tuple(functions)
@@ -38,9 +38,10 @@ class Rotating:
 class InGraph:
     """Consecutive calls of ``function``, captured in one CUDA graph; calling the object replays it.
 
-    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. If torch
-    notices this, it raises before a capture begins: after a failed capture torch's default generator on the device no
-    longer draws (so benchmarks draw from separate generators), and its allocator keeps memory.
+    A function that waits for the device, for example by reading a value of a tensor, cannot be captured. After a failed
+    capture torch's default generator on the device no longer draws (so benchmarks draw from separate generators), and
+    its allocator keeps memory. Therefore the function is first called in torch's mode that raises an error for a wait;
+    the mode detects most waits.
     """
 
     def __init__(self, function: Callable[[], object], calls: int) -> None:
@@ -55,7 +56,7 @@ class InGraph:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Restores the outer stream, because a failed capture leaves its own stream current.
+        # The outer block restores the current stream, because a failed capture leaves its own stream current.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self._graph):
             for _ in range(calls):
                 function()
@@ -66,7 +67,7 @@ class InGraph:
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Raise RuntimeError for calls that wait for the device."""
+    """Return a context manager in which torch raises RuntimeError for a call that waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -76,7 +77,7 @@ def waiting_raises() -> Iterator[None]:
 
 
 def in_graph(function: Callable[[], object]) -> InGraph:
-    """Capture enough calls of ``function`` for a measurement in one graph."""
+    """Return a CUDA graph of at least ``CALLS_IN_GRAPH`` calls of ``function``, equally many on each copy of inputs."""
     turns = len(function.functions) if isinstance(function, Rotating) else 1
     return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
 

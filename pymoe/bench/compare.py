@@ -14,10 +14,11 @@ SMALLEST_CHANGE = 0.03
 
 @dataclass(frozen=True)
 class Change:
-    """One line in two runs."""
+    """The change of one line between two runs."""
 
     name: str
     old: float
+    """Median of the old run in seconds."""
     new: float
     """Median of the new run in seconds."""
     machine: float
@@ -48,7 +49,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
 
 
 def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the records by the name that identifies a line."""
+    """Return the records as a dictionary by the name of their line."""
     return {" ".join(record[key] for key in ("operator", "case", "dtype", "direction")): record for record in records}
 
 
@@ -71,7 +72,10 @@ def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None
 
 
 def relative(record: dict[str, Any], to_floor: bool) -> tuple[float, float, float]:
-    """Return quartile, median and quartile of a line's time, in units of the floor's median if there is one."""
+    """Return the lower quartile, median and upper quartile of a line's time.
+
+    They are in seconds or, with ``to_floor``, in units of the median time of the line's floor.
+    """
     unit = record["floor"]["median"] if to_floor else 1.0
     native = record["native"]
     return native["low"] / unit, native["median"] / unit, native["high"] / unit

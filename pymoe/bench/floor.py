@@ -21,14 +21,14 @@ RATE_SIZE = 512
 """Number of rows and columns of the matrices with which the rate of ``torch.mm`` is measured."""
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
 CUDA_RATE_BYTES, CUDA_RATE_SIZE = 1 << 33, 8192
-"""The same two numbers for a GPU, which has larger caches and needs larger matrices for full speed."""
+"""RATE_BYTES and RATE_SIZE for a GPU, which has larger caches and needs larger matrices for full speed."""
 MOST_BYTES = 1 << 30
 MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True)
 class Floor:
-    """A call that does the necessary work of an operator, and nothing else, as fast as torch can."""
+    """A torch call that only moves an operator's bytes or computes its operations, as fast as torch can."""
 
     kind: str
     """``"copy_"``, or ``"mm"`` with the dtype of the product."""

@@ -20,7 +20,7 @@ from pymoe.nn import MoE
 from pymoe.nn.options import Backend
 
 SLOWDOWN_ALLOWED = 1.15
-"""Target: the layer may take this many times as long as the dense products."""
+"""The target of the layer's lines: the largest ratio of the layer's time to that of the dense products."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Largest error, relative to the largest value, at which results of two backends count as equal."""
 
@@ -89,7 +89,10 @@ def layer_lines() -> Iterator[Line]:
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """Return the layer in both backends with the same weights, and its floor."""
+    """Return training steps of the layer in both backends with the same weights, and their floor.
+
+    On CUDA there is also a baseline: the same layer in plain torch.
+    """
     x, grad = inputs_of(shape, dtype, device)
     native = layer_of(shape, dtype, device)
     reference = layer_of(shape, dtype, device, backend="reference")
@@ -117,7 +120,7 @@ def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Ba
 
 
 def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (T, H) tokens, a leaf that requires grad, and the (T, H) gradient of the output."""
+    """Return random tokens (T, H), as a leaf that requires a gradient, and a random gradient of the output (T, H)."""
     random = generator()
     x = torch.randn(shape.tokens, shape.hidden, generator=random)
     grad = torch.randn(shape.tokens, shape.hidden, generator=random)
@@ -127,8 +130,13 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[T
 def training_step(
     layer: nn.Module, x: Tensor, grad: Tensor, forward: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a function that runs a step and returns the output and the gradients of ``x`` and the parameters.
-    ``forward`` defaults to the layer's.
+    """Return a function that runs forward and backward, and returns the output and the gradients.
+
+    Args:
+        layer: the module whose parameters get gradients.
+        x: the input, which gets a gradient, too.
+        grad: the gradient of the output.
+        forward: the function to run; None: ``layer`` itself.
     """
     leaves = [x, *layer.parameters()]
     forward = forward or layer

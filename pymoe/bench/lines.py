@@ -42,7 +42,7 @@ QUICK = Effort(budget=0.15, rounds=(3, 20), most_bytes=2.0**27, most_flops=5e9)
 
 @dataclass(frozen=True)
 class Candidates:
-    """The calls that are timed against each other for one line, on the same inputs, and the judge of its result."""
+    """The calls that are timed against each other for one line, on the same inputs, and a check of their results."""
 
     calls: Mapping[str, Callable[[], object]]
     """``"native"`` and ``"reference"``, and ``"baseline"`` if there is one."""
@@ -52,7 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Line:
-    """One line before it is measured. Only ``prepare`` makes inputs, so that listing lines costs nothing."""
+    """A line that has not been measured yet. Only ``prepare`` makes inputs, so that listing lines costs nothing."""
 
     operator: str
     case: str
@@ -91,7 +91,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
 
 
 def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
-    """Make the inputs of a case on ``device``, and the calls to be timed."""
+    """Return the calls of ``operator`` to be timed, on inputs of ``case`` on ``device``."""
     sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
     functions = {"native": operator.native, "reference": operator.reference}
     if case.baseline:
@@ -106,12 +106,15 @@ def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rat
 
 
 def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """Return the call of ``sample``."""
+    """Return a function that calls ``function`` with the arguments of ``sample``."""
     return lambda: function(*sample.args, **sample.kwargs)
 
 
 def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """Return the call of ``sample`` with the gradients of its leaves, for given gradients of its outputs."""
+    """Return a function that calls ``function`` with the arguments of ``sample`` and returns the arguments' gradients.
+
+    The gradients of the outputs are random, and the same in every call.
+    """
     inputs = leaves(sample)
     outputs = [one for one in outputs_of(function(*sample.args, **sample.kwargs)) if one.requires_grad]
     random = generator(inputs[0].device)
@@ -126,7 +129,7 @@ def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], 
 
 
 def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, timer: Timer) -> dict[str, Any]:
-    """Measure a line and judge its result.
+    """Measure a line, and compare its results with those of the reference.
 
     Returns:
         A record for the table and for JSON: names, seconds (median, quartiles, rounds, calls) of every candidate,
@@ -155,8 +158,9 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
 
 
 def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """Return the native call, baseline and floor in CUDA graphs, by name, and the reasons why others cannot be
-    captured.
+    """Return the native call, baseline and floor as replays of CUDA graphs, by name.
+
+    Also return, by name, the reason for each of these calls that cannot be captured.
     """
     captured: dict[str, Callable[[], object]] = {}
     refused = {}
@@ -215,7 +219,7 @@ def measured(
 
 
 def is_reached(target: Target, facts: dict[str, Any], on_device: Timing) -> bool:
-    """Return whether the line is as fast as its target asks."""
+    """Return whether the line is as fast as its target requires."""
     if target.over == "seconds":
         return on_device.median <= target.ratio
     seen = facts.get("share_of_floor" if target.over == "floor" else f"over_{target.over}")
@@ -223,5 +227,5 @@ def is_reached(target: Target, facts: dict[str, Any], on_device: Timing) -> bool
 
 
 def timing_record(timing: Timing) -> dict[str, Any]:
-    """Return seconds per call in the form of the JSON."""
+    """Return a timing as a dictionary for JSON: quartiles of the seconds per call, rounds, and calls per round."""
     return asdict(timing.spread) | {"rounds": len(timing.seconds), "calls": timing.calls}

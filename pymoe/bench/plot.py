@@ -1,4 +1,4 @@
-"""Pictures of a run: speed-up over the reference, and share of the floor."""
+"""Draws the results of a run: speed-up over the reference, and share of the floor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plot(result: dict[str, Any], output: Path) -> list[Path]:
 def bars(
     plt: Any, records: Sequence[dict[str, Any]], key: str, title: str, scale: str, footnote: str, file: Path
 ) -> Path:
-    """Draw a bar with quartiles for every record, one colour per operator."""
+    """Draw a bar with quartiles of ``record[key]`` for every record into ``file``, with one colour per operator."""
     operators = list(dict.fromkeys(record["operator"] for record in records))
     colours = dict(zip(operators, (f"C{i % 10}" for i in range(len(operators))), strict=True))
     labels = [

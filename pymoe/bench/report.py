@@ -1,4 +1,4 @@
-"""Records as tables, with rich if it is installed and otherwise as plain text, and as JSON."""
+"""Prints records as tables, with rich if it is installed and otherwise as plain text, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: frozenset[str] = frozenset()
     alarms: frozenset[str] = frozenset()
-    """Words that mark their row as an alarm."""
+    """A row is shown in red if a cell contains one of these words."""
 
 
 def show(table: Table) -> None:
@@ -110,7 +110,7 @@ def graph_cells(record: Record) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """Return a time with three digits and its unit."""
+    """Return a time in seconds as text with three digits and a unit, such as ``1.25 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -118,7 +118,7 @@ def seconds(value: float) -> str:
 
 
 def time_with_spread(timing: dict[str, float] | None) -> str:
-    """Return median and quartiles in the median's unit."""
+    """Return median and quartiles as text, in the median's unit; ``-`` if there is no timing."""
     if not timing:
         return "-"
     middle, unit = seconds(timing["median"]).split()
@@ -127,7 +127,7 @@ def time_with_spread(timing: dict[str, float] | None) -> str:
 
 
 def times(spread: dict[str, float] | None) -> str:
-    """Return a speed-up."""
+    """Return the median of a speed-up as text, such as ``2.5x``; ``-`` if it was not measured."""
     if not spread:
         return "-"
     value = spread["median"]
@@ -135,20 +135,20 @@ def times(spread: dict[str, float] | None) -> str:
 
 
 def share(record: Record) -> str:
-    """Return the share of the floor, and the kind of the floor."""
+    """Return the share of the floor and the kind of the floor as text; ``-`` without a floor."""
     if not record["share_of_floor"]:
         return "-"
     return f"{100 * record['share_of_floor']['median']:.0f}% {record['floor']['kind']}"
 
 
 def correctness(record: Record) -> str:
-    """Return the verdict as one word, followed by the largest error if the result is not exact."""
+    """Return the verdict as one word, followed by the largest error if the verdict is ``close``."""
     found = record["correctness"]
     return f"close {found['max_error']:.0e}" if found["verdict"] == "close" else str(found["verdict"])
 
 
 def target(record: Record) -> str:
-    """Return the target of the line, and whether the line reached it."""
+    """Return the target of the line and whether the line reached it, as text; empty without a target."""
     wanted = record["target"]
     if not wanted:
         return ""
@@ -161,7 +161,7 @@ def target(record: Record) -> str:
 
 
 def write_json(result: dict[str, Any], file: Path) -> None:
-    """Write JSON atomically: a reader never sees half of it, even if the process ends."""
+    """Write ``result`` to ``file`` as JSON, atomically: the file is never incomplete, even if the process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".unfinished")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")

@@ -41,13 +41,13 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Return median and quartiles (inclusive method) of at least one value."""
+        """Return the median and the quartiles (inclusive method) of ``values``, of which there is at least one."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def scaled(self, factor: float) -> Quartiles:
-        """Return the spread of the values times a positive ``factor``."""
+        """Return the quartiles multiplied by ``factor``, which is positive."""
         return Quartiles(self.low * factor, self.median * factor, self.high * factor)
 
 
@@ -58,7 +58,7 @@ class Timing:
     seconds: tuple[float, ...]
     """Seconds per call, one value per round."""
     calls: int
-    """Number of calls behind each value."""
+    """Number of calls in a row that were timed for each value."""
 
     @property
     def spread(self) -> Quartiles:
@@ -79,14 +79,14 @@ class Timer(Protocol):
     """Measures the time of calls in a row."""
 
     def now(self) -> float:
-        """Return the seconds of the clock for the budget."""
+        """Return the time in seconds of the clock that limits the whole measurement."""
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         """Return the seconds per call of ``function`` over ``calls`` calls."""
 
 
 class WallTimer:
-    """Measures the time from call to return with ``clock``, for calls whose work is done when they return.
+    """Measures the time between a call and its return by ``clock``, for functions that return after all their work.
 
     With ``time.process_time`` as the clock, only the work of the process counts: on one thread, other processes then
     hardly affect the result. With several threads it would add up their times, including the time they wait.
@@ -185,6 +185,10 @@ def measure(
 
 
 def calls_per_value(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return how often to call each candidate in a row for comparable spans of time, given the time of one call."""
+    """Return the number of calls of each candidate in a row, so that all candidates are timed over similar spans.
+
+    Args:
+        seconds: the time of one call of each candidate.
+    """
     span = min(max(max(seconds.values()) / 4, SHORTEST_SPAN), LONGEST_SPAN)
     return {name: min(max(math.ceil(span / max(one, 1e-9)), 1), MOST_CALLS) for name, one in seconds.items()}

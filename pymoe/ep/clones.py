@@ -1,9 +1,9 @@
 """Clones of hot experts for one call (the shadow experts of FasterMoE, He et al., PPoPP 2022).
 
-Every rank makes the same plan without a message, because it is a pure function, in integers, of the counts that were
-exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the ranks that
-compute with it, while these compute with their own experts, and its gradient comes back once. So a clone pays off
-only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
+Every rank computes the same plan without a message, because the plan is a pure function, in integers, of the counts
+that were exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the
+rank that computes with it, while this rank computes with its own experts, and the clone's gradient is sent back once.
+So a clone pays off only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from pymoe.ops.function_calls import call
 
 
 def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
-    """Return the fewest rows that take as long to travel as an expert's parameters and their gradients: P / (2 H)."""
+    """Return the smallest number of rows for which a clone sends no more numbers than the rows: P / (2 H), rounded up.
+
+    A clone sends its P parameters and their gradients. A row of H numbers is sent there and back, in both passes.
+    """
     return max(1, -(-parameters // (2 * hidden_size)))
 
 
@@ -39,8 +42,8 @@ def plan_clones(
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
-        clones: the most clones that a rank may take, at least 0.
-        min_rows_to_clone: the fewest rows for which an expert is cloned, at least 1.
+        clones: the maximum number of clones on a rank, at least 0.
+        min_rows_to_clone: the smallest number of rows for which an expert is cloned, at least 1.
         owner: (E,), the rank that holds each expert; None: the shards of :func:`pymoe.ep.placement.contiguous`.
 
     Returns:
@@ -68,11 +71,11 @@ def _hosts_and_quotas(
     """Return the hosts of each expert, and the number of its rows that each host computes.
 
     Args:
-        rows: (E,), of each expert.
-        owners: (E,), the rank that holds each.
+        rows: (E,), the rows of each expert.
+        owners: (E,), the rank that holds each expert.
         ranks: R.
         clones: as for :func:`plan_clones`.
-        min_rows_to_clone: the same.
+        min_rows_to_clone: as for :func:`plan_clones`.
     """
     held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]  # by expert: rows at each host
     filled = [0] * ranks
@@ -120,7 +123,7 @@ class RowPlanWithClones(RowPlan):
         return [own + more for own, more in zip(super().rows_of_ranks(), of_clones, strict=True)]
 
     def rows_by_expert(self, chunk: int) -> list[list[int]]:
-        """Return the rows of a chunk that this rank receives from every rank for each of the chunk's experts here."""
+        """Return, for every source rank, the numbers of rows that this rank receives for its experts in ``chunk``."""
         if chunk < self.sharding.chunks:
             return super().rows_by_expert(chunk)
         clones = self._clones[self.sharding.rank]
@@ -132,7 +135,7 @@ class RowPlanWithClones(RowPlan):
         The first rows for an expert go to its owner, and the next to the ranks of its clones.
 
         Args:
-            routing: of the choices that this rank sends, in the order of ``sharding.send_order``.
+            routing: the routing of the choices that this rank sends, in the order of ``sharding.send_order``.
         """
         if self.weight_sends is None:
             return routing
@@ -170,8 +173,8 @@ class RowPlanWithClones(RowPlan):
             min_rows_to_clone=sharding.min_rows_to_clone,
         )
         self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), as Shares has them
-        # By rank: its clones, each as the expert and its position among the expert's hosts, in the order in which
-        # weights arrive.
+        # For each rank its clones, in the order in which their weights arrive. A clone is a pair: the expert, and the
+        # position of the rank among the expert's hosts.
         self._clones: list[list[tuple[int, int]]] = [[] for _ in range(sharding.ranks)]
         for expert in sharding.order or range(sharding.num_experts):
             for place, rank in enumerate(hosts[expert][1:], 1):
@@ -197,7 +200,7 @@ class WeightBroadcast:
     Args:
         sends: the experts whose weights travel.
         own: ``w_in``, ``w_out``, ``b_in`` and ``b_out`` of this rank's experts, stacked along them, or None.
-        dtype: of the rows, in which the weights travel; autocast would cast them to it.
+        dtype: the dtype of the call's rows. The weights are sent in it, because autocast would cast them to it anyway.
     """
 
     def __init__(self, sends: WeightSends, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
@@ -212,9 +215,9 @@ class WeightBroadcast:
         """Wait for the rows of the clones and for their weights.
 
         Args:
-            handle: of the rows.
-            exchange: of the rows.
-            chunk: in which they come.
+            handle: the handle of the rows.
+            exchange: the exchange of the rows.
+            chunk: the chunk in which the rows arrive.
 
         Returns:
             The rows (n, H), rank by rank, and the four parameters, stacked along the clones.
@@ -222,12 +225,12 @@ class WeightBroadcast:
         rows, weights = call(_WaitRowsAndWeights, handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
         parts = iter(weights.split(sizes, dim=1))
-        # Each is copied, because kernels expect the weights of experts to be contiguous in memory.
+        # Each parameter is copied, because kernels expect the weights of experts to be contiguous in memory.
         return rows, [None if shape is None else next(parts).reshape(-1, *shape).contiguous() for shape in self._shapes]
 
 
 class _Pack(torch.autograd.Function):
-    """Copy the experts that are sent, rank by rank, into rows of all their parameters."""
+    """Copy the experts that are sent, rank by rank, into rows; a row has all parameters of one expert."""
 
     @staticmethod
     def forward(sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:
@@ -264,7 +267,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _WaitRowsAndWeights(torch.autograd.Function):
-    """Wait for rows and weights in one node of the graph.
+    """Wait for the clones' rows and weights in one node of the graph.
 
     So every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
     including those without a clone.

@@ -1,8 +1,9 @@
-"""Token dispatchers: which rows of a call are sent, in which order, and how the returned rows become its output.
+"""Token dispatchers: they decide which rows of a call are sent and in which order, and sum the returned rows.
 
 - :class:`TokenDispatcher` sends a row for each choice, sorted by expert; receivers use the counts of all ranks.
-- :class:`DeduplicatingDispatcher` sends a token once to each rank of which it chose experts, with their indices.
-- :class:`PaddedDispatcher` sends the same number of rows in every call, so that the host reads nothing.
+- :class:`DeduplicatingDispatcher` sends a token once to each rank of which it chose experts, with the indices of these
+  experts.
+- :class:`PaddedDispatcher` sends the same number of rows in every call, so that the host need not read any counts.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ class TokenDispatcher:
     """Send a row for each choice, sorted by expert.
 
     Args:
-        sharding: of the layer.
-        gate: its router's choice for this rank's tokens.
-        capacity_factor: of the layer, or None.
+        sharding: the layer's sharding.
+        gate: the choice of the layer's router for this rank's tokens.
+        capacity_factor: the layer's capacity factor, or None.
         ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
     """
 
     weights_travel = False
-    """True if the ranks of the experts multiply by the weights."""
+    """True if the ranks of the experts multiply outputs by the weights, and False if the rank of the tokens does."""
     plan: RowPlan
     routing: Routing
-    """The rows of each token in the send buffer."""
+    """The routing from tokens to rows of the send buffer."""
     counts: RowCounts
     dispatch: AllToAll
     """The exchange towards the ranks of the experts."""
@@ -53,11 +54,11 @@ class TokenDispatcher:
         return self.gate.load
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
-        """Gather rows in the order in which they are sent, and meanwhile read the counts of all ranks.
+        """Gather rows in the order in which they are sent, and read the counts of all ranks.
 
         Args:
             rows_TH: (T, H), the tokens of this rank.
-            exchange: of the counts.
+            exchange: the exchange of the counts, which has begun.
 
         Returns:
             (S, H), the send buffer.
@@ -69,7 +70,7 @@ class TokenDispatcher:
         routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
-            # The order of rows does not depend on the counts of other ranks.
+            # The order of rows does not depend on the counts of other ranks, so gather before the host reads them.
             rows_SH = ops.dispatch(rows_TH, routing)
             self.plan = self._make_plan(exchange)
         else:
@@ -83,11 +84,11 @@ class TokenDispatcher:
         return rows_SH
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start all chunks; return the handles with which experts are called.
+        """Start to send the rows of all chunks; return the handles with which the experts wait for them.
 
         Args:
             rows_SH: (S, H), the send buffer.
-            weights_TK: (T, K), of the gate.
+            weights_TK: (T, K), the weights of the gate.
         """
         self.dispatch, self.combine = (AllToAll(self.counts, rows_SH.shape[0], rows_SH) for _ in range(2))
         return start_dispatch(rows_SH, self.dispatch)
@@ -99,11 +100,11 @@ class TokenDispatcher:
 
     @property
     def loads(self) -> list[list[int]] | Tensor:
-        """Return (R, E): the number of slots of each rank for which each expert was chosen."""
+        """Return (R, E): the number of choices of each expert by the tokens of each rank."""
         return self.plan.loads
 
     def rows_of_ranks(self) -> list[int] | None:
-        """Return (R,), the number of rows that each rank computes, if the host knows it."""
+        """Return (R,), the number of rows that each rank computes; None if the host has not read the counts."""
         return self.plan.rows_of_ranks()
 
     def dropped(self) -> Tensor:
@@ -119,13 +120,13 @@ class TokenDispatcher:
 
     @property
     def _own_capacity(self) -> int | None:
-        """Return the most slots of this rank that an expert takes, if that does not depend on other ranks."""
+        """Return the maximum number of this rank's rows per expert; None without a capacity or with a group's."""
         if self.capacity_factor is None or self.group_has_capacity:
             return None
         return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)
 
     def _kept_by_own_capacity(self) -> Tensor | None:
-        """Return (T, K) bool: the choices that fit that capacity; None if there is none."""
+        """Return (T, K) bool: the choices within :attr:`_own_capacity`; None if that is None."""
         limit = self._own_capacity
         if limit is None:
             return None
@@ -140,8 +141,8 @@ class TokenDispatcher:
 class IndexedRows(NamedTuple):
     """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
 
-    The receiving rank needs only the indices to know what to compute, as a layer in one process needs only the router's
-    choices: its own experts are numbered from 0 within a chunk, and larger numbers mean no expert.
+    The indices alone determine what the receiving rank computes, as the router's choices do for a layer in one process:
+    the rank's experts are numbered from 0 within a chunk, and larger numbers mean no expert.
     """
 
     rows: Tensor
@@ -156,7 +157,7 @@ class IndexedRows(NamedTuple):
 
 
 class IndexedDispatcher(TokenDispatcher):
-    """Send rows with the indices of their experts, and with weights if these are to be applied there."""
+    """Send rows with the indices of their experts and, if ``weights_travel``, with the weights of these experts."""
 
     indices_SK: Tensor
     """(S, K) int32: for every row of the send buffer, the indices of its experts on the destination rank."""
@@ -164,7 +165,7 @@ class IndexedDispatcher(TokenDispatcher):
     """(chunks,): upper bound of the rows that the experts of each chunk compute here."""
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start all chunks; return a handle for the rows of each, then one for the weights of each."""
+        """Start to send all chunks; return a handle for the rows of each chunk, then one for the weights of each."""
         rows = rows_SH.shape[0]
         weights_SK = self.ops.dispatch(weights_TK, self.routing) if self.weights_travel else None
         self._indices = AllToAll(self.counts, rows, self.indices_SK)
@@ -176,7 +177,7 @@ class IndexedDispatcher(TokenDispatcher):
         return *super().start(rows_SH, weights_TK), *handles
 
     def wait(self, handles: tuple[Tensor, ...], chunk: int) -> IndexedRows:
-        """Wait for a chunk."""
+        """Wait until a chunk has arrived, and return its rows with their indices and weights."""
         indices = self._indices.wait(chunk)
         weights = None
         if self.weights_travel:
@@ -208,7 +209,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         self._to_TK, self._index_TK = tables.destination[chosen_TK], tables.index_in_chunk[chosen_TK]
         if (kept_TK := self._kept_by_own_capacity()) is not None:
             self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)
-        # The first of a token's choices for a destination has the row; its other choices refer to that one.
+        # The first of a token's choices with the same destination has the row, and the others refer to the first.
         same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]
         first_TK = same_TKK.to(torch.uint8).argmax(2)
         has_row_TK = first_TK == torch.arange(self.top_k, device=first_TK.device)
@@ -238,7 +239,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         return rows_SH
 
     def _drop(self, kept: list[int]) -> None:
-        """Keep only the first ``kept`` choices of each expert."""
+        """Drop this rank's choices of each expert e after the first ``kept[e]``."""
         limit_E = torch.tensor(kept, dtype=torch.int32).to(self.gate.experts.device)
         kept_TK = _first_choices(self.gate.experts, limit_E, self.ops)
         self._to_TK = torch.where(kept_TK, self._to_TK, self.sharding.num_destinations)
@@ -265,16 +266,16 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
 
 class PaddedDispatcher(IndexedDispatcher):
-    """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to know the counts.
+    """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to read the counts.
 
     Rows that do not fit are dropped in the order of tokens, like rows past an expert's capacity; empty rows have no
-    index. Shapes follow from shapes alone. The counts of all ranks stay on the device. Differences between the calls of
-    ranks are noted there, and read by :func:`check_calls`.
+    index. The shapes of all tensors follow from options and from the shapes of inputs. The counts of all ranks stay on
+    the device. Differences between the calls of ranks are recorded there, and :func:`check_calls` reads the records.
 
     The arguments are those of the base class, and:
 
     Args:
-        notes: of the layer; see :func:`device_notes`.
+        notes: the layer's records, made by :func:`device_notes`.
     """
 
     def __init__(
@@ -321,11 +322,11 @@ class PaddedDispatcher(IndexedDispatcher):
         return self._messages[:, HEADER - 1].sum(dtype=torch.int64)
 
     def _left_by_group(self) -> Tensor:
-        """Return (E,) int32: how many of this rank's choices of each expert fit into the group's capacity."""
+        """Return (E,) int32: the number of this rank's choices of each expert that fit into the group's capacity."""
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts
-        # In float64, the numbers that pymoe.ep.all_to_all.capacity rounds up.
+        # This is float64, so that it rounds up the same numbers as pymoe.ep.all_to_all.capacity.
         slots = min(self.capacity_factor, experts) * (self._group_tokens() * self.top_k).double() / experts
         limit = slots.ceil().clamp(min=1).int()
         before_E = self.loads[: sharding.rank].sum(0, dtype=torch.int32)
@@ -345,7 +346,7 @@ class PaddedDispatcher(IndexedDispatcher):
         )
         to = to_TK.long()
         slot_TK = torch.where(filled.slot >= 0, tables.first_row[to] + filled.slot - filled.offsets[to], -1)
-        # Choices that are left out write to an additional row.
+        # Choices that are left out write to an additional row, which is cut off below.
         at = torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()
         indices = slot_TK.new_full((rows + 1,), sharding.num_experts)
         indices[at] = tables.index_in_chunk[chosen_TK].reshape(-1)
@@ -357,7 +358,7 @@ class PaddedDispatcher(IndexedDispatcher):
         self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
 
     def _note_difference(self) -> None:
-        """Note on the device the headers of the first call in which ranks disagreed."""
+        """Record on the device the headers of the first call in which ranks disagreed."""
         headers = self._messages[:, :HEADER]
         differ = (headers[:, : HEADER - 1] != headers[:1, : HEADER - 1]).any()
         noted = self._notes["headers"]
@@ -365,11 +366,11 @@ class PaddedDispatcher(IndexedDispatcher):
 
 
 def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tensor:
-    """Return (T, K) bool: True for the first choices of each expert, in the order of tokens.
+    """Return (T, K) bool: True for the first ``limit_E[e]`` choices of each expert e, in the order of tokens.
 
     Args:
-        experts_TK: (T, K) int32.
-        limit_E: (E,) int32, the number of choices of each expert.
+        experts_TK: (T, K) int32, the chosen experts.
+        limit_E: (E,) int32, the maximum number of choices of each expert.
         ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
     """
     slot, _, offsets = ops.build_routing(experts_TK, limit_E.shape[0])
@@ -379,8 +380,8 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
 
 
 def device_notes(sharding: ExpertSharding, device: torch.device) -> LocalTensors:
-    """Return the notes of a layer on its device: the number of rows that overflowed, and the headers of ranks that
-    disagreed.
+    """Return new records of a layer on ``device``: the number of rows that did not fit (``overflowed``), and the
+    ``headers`` of the first call in which ranks disagreed.
     """
     return LocalTensors(
         overflowed=torch.zeros((), dtype=torch.int64, device=device),
@@ -391,11 +392,11 @@ def device_notes(sharding: ExpertSharding, device: torch.device) -> LocalTensors
 def check_calls(model: nn.Module) -> None:
     """Raise if ranks did not make the same calls of layers with ``transport="padded"`` since the last check.
 
-    Such layers compare nothing before rows are sent, because the host would have to read it. Each notes on its device
-    the first call in which ranks disagreed about the layer, its options, dtypes, or the need for gradients. This
-    function reads the notes, once for the whole model, and clears them. Call it now and then, at a point where the host
-    waits for the device anyway. It is not a collective call. Ranks that disagree about sizes may wait for each other,
-    or end in an error of the process group, before they come here.
+    Such layers do not compare the ranks' calls before rows are sent, because the host would have to wait for the
+    device. Each layer records on its device the first call in which ranks disagreed about the layer, its options,
+    dtypes, or the need for gradients. This function reads the records, once for the whole model, and clears them. Call
+    it now and then, at a point where the host waits for the device anyway. It is not a collective call. Ranks that
+    disagree about sizes may wait for each other, or end in an error of the process group, before they call this.
 
     Args:
         model: any module; layers with ``transport="exact"`` have nothing to check.

@@ -1,4 +1,4 @@
-"""ShardedExperts: the experts that one rank has of a layer."""
+"""ShardedExperts: the experts of a layer, of which each rank has and computes a part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ all_sharded_experts: WeakSet[ShardedExperts] = WeakSet()
 
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
-    """Note that a function of :mod:`pymoe.ep` has replaced a parameter by another."""
+    """Mark ``parameter``, which ``pymoe.ep.<function>`` has replaced by another, so that optimizers with it raise."""
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 
@@ -46,17 +46,17 @@ class ShardedExperts(Experts):
 
     sharding: ExpertSharding
     gradient_divisor: int | None = None
-    """Number by which each call divides its gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
+    """Number by which each call divides the gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
     moves = 0
     """Number of times that experts have changed their positions."""
 
     def shard_parameters(self, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
-        """Keep this rank's experts.
+        """Replace every parameter by a DTensor that has only this rank's experts in memory.
 
         Args:
-            sharding: of the layer.
-            made: the parameters that were sharded before, by the ids of their originals, so that shared ones stay
-                shared.
+            sharding: the layer's sharding.
+            made: the DTensors that were made before, by the ids of the parameters that they replaced, so that layers
+                that share parameters share the DTensors.
         """
         self.sharding = sharding
         all_sharded_experts.add(self)
@@ -70,7 +70,10 @@ class ShardedExperts(Experts):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all experts as one process does, from the same random numbers, and keep this rank's."""
+        """Initialise this rank's experts with the values that one process would draw for them from the same seed.
+
+        So every rank draws random numbers for all experts, and keeps its own.
+        """
         if isinstance(self, FSDPModule):
             self.reshard()
         for weight, bias in ((self.w_in, self.b_in), (self.w_out, self.b_out)):
@@ -87,12 +90,12 @@ class ShardedExperts(Experts):
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
-            handles: of the rows of each chunk under way, then of the weights that travel with them.
-            dispatcher: of the call.
-            meanwhile: work to do once the weights of clones are under way.
+            handles: those that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
+            dispatcher: the dispatcher of the call.
+            meanwhile: work to do after the exchange of the weights of clones has begun.
 
         Returns:
-            The handles of the combine.
+            Handles of the results that are being sent back, one for each chunk.
         """
         own = [self._local_parameter(name) for name in PARAMETERS]
         by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
@@ -116,7 +119,7 @@ class ShardedExperts(Experts):
         return tuple(back)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Register a copy, too."""
+        """Restore a copied or unpickled object, and add it to :data:`all_sharded_experts`."""
         super().__setstate__(state)
         all_sharded_experts.add(self)
 
@@ -144,7 +147,7 @@ class ShardedExperts(Experts):
             if (given.device_mesh, given.placements) == (parameter.device_mesh, parameter.placements):
                 return in_placed_order(given, self.sharding)
             given = given.full_tensor()
-        # Each rank takes its part of whole tensors, as a model in one process saves them.
+        # `given` is a whole tensor, as a model in one process saves it: each rank takes its part.
         if order is not None:
             given = given[torch.tensor(order, device=given.device)]
         return distribute_tensor(
@@ -206,12 +209,12 @@ class ShardedExperts(Experts):
         return combined
 
     def _local_parameter(self, name: str) -> Tensor | None:
-        """Return this rank's part of a parameter, in the graph of the call."""
+        """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
         parameter = getattr(self, name)
         return None if parameter is None else self._with_divided_gradient(local_tensor(parameter))
 
     def _split_by_chunk(self, own: Tensor | None) -> Sequence[Tensor | None]:
-        """Return one parameter of the experts of every chunk."""
+        """Return a parameter of this rank's experts, split into one part for each chunk."""
         chunks = self.sharding.chunks
         if own is None:
             return [None] * chunks
@@ -220,8 +223,9 @@ class ShardedExperts(Experts):
         return own.split([len(by_rank[self.sharding.rank]) for by_rank in self.sharding.chunk_experts])
 
     def _with_divided_gradient(self, local: Tensor) -> Tensor:
-        # In the graph of the call, not in a hook of the parameter: the hook would be lost when Module.to() or
-        # load_state_dict(assign=True) replaces the parameter, and would run twice for a parameter that layers share.
+        # The gradient is divided in the graph of the call, not in a hook of the parameter: the hook would be lost when
+        # Module.to() or load_state_dict(assign=True) replaces the parameter, and would run twice for a parameter that
+        # layers share.
         divisor = self.gradient_divisor
         if divisor is None or divisor == 1:
             return local
@@ -232,17 +236,17 @@ class ShardedExperts(Experts):
 
 
 def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:
-    """Return ``rows``, which is empty, as part of the graph of parameters and weights.
+    """Return the empty tensor ``rows`` with a history that leads to ``parts``, the parameters and weights.
 
-    So these get gradients, and the backward pass takes part in the exchanges. The gradient of a flattened part has the
-    layout of the part; without ``flatten`` its strides are 0, and autograd copies such DTensors.
+    So these get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before they
+    are summed, because the gradient of a plain sum has strides of 0, and autograd would copy such a DTensor.
     """
     nothing: Any = sum(part.flatten().sum() for part in parts if part is not None)
     return rows + torch.as_tensor(nothing).to(rows.dtype)
 
 
 def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]) -> None:
-    """Draw a whole parameter uniformly in ±bound, and keep the rows of some experts."""
+    """Draw a whole parameter of ``shape`` uniformly from ±bound, and write the values of ``experts`` to ``local``."""
     if local.device.type != "cpu":
         local.copy_(torch.empty(shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)[list(experts)])
         return

@@ -1,14 +1,14 @@
 """Ends the waits for exchanges of a group with an error, on all ranks, after a rank has failed.
 
-Over gloo, a rank that dies closes its connections, and the ranks that exchange messages with it notice this at once.
-They then close their own connections (:func:`pymoe._ranks.abort_waits`), so the ranks that wait for them notice it,
-too. The first rank that notices writes to the group's store which rank has failed. The other ranks read this for their
-messages, and so do ranks that wait for a rank which is busy elsewhere.
+Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail at once.
+These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
+for them fail, too. The first of these ranks writes to the group's store which rank has died. The other ranks read this
+record for their error messages; ranks that wait for a rank which is busy elsewhere find the failure by this record.
 
 A rank that raises an error and lives on keeps its connections. It reports the error in the store, and a wait that takes
 longer than ``LOOK`` reads such reports. A report counts only for ranks that are in the same call, wait for an exchange
 which the failed rank has not begun, and have not raised an error in the call themselves. So if all ranks raise an error
-and go on, the reports disturb none of them.
+and go on, none of them fails because of the reports.
 
 An exchange without a failure or a long wait reads and writes no records.
 """
@@ -34,7 +34,7 @@ from pymoe._ranks import GroupStore, Process, abort_waits, is_about_connections
 from pymoe._torch_canaries import Exercises, canary
 from pymoe.ep.sharding import ExpertSharding
 
-LOOK = timedelta(seconds=1)  # a wait looks for records each time that this has passed
+LOOK = timedelta(seconds=1)  # interval at which a wait reads the records of failures
 NAMING_S = 2.0  # time to find the rank that failed: the system reports the end of a process after its connections' end
 STORE_TIMEOUT_S = 5.0  # time limit of a call of the store
 
@@ -70,7 +70,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupMembers:
-    """State that this rank keeps of a group whose ranks have compared descriptions."""
+    """The state of a group's ranks and exchanges on this rank, with which it finds out which rank has failed."""
 
     rank: int
     processes: Sequence[Process]
@@ -89,7 +89,7 @@ class GroupMembers:
     """Number of exchanges that had begun when this rank last reported an error."""
 
     def report_error(self, what: str) -> None:
-        """Report to the ranks that wait for this rank in the present call that it has left the call with an error."""
+        """Report to the ranks that wait for this rank in the current call that it has left the call with an error."""
         self.raised_after = self.exchanges
         if self.store is not None and self.failure is None:
             key = f"raised in call {self.calls}"
@@ -99,10 +99,11 @@ class GroupMembers:
             self.reports.append(key)
 
     def reported(self, exchange: int) -> Failure | None:
-        """Return the reported failure of another rank that keeps an exchange from being finished, or None."""
+        """Return a reported failure because of which ``exchange`` (its number) cannot be finished, or None."""
         if self.store is None:
             return None
-        # This rank may wait for a rank that is busy in another group and has not noticed the failure.
+        # A lost connection counts, too: this rank may wait for a rank that is busy in another group, and that keeps its
+        # connections until it uses this group again.
         failure: Failure | None = self.store.read("failure")
         raised: Failure | None = self.store.read(f"raised in call {self.calls}")
         if failure is None and raised is not None and raised.exchanges < exchange:
@@ -115,7 +116,7 @@ class GroupMembers:
             self.store.delete(self.reports.pop())
 
     def find_failure(self) -> Failure | None:
-        """Return which rank has failed after a connection was lost; None if that cannot be known."""
+        """Return the failure because of which a connection was lost; None if none is found within ``NAMING_S``."""
         limit = time.monotonic() + NAMING_S
         while self.failure is None and time.monotonic() < limit:
             self.failure = None if self.store is None else self.store.read("failure")
@@ -127,7 +128,7 @@ class GroupMembers:
         return self.failure
 
     def note(self, failure: Failure) -> None:
-        """Note why exchanges cannot be finished; the record of the rank that noticed it first counts."""
+        """Record ``failure`` as the reason why exchanges cannot be finished; an earlier record of any rank is kept."""
         self.failure = failure if self.store is None else self.store.write_first("failure", failure)
 
 
@@ -135,10 +136,13 @@ _members: WeakKeyDictionary[dist.ProcessGroup, GroupMembers] = WeakKeyDictionary
 
 
 def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], name: str) -> None:
-    """Note the processes of a group's ranks, and its name, which no other group has had. All ranks call this."""
+    """Store which processes are the ranks of ``group``, so that failures can be found later. All ranks call this.
+
+    ``name`` is a name of the group that no other group has had.
+    """
     if group not in _members and len(processes) > 1:
         store = None
-        with contextlib.suppress(RuntimeError):  # the group has no store, or one without further connections
+        with contextlib.suppress(RuntimeError):  # the group has no store, or its store allows no second connection
             store = GroupStore(group, f"pymoe.ep {name}", STORE_TIMEOUT_S)
         _members[group] = GroupMembers(group.rank(), processes, store)
 
@@ -202,7 +206,7 @@ class Exchange:
         """
         members = self._members
         try:
-            # On a GPU a stream waits; a timeout would make the host wait, too.
+            # On a GPU wait without a timeout: then only the stream waits, whereas a timeout would block the host.
             if members is None or self._sharding.mesh.device_type != "cpu":
                 self._work.wait()
             else:
@@ -220,7 +224,7 @@ class Exchange:
                 self._work.wait(LOOK)
                 return
             except RuntimeError:
-                # Works of some backends refuse timeouts.
+                # Stop if this was no timeout: the collective has failed, or the backend does not support timeouts.
                 if self._work.is_completed() or time.monotonic() - begun < LOOK.total_seconds() / 2:
                     break
             reported = members.reported(self._number)
@@ -235,12 +239,15 @@ class Exchange:
         return lost_rank(sharding.group, f"MoE {sharding.title}", sharding.layer, self._what, lost)
 
 
-# Errors of this rank that the others cannot learn from the count exchange.
+# Errors of this rank after the count exchange, which therefore cannot tell the other ranks.
 
 
 @contextlib.contextmanager
 def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
-    """Report errors of this rank to the ranks that have its counts and wait for its rows."""
+    """Return a context manager that reports an error of this rank to the ranks that wait for its rows.
+
+    Use it after the count exchange, when the other ranks have this rank's counts.
+    """
     try:
         yield
     except GroupError:
@@ -259,28 +266,31 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
 
 
 def report_error(sharding: ExpertSharding, what: str) -> None:
-    """Report to the ranks that wait for this rank in a call of a layer that it has left the call, and the reason."""
+    """Report to the ranks that wait for this rank in a call of a layer that it has left the call; ``what`` says why."""
     members = _members.get(sharding.group)
     if members is not None:
         members.report_error(f"{what} in MoE {sharding.title}")
 
 
 def report_failed_backward(sharding: ExpertSharding) -> bool:
-    """Arrange for a report if the backward pass on this thread raises; return whether one runs on this thread."""
+    """Report an error to the other ranks if the backward pass that runs on this thread raises.
+
+    Return whether a backward pass runs on this thread.
+    """
     if sharding.group not in _members:
         return False
     ends_are_heard()
     end = _Backward(partial(report_error, sharding, "raised in the backward pass"))
     try:
         private.queue_callback(end)
-    except RuntimeError:  # none runs, or one that torch has compiled, whose end cannot be seen here
+    except RuntimeError:  # no backward pass runs, or a compiled one, which takes no callback for its end
         end()
         return False
     return True
 
 
 class _Backward:
-    """Callback of a backward pass, which calls it at its end, or drops it if the pass raises."""
+    """Calls ``failed`` if a backward pass raises. It is the pass's callback: called at its end, dropped on an error."""
 
     def __init__(self, failed: Callable[[], object]) -> None:
         self._failed, self._has_ended = failed, False
@@ -294,7 +304,7 @@ class _Backward:
 
 
 class _Fail(torch.autograd.Function):
-    """A node whose backward queues a callback for the end of the backward pass, and raises if requested."""
+    """A node whose backward queues ``end`` as a callback of the backward pass, and then raises if ``fails``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:

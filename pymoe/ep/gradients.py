@@ -1,6 +1,4 @@
-"""Gradients of models whose experts are spread over ranks: takes their mean over all ranks, and clips them by one
-norm.
-"""
+"""Averages gradients over all ranks, and clips them by one norm, for models whose experts are spread over ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def data_parallel(
     blocks: Iterable[nn.Module] = (),
     **options: Any,
 ) -> nn.Module:
-    """Make every gradient the mean over all ranks of ``mesh`` of the gradients of their losses.
+    """Make every gradient the mean, over all ranks of ``mesh``, of the gradients of the ranks' losses.
 
     For a loss L_r on rank r of R, every parameter p gets ``(1 / R) * sum over r of dL_r / dp``, the gradient of the
     mean of all losses. Gradients of parameters of which each rank has a copy (router, attention, ...) are averaged over
@@ -77,7 +75,7 @@ def data_parallel(
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
     data_parallel_mesh = _flattened(mesh)
-    if options.get("init_sync", True):  # as DDP calls it
+    if options.get("init_sync", True):  # init_sync is an argument of DDP
         _broadcast_from_first_replica(experts, mesh)
     update_sharding(model, set(experts.values()), data_parallel_mesh=data_parallel_mesh)
     if kind == "ddp":
@@ -108,8 +106,8 @@ def clip_grad_norm_(
     ``error_if_nonfinite``.
 
     Args:
-        parameters: of the model; parameters without a gradient count as zero.
-        max_norm: the greatest norm.
+        parameters: the model's parameters; those without a gradient count as zero.
+        max_norm: the maximum norm.
         norm_type: the p of the p-norm, greater than 0; ``math.inf`` for the largest element.
         error_if_nonfinite: raise if the norm is infinite or not a number.
         group: ranks that have other parameters of the same model, such as stages of a pipeline, whose gradients belong
@@ -157,9 +155,10 @@ def _number(name: str, value: object, meaning: str, is_right: Callable[[float], 
 
 
 def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the p-th power of the p-norm of all gradients; the norm itself for infinity."""
+    """Return the p-th power of the p-norm of all gradients of ``parameters``; for infinite p, the norm itself."""
     largest = p == float("inf")
-    # By mesh and placements, in the same order on all ranks, even if some ranks have no gradient.
+    # Group gradients by the mesh and placements of their parameters. All ranks have the groups in the same order, even
+    # if some ranks have no gradient, so that their all-reduces match.
     gradients: dict[Any, list[Tensor]] = {None: []}
     for parameter in parameters:
         gradient = parameter.grad
@@ -174,7 +173,7 @@ def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup 
     reduce = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, own in gradients.items():
-        # For 16-bit gradients, torch would round each norm to 16 bits, too.
+        # Compute the norms of 16-bit gradients here in float32, since get_total_norm would round them to 16 bits.
         own = [torch.linalg.vector_norm(one, p, dtype=torch.float32) if one.itemsize == 2 else one for one in own]
         norm = nn.utils.get_total_norm(own, p).to(device, torch.float64)
         part = norm if largest else norm**p
@@ -275,7 +274,7 @@ def _broadcast_from_first_replica(experts: dict[str, ShardedExperts], mesh: Devi
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return all ranks of a mesh as one dimension."""
+    """Return a mesh of one dimension with all ranks of ``mesh``."""
     if mesh.ndim == 1:
         return mesh
     ranks = mesh.mesh.flatten().tolist()
@@ -303,10 +302,10 @@ def _ddp(
 
 
 class _ReplicaAverage:
-    """Average the gradients of experts over the ranks with the same ones; a hook before each forward of DDP.
+    """Averages the gradients of experts over the ranks with the same experts; it is a forward pre-hook of DDP.
 
-    A new gradient is already divided, and is added to the accumulated one. The mean of the sum does not change the part
-    that was averaged before. DDP does the same with its own parameters.
+    The average is taken over the accumulated gradient. A part that was averaged after an earlier backward pass is equal
+    on all ranks, so another average does not change it. DDP does the same with its own parameters.
     """
 
     def __init__(self, experts: list[ShardedExperts], mesh: DeviceMesh) -> None:
@@ -316,9 +315,10 @@ class _ReplicaAverage:
         self._hooks: list[RemovableHandle] = []
 
     def __call__(self, wrapped: nn.Module, _: Any) -> None:
-        # In the forward, as DDP does: a later backward pass belongs to it, wherever that is called.
+        # Read the flag in the forward, as DDP does: it then applies to this forward's backward pass, even if the latter
+        # runs outside of no_sync().
         self._synchronises = wrapped.require_backward_grad_sync  # type: ignore[assignment]
-        # Again in every forward, because parameters may have been replaced, frozen or unfrozen.
+        # Register the hooks again in every forward, because parameters may have been replaced, frozen or unfrozen.
         for hook in self._hooks:
             hook.remove()
         parameters = {id(own): own for one in self._experts for own in one.parameters() if own.requires_grad}
@@ -354,7 +354,7 @@ def _fsdp(
 
 
 def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Return whether fully_shard is applied to experts: because several ranks have the same ones, or to cast them."""
+    """Return whether fully_shard is applied to experts, to cast them or to cut them among ranks with the same ones."""
     return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
 
 

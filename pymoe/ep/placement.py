@@ -127,7 +127,7 @@ def rows_of_ranks(load: Tensor, placement: Placement) -> list[int]:
 
     Args:
         load: (E,) int32 or int64 on the CPU, rows of each expert, none negative.
-        placement: of E experts.
+        placement: a placement of E experts.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -147,7 +147,7 @@ def share_evenly(counts: Tensor, placement: Placement) -> Shares:
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
-        placement: of E experts on R ranks.
+        placement: a placement of E experts on R ranks.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -176,7 +176,7 @@ def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[
 def divide_rows(
     counts: Sequence[Sequence[int]], hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]
 ) -> list[list[list[int]]]:
-    """Return the rows of :class:`Shares`, (R, E, P), as :func:`share_rows` does: lists of lists, as its arguments."""
+    """Return ``Shares.rows`` (R, E, P) of :func:`share_rows`, as nested lists; so are the arguments."""
     most = max(map(len, hosts))
     rows = [[[number, *[0] * (most - 1)] for number in of_source] for of_source in counts]
     for expert, (its_hosts, its_quotas) in enumerate(zip(hosts, quotas, strict=True)):

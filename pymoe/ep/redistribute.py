@@ -1,10 +1,10 @@
 """redistribute: moves experts to other ranks during training, together with the state that optimizers keep for them.
 
-``state_dict()`` of an optimizer has the state of expert e at position e, as the layer's has its weights;
-``load_state_dict`` expects the same. An optimizer that is made after a move is found at its first step, or in the next
-call of ``redistribute``. The next step of an optimizer raises if it was left out of a move, or loaded a state before it
-was found (it would use the state of other experts), or was made before ``shard`` (it would update parameters that no
-layer uses any more).
+``state_dict()`` of an optimizer has the state of expert e at position e, just as ``state_dict()`` of the layer has the
+weights of expert e there; ``load_state_dict`` expects the same. An optimizer that is made after a move is registered at
+its first step, or in the next call of ``redistribute``. The next step of an optimizer raises if the optimizer was left
+out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
+before ``shard`` (it would update parameters that no layer uses any more).
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ def redistribute(
 
     Args:
         model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
-        placement: for all layers, or for layers by their names in ``model``; layers without one stay as they are.
-            :func:`pymoe.ep.placement.place` makes it from loads, such as ``torch.tensor(layer.last_loads).sum(0)`` or
-            those of :class:`pymoe.ep.simulate.LoadRecorder`. Without replicas, and with as many experts on each rank
-            as ``torch.chunk`` gives it. :func:`pymoe.ep.placement.contiguous` restores the first placement.
+        placement: one placement for all layers, or placements by the names of layers in ``model``; layers without one
+            stay as they are. A placement must have no replicas, and as many experts on each rank as ``torch.chunk``
+            gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
+            ``torch.tensor(layer.last_loads).sum(0)`` or those of :class:`pymoe.ep.simulate.LoadRecorder`.
+            :func:`pymoe.ep.placement.contiguous` restores the first placement.
         optimizer: the optimizer of these experts, or several. An optimizer with state for them that is left out raises
             at its next step. One that is made later works; to load a state into it before its first step, first give it
             to this function with the placement in force. (``set_state_dict`` makes a step before.)
@@ -109,7 +110,7 @@ def redistribute(
     try:
         arrived = [moved.move(moved.local) for moved in moves]
         for group in _groups(layers):
-            dist.barrier(group)  # until here a rank may fail, and no rank has changed anything
+            dist.barrier(group)  # if a rank fails before this barrier, no rank has changed anything
     except RuntimeError as lost:
         sharding = next(iter(layers.values())).sharding
         what = "experts that change their ranks"
@@ -128,7 +129,7 @@ def redistribute(
 
 
 class _StackedTensor(NamedTuple):
-    """A tensor that is stacked along experts, and the move that applies to its rows."""
+    """A tensor that is stacked along experts, with the exchange that moves its experts."""
 
     name: str
     kind: str
@@ -146,7 +147,7 @@ def _layers_of(model: Any) -> dict[str, ShardedMoE]:
 
 
 def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExperts, tuple[int, ...] | None]:
-    """Return the new orders of the experts whose order changes."""
+    """Return the new order of experts for every module of experts whose order ``placement`` changes."""
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
     found: dict[ShardedExperts, tuple[int, ...] | None] = {}
     owners: dict[nn.Parameter, tuple[str, tuple[int, ...] | None]] = {}
@@ -170,7 +171,7 @@ def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExpert
 
 
 def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExperts]) -> None:
-    """Raise unless the experts that move belong to these layers alone."""
+    """Raise if a layer that is not in ``layers`` shares parameters with the experts ``moving``."""
     parameters = {parameter for experts in moving for parameter in experts.parameters()}
     own = {layer.experts for layer in layers.values()}
     for experts in all_sharded_experts:
@@ -182,7 +183,10 @@ def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExp
 
 
 def _order(name: str, placement: Any, sharding: ExpertSharding) -> tuple[int, ...] | None:
-    """Return the expert at each position; None if expert e is at position e."""
+    """Return the expert at each position under ``placement``; None if expert e is at position e.
+
+    Raise if ``placement`` does not fit the layer ``name``.
+    """
     if not isinstance(placement, Placement):
         kind = type(placement).__name__
         raise TypeError(f"redistribute: placement must be a Placement, or some by names of layers, got {kind}")
@@ -221,13 +225,13 @@ def _several(optimizer: Any) -> list[Optimizer]:
 def _stacked(
     experts: ShardedExperts, order: tuple[int, ...] | None, optimizers: list[Optimizer]
 ) -> list[_StackedTensor]:
-    """Return all tensors that move with some experts, in the same order on all ranks."""
+    """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks."""
     sharding = experts.sharding
     plain = range(sharding.num_experts)
     found = []
     for name, parameter in experts.named_parameters():
         if parameter.is_meta:
-            continue  # it will be loaded or initialised in the new order
+            continue  # a parameter without values will be loaded or initialised in the new order
         move = ExpertMove(position_layout(parameter, sharding), sharding.order or plain, order or plain)
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:
@@ -237,7 +241,7 @@ def _stacked(
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            with torch.no_grad():  # the tensor itself, so that autograd counts the change
+            with torch.no_grad():  # this shares the tensor's version counter, so autograd detects the change
                 found.append(_StackedTensor(title, kind, local_tensor(tensor), move))
     return found
 
@@ -252,12 +256,12 @@ def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
 # Optimizers.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
-"""The optimizers whose state dicts are converted, and the number of moves of experts that their state has followed."""
+"""The optimizers whose state dicts are converted, and for each the number of moves after which its state was moved."""
 _hooks: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """From now on, check every optimizer before its steps, for experts that have moved and parameters that are gone."""
+    """Register :func:`_before_step`, which raises before a step of an optimizer with outdated state or parameters."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -282,13 +286,13 @@ def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: Expe
 
 
 def _check_followed(optimizer: Optimizer, experts: ShardedExperts) -> None:
-    """Raise ValueError if experts have moved before without an optimizer that has state for them."""
+    """Raise ValueError if ``optimizer`` has state for ``experts`` and was left out of an earlier move of them."""
     if _is_stale(optimizer, experts):
         raise ValueError(_left_out(optimizer, experts))
 
 
 def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
-    """Note that an optimizer's state is in the order of the experts, and convert its files from now on."""
+    """Record that an optimizer's state is in the current order of ``experts``; convert its state dicts from now on."""
     if optimizer not in _moves_followed:
         _moves_followed[optimizer] = WeakKeyDictionary()
         optimizer.register_state_dict_post_hook(_to_file_order)
@@ -299,7 +303,8 @@ def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        if function and parameter.requires_grad and parameter.grad is None:  # it may still be used elsewhere
+        # A replaced parameter that has a gradient is still used elsewhere, so its optimizer is right.
+        if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
                 f"parameters in the place of the experts' own, got one from before, which would never train them"
@@ -339,7 +344,7 @@ def _converted(
 ) -> dict[str, Any]:
     placed = [one for one in all_sharded_experts if one.sharding.order is not None]
     shardings = {id(parameter): one.sharding for one in placed for parameter in one.parameters()}
-    # Files that torch.distributed.checkpoint makes have names for numbers, in the same order.
+    # Pair keys and parameters by their order, since torch.distributed.checkpoint replaces the numbers by names.
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
     for key, parameter in zip(keys, _parameters(optimizer), strict=False):

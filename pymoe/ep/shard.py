@@ -57,19 +57,19 @@ def shard(
         model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
             their ``experts`` are refused.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
-            process group. All of them call this. A rank that passes something without a group, such as None, cannot
-            tell the others, which then wait for the group's timeout.
+            process group. All of these ranks must call this function. If a rank passes something without a group, such
+            as None, it raises alone, and the other ranks wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
             experts. While one is under way, the experts of the one before compute, forward and backward. It is reduced
             to the number of experts of a rank if it is larger.
         scope: the tokens over which capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as in data
             parallelism. ``"group"``: all of them, as in one process; tokens of lower ranks come first, and the mean
             over ranks of the losses is that of all tokens.
-        room: the most rows that a rank may receive in a call, counted as one row per choice even with ``deduplicate``.
-            If a rank would receive more, every rank raises :class:`GroupError` before anything is allocated for them.
-            None: no limit. See ``transport`` for its meaning with padded buffers.
-        clones: the most experts of other ranks that a rank may clone for one call (FasterMoE's shadow experts).
-            :func:`pymoe.ep.clones.plan_clones` plans the clones of every call from its own loads, without another
+        room: the maximum number of rows that a rank may receive in a call, counted as one row per choice even with
+            ``deduplicate``. If a rank would receive more, every rank raises :class:`GroupError` before anything is
+            allocated for the rows. None: no limit. See ``transport`` for the meaning of ``room`` with padded buffers.
+        clones: the maximum number of other ranks' experts that a rank may clone for one call (FasterMoE's shadow
+            experts). :func:`pymoe.ep.clones.plan_clones` plans the clones of every call from its loads, without another
             message. The weights of a clone travel to its rank once and their gradients once back, in one more exchange
             in each direction; their rows travel in one more chunk, the last, so that weights arrive while ranks compute
             with shared experts and their own. ``moe.last_rows`` has the rows that each rank computed. Outputs and
@@ -77,22 +77,22 @@ def shard(
             from each rank, the clones' added in the order of ranks and then to the owner's: equal to one process's up
             to rounding, and the same in every run. Rows are gathered after the loads have been read, not at the same
             time.
-        min_rows_to_clone: the fewest rows for which an expert is cloned, at least 1. None: P / (2 H) for experts of P
-            numbers, 1.5 F for gated ones: from there on, sending the weights of a clone takes no longer than sending
-            the rows that it replaces. The page on the costs of expert parallelism derives this.
+        min_rows_to_clone: the smallest number of rows for which an expert is cloned, at least 1. None: P / (2 H) for P
+            parameters of an expert, 1.5 F for gated ones: from this number on, sending the weights of a clone takes no
+            longer than sending the rows that it replaces. The page on the costs of expert parallelism derives this.
         deduplicate: send a token once to each rank of which it chose experts (in every chunk in which it did), and
             their weighted sum back, in place of a row for each choice. Indices of experts and weights travel with the
             rows, 12 K bytes a row in a forward and backward pass (20 K in float64). Sums are grouped by rank: outputs
             and gradients of inputs equal one process's to rounding, an output to (K + 3) u times the sum of its terms'
             sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. Not with ``clones``.
         transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once per
-            call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not,
-            and the host reads nothing, so shapes follow from shapes. ``room`` must be given: 2 T K for ranks of at most
-            T tokens gives each pair of ranks twice its even share. Rows beyond that number, for one pair of ranks in
-            one chunk, are dropped like rows past a capacity, and after these, in the order of tokens and choices;
-            ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` sums them up. If none are dropped, all
-            bits are those of ``"exact"``. Disagreements of ranks are not noticed before rows are sent: see
-            :func:`check_calls`. Not with ``clones`` or ``deduplicate``.
+            call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not.
+            So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K for
+            ranks of at most T tokens gives each pair of ranks twice its even share. Rows beyond that number, for one
+            pair of ranks in one chunk, are dropped like rows past a capacity, and after these, in the order of tokens
+            and choices; ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` sums them up. If none are
+            dropped, all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent:
+            see :func:`check_calls`. Not with ``clones`` or ``deduplicate``.
 
     Returns:
         ``model``.
@@ -217,7 +217,7 @@ def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Check that ranks have the same order in the mesh, which DTensors use, and in the group, which the rows use."""
+    """Raise unless ``mesh`` lists the ranks in the order of its group: DTensors use the former, rows the latter."""
     listed, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
     if listed != group:
         raise ValueError(f"shard: mesh must list its ranks in the order of their group, {group}, got {listed}")

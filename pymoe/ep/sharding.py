@@ -37,7 +37,7 @@ class RoutingTables(NamedTuple):
     first_row: Tensor
     """(chunks * R + 1,): the first row for each destination, with :attr:`ExpertSharding.padded_rows` for each."""
     all_rows: Tensor
-    """(2,): 0, and the number of these rows."""
+    """(2,): 0, and the number of rows for all destinations together."""
 
 
 def shard_ranges(num_experts: int, ranks: int) -> list[range]:
@@ -67,13 +67,13 @@ class ExpertSharding:
     """Number of exchanges in which the rows of a call travel."""
     scope: Scope
     max_recv_rows: int | None
-    """Most rows that a rank may receive in a call, the option ``room``; None for no limit."""
+    """The maximum number of rows that a rank may receive in a call (the option ``room``); None for no limit."""
     model: int = 1
-    """Number of the model, from 1 on, among those that are sharded over the same group."""
+    """Number of the layer's model, from 1 on, among the models that are sharded over the same group."""
     clones: int = 0
-    """Most clones of experts that a rank may take for a call."""
+    """The maximum number of clones of experts that a rank computes with in a call."""
     min_rows_to_clone: int = 1
-    """Fewest rows for which an expert is cloned."""
+    """The smallest number of rows for which an expert is cloned."""
     order: tuple[int, ...] | None = None
     """(E,): the expert at each position, ascending within a rank; None while expert e is at position e."""
     data_parallel_mesh: DeviceMesh | None = None
@@ -84,7 +84,7 @@ class ExpertSharding:
 
     @cached_property
     def title(self) -> str:
-        """Return the name of the layer in errors, from which its number in messages is computed."""
+        """Return the name of the layer in errors; its number in messages between ranks is computed from this name."""
         return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
 
     @cached_property
@@ -142,7 +142,7 @@ class ExpertSharding:
 
     @cached_property
     def send_positions(self) -> Tensor | None:
-        """Return (E,) int32: the index of every expert in :attr:`send_order`; None if experts are in order there."""
+        """Return (E,) int32: the index of every expert in :attr:`send_order`; None if expert e has the index e."""
         if self.send_order == list(range(self.num_experts)):
             return None
         places = torch.empty(self.num_experts, dtype=torch.int32)
@@ -156,7 +156,7 @@ class ExpertSharding:
 
     @property
     def num_counts(self) -> int:
-        """Return the length of a rank's counts: a load for each expert, and rows for each destination if different."""
+        """Return the length of a rank's counts: a load per expert, and with ``deduplicate``, rows per destination."""
         return self.num_experts + (self.num_destinations if self.deduplicate else 0)
 
     @property
@@ -165,9 +165,9 @@ class ExpertSharding:
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:
-        """Return the tables on a device; the first call copies them there."""
+        """Return the routing tables on ``device``, which the first call for this device makes and later calls reuse."""
         if device not in self._tables:
-            with torch.inference_mode(False):  # they outlive the call
+            with torch.inference_mode(False):  # the tables outlive the call
                 self._tables[device] = self._make_tables(device)
         return self._tables[device]
 
@@ -189,7 +189,7 @@ class ExpertSharding:
         return RoutingTables(*(torch.tensor(column, dtype=torch.int32).to(device) for column in columns))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSharding:
-        """Return itself: a copy of the layer is on the same ranks."""
+        """Return this object, because a copy of the layer has the same sharding."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,8 +227,8 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
     """Return the layout of a parameter of a layer, or of a tensor that is stacked in the same way.
 
     Args:
-        parameter: with as many positions as the layer has experts.
-        sharding: of the layer.
+        parameter: a tensor with as many positions as the layer has experts.
+        sharding: the layer's sharding.
 
     Raises:
         ValueError: the parameter is not cut along its experts alone.
@@ -257,10 +257,12 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
 
 
 class ExpertMove:
-    """Exchanges experts between positions. Every rank of the group makes one, and calls it for the same tensors.
+    """Exchanges experts between positions of stacked tensors.
+
+    Every rank of the group makes such an object with the same orders, and calls it for the same tensors.
 
     Args:
-        layout: of the tensors.
+        layout: the layout of the tensors.
         before: (E,), the expert at each position.
         after: (E,), the expert at each position after the move.
 
@@ -295,7 +297,11 @@ class ExpertMove:
         self._sent_from = [position for positions in sent for position in positions]
 
     def __call__(self, local: Tensor) -> Tensor:
-        """Return this rank's part in the new order, (n, ...), in memory of its own."""
+        """Return this rank's part of a tensor after the move, in new memory.
+
+        Args:
+            local: (n, ...), this rank's part before the move.
+        """
 
         def index(positions: Sequence[int]) -> Tensor:
             return torch.tensor(positions, dtype=torch.int64, device=local.device)
@@ -310,12 +316,12 @@ class ExpertMove:
 
 
 def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Return a parameter, or a tensor stacked alike, with expert e at position e; all ranks of its mesh call this."""
+    """Return a parameter, or a tensor stacked alike, with expert e moved to position e; all ranks must call this."""
     return _reordered(tensor, sharding, sharding.order, None)
 
 
 def in_placed_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Undo :func:`in_expert_order`."""
+    """Return a tensor with expert e at position e in the order of the current placement; all ranks must call this."""
     return _reordered(tensor, sharding, None, sharding.order)
 
 

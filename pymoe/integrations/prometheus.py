@@ -59,7 +59,7 @@ class RuntimeCollector:
         self._readers = {name: StatsReader(pools_followed(one)) for name, one in found.items()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families, as prometheus-client asks for them."""
+        """Yield the metric families; prometheus-client calls this for every scrape."""
         pools = {(name, pool): stats for name, reader in self._readers.items() for pool, stats in reader.read().items()}
         counter, gauge = self._core.CounterMetricFamily, self._core.GaugeMetricFamily
         finished = counter("pymoe_requests_finished", "Requests that ended", labels=(*LABELS, "outcome"))
@@ -116,9 +116,10 @@ class RuntimeCollector:
 
 
 def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> RuntimeCollector:
-    """Make a :class:`RuntimeCollector`, register it (None: with the default registry) and return it.
+    """Make a :class:`RuntimeCollector` of ``runtimes``, register it with ``registry``, and return it.
 
-    All runtimes of a registry belong in one collector; ``registry.unregister`` removes it again.
+    ``registry=None`` is the default registry. Put all runtimes of a registry into one collector, because two collectors
+    would have series of the same names; ``registry.unregister`` removes a collector.
     """
     collector = RuntimeCollector(runtimes)
     if registry is None:

@@ -12,10 +12,10 @@
         served.follow(mixture)  # replaces the experts of actors that restart elsewhere
         train(mixture)
 
-Each server is in a named actor. Ray restarts the actor when it or its machine dies, or when a client drains its server
-(``python -m pymoe.remote drain``), on a machine with the requested resources. It continues from its newest checkpoint,
-if all machines see the folder. ``ray.kill`` ends it for good. Requests do not pass through Ray: they go to the server
-over gRPC.
+Each server runs in a named actor. Ray restarts the actor when it or its machine dies, or when a client drains its
+server (``python -m pymoe.remote drain``), on a machine with the requested resources. The restarted server continues
+from its newest checkpoint, if all machines can read the folder. ``ray.kill`` ends the actor for good. Requests do not
+pass through Ray: clients send them to the server over gRPC.
 
 Ray's own messages are pickles: anyone who can reach a cluster's ports can run code on it. So Ray is only for clusters
 that strangers cannot reach, whatever this package does.
@@ -50,7 +50,13 @@ logger = logging.getLogger("pymoe.remote")
 
 
 class ExpertActor:
-    """An actor that hosts a server; it takes the arguments of :func:`serve`."""
+    """A Ray actor that runs a server of the experts that ``make()`` returns.
+
+    Args:
+        make: returns the experts.
+        host: the address on which the server listens; empty for that of the actor's machine.
+        options: options of :class:`~pymoe.remote.ExpertServer`.
+    """
 
     def __init__(self, make: Callable[[], Any], host: str, options: dict[str, Any]) -> None:
         from pymoe.remote import ExpertServer
@@ -69,7 +75,7 @@ class ExpertActor:
             os._exit(1)  # Ray treats this as a failure and restarts the actor
 
     def address(self) -> str:
-        """Return the address of the server since the actor's latest start."""
+        """Return the current address of the server; it changes when the actor restarts."""
         return self._server.address
 
     def save(self) -> int:
@@ -77,7 +83,7 @@ class ExpertActor:
         return self._server.save()
 
     def drain(self) -> None:
-        """Answer pending requests, save, and stop. The caller of this must end the actor."""
+        """Complete pending requests, save the experts, and stop the server. The caller must then end the actor."""
         self._drains = True
         self._server.drain()
 
@@ -106,12 +112,11 @@ def serve(
     Args:
         name: the name by which clients find the actor; its experts are saved in a folder of this name.
         make: returns one or several :class:`~pymoe.runtime.ExpertBackend`; it is called whenever the actor starts.
-        host: the address of its machine on which it listens; empty for the one that other machines use, which requires
-            ``tls`` and ``token``.
-        tls: see :class:`~pymoe.remote.ExpertServer`; the files are read on the actor's machine. The next three
-            arguments apply there, too.
+        host: the address on which the server listens; empty for the address at which other machines reach the actor's
+            machine, which requires ``tls`` and ``token``.
+        tls: see :class:`~pymoe.remote.ExpertServer`; the files are read on the actor's machine.
         token: the token that clients must send.
-        checkpoints: a folder that every machine sees on which the actor may run.
+        checkpoints: a folder that is shared by all machines on which the actor may run.
         save_every: seconds between checkpoints.
         namespace: the Ray namespace of the name.
         options: options of Ray actors: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``... By default
@@ -137,8 +142,9 @@ class ServedExperts:
     """The experts of servers that Ray runs, on any machine.
 
     Args:
-        names: the names that were given to :func:`serve`. namespace: the Ray namespace of the names.
-        timeout: seconds to wait for each actor at the beginning.
+        names: the names that were given to :func:`serve`.
+        namespace: the Ray namespace of the names.
+        timeout: seconds that the constructor waits for each actor.
         options: options of :func:`pymoe.remote.connect`; by default requests are not retried (``retries=False``).
 
     Raises:
@@ -178,14 +184,14 @@ class ServedExperts:
         return str(ray.get(actor.address.remote(), timeout=timeout))
 
     def backends(self) -> Sequence[RemoteBackend]:
-        """Return the present experts of all servers."""
+        """Return the current experts of all servers."""
         return [backend for there in self._connections.values() for backend in there.backends()]
 
     def follow(self, mixture: MixtureOfExpertBackends, every: float = 1.0) -> None:
-        """Whenever an actor has come back elsewhere, replace the backends of ``mixture`` by those with the same names.
+        """Replace backends of ``mixture`` by those with the same names, whenever their actor restarts at a new address.
 
-        A thread checks every ``every`` seconds, until :meth:`close`. In between, the mixture leaves out backends that
-        are gone. Several mixtures may be followed, at the shortest of their intervals.
+        A thread checks every ``every`` seconds, until :meth:`close`. Until the replacement, the mixture leaves out
+        backends that cannot be reached. Several mixtures may be followed, at the shortest of their intervals.
         """
         self._mixtures.append(mixture)
         self._every = min(self._every, every)

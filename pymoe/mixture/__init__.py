@@ -1,4 +1,4 @@
-"""Mixtures over served experts, which keep answering even if some of the experts are slow or dead."""
+"""Mixtures over served experts, which return outputs even if some of the experts are slow or dead."""
 
 from pymoe.mixture.fan_out import AnomalyError, GivenUp, TooFewAnswersError
 from pymoe.mixture.module import MixtureOfExpertBackends

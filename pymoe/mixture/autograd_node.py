@@ -1,8 +1,8 @@
-"""Both passes of a mixture's autograd node: it computes outputs from the used answers, and requests gradients from
-their experts.
+"""The autograd node of a mixture: its forward assembles outputs from the experts' answers, and its backward requests
+gradients from the experts whose answers were used.
 
-It is one node instead of one per backend, because autograd runs the nodes of one device one after another, while the
-requests of a backward pass must all be pending at once.
+There is one node for all backends, because autograd runs the nodes of one device one after another, while the requests
+of a backward pass must all be pending at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pymoe.runtime.gradients import all_finite
 
 
 class UsedAnswer(NamedTuple):
-    """A group whose answer is part of the output, for all or some of its rows."""
+    """A group of rows whose answer is used in the outputs, for all or some of the rows."""
 
     group: Group
     kept: Tensor | None
@@ -46,11 +46,11 @@ class UsedAnswer(NamedTuple):
 def use_answers(
     choice: Choice, answers: Answers, few_T: Tensor, output_protos: Sequence[BatchTensorProto], device: torch.device
 ) -> tuple[tuple[UsedAnswer, ...], tuple[Tensor, ...], Tensor]:
-    """Assemble the outputs from the answers that came, except for the rows ``few_T``.
+    """Assemble the outputs from the ``answers``; the rows ``few_T`` have too few answers and use none.
 
     Returns:
         The answers that are used; the outputs, each (S, ...), with zeros for missing answers; and a (T, K) mask of
-        the choices that have one.
+        the choices whose answers are used.
     """
     slots = len(choice.routing.token)
     any_few = bool(few_T.any())
@@ -75,7 +75,7 @@ def use_answers(
 
 
 class ForwardRecord(NamedTuple):
-    """State of the forward pass that the backward pass needs."""
+    """The part of a mixture's forward pass that its backward pass needs."""
 
     name: str
     rules: Rules

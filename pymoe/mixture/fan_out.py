@@ -4,8 +4,8 @@ The wait ends when every request is done; ``timeout`` seconds after it began; or
 every row had the answers that it needs, or could not get them any more. Requests that are still pending then are
 cancelled if they have not begun, and ignored if they have.
 
-A call inside a batch runs its requests itself, because their runtime may have no other worker. There only ``timeout``
-ends the wait, and only between batches.
+A mixture that is called inside a batch (by an expert) runs its requests in its own thread, because the runtime may have
+no other worker. Then only ``timeout`` ends the wait, and only between batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.room import Place
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
-SAME_DEADLINE_S = 0.05  # a pool may end a request this much earlier than the wait does
+SAME_DEADLINE_S = 0.05  # if a pool's timeout ends a request this shortly before the deadline, it counts as given up
 
 
 class GivenUp(TimeoutError):
@@ -47,7 +47,7 @@ class TooFewAnswersError(RuntimeError):
     """Rows of a mixture got fewer answers, or fewer gradients, than they need.
 
     Attributes:
-        rows: the numbers of these rows.
+        rows: the indices of these rows.
         failures: the reasons for missing answers, by backend. One of these exceptions is the ``__cause__``.
     """
 
@@ -81,7 +81,7 @@ class Answers:
     """The outcomes of requests.
 
     Attributes:
-        results: one for each request; None if no answer came in time.
+        results: the answer to each request, as a tuple of tensors; None if no answer came in time.
         failures: the reasons for missing answers, by backend.
         came: (T,) the number of answers that each row has.
         possible: (T,) the number of answers that each row has or can still get.
@@ -112,7 +112,10 @@ class Answers:
 
 
 class Pending:
-    """Requests that were sent, returned as they end. Requests that end after :meth:`close` are counted as late."""
+    """Requests that were sent; :meth:`get` returns them in the order in which they end.
+
+    Requests with a result after :meth:`close` are counted as late.
+    """
 
     def __init__(self, limited: bool) -> None:
         self._run_inline = _runtime.must_help(limited)
@@ -123,7 +126,7 @@ class Pending:
         self._places: list[Place] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send a request; if the pool is full, as soon as there is room.
+        """Send ``request`` at once or, if its pool is full, as soon as there is room; :meth:`get` returns ``index``.
 
         Raises:
             Exception: any exception of the pool.
@@ -163,7 +166,10 @@ class Pending:
         tell(future, ended)
 
     def run_inline(self, deadline: float | None) -> None:
-        """Run the requests in this thread if no worker may be free; waiting for a single future does the same."""
+        """Run the requests in this thread if this thread runs a batch, because no other worker may be free.
+
+        Waiting for a future in such a thread runs the future's request.
+        """
         for future in self._futures if self._run_inline else ():
             with suppress(TimeoutError, CancelledError):
                 future.exception(seconds_left(deadline))
@@ -207,7 +213,7 @@ def ask(
                 pending.send(index, request, deadline)
             except (ValueError, TypeError):
                 raise
-            except Exception as error:  # the pool is full, closed or gone
+            except Exception as error:  # the pool refuses the request: it is full or closed, or its server is gone
                 del sent[index]
                 request.to.count("failed")
                 answers.fail(index, error.with_traceback(None))  # the traceback holds this frame, with all tensors
@@ -259,7 +265,7 @@ def _collect(
                 request.to.count("answered", latency=when - sent[index])
                 answers.add(index, result)
         elif isinstance(why, TimeoutError) and seconds_left(deadline) == 0:
-            return  # expired in its pool, just as this wait ends
+            return  # the request expired in its pool as the wait ends: `ask` counts it as given up
         elif isinstance(why, TimeoutError) and left is not None and left <= SAME_DEADLINE_S:
             begin = sent.pop(index)
             request.to.count("given_up")
@@ -280,7 +286,7 @@ def _given_up(request: ExpertRequest, seconds: float) -> GivenUp:
 
 
 def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tuple[Any, ...]]:
-    """Return the error of a request that has no result, or None and the result."""
+    """Return ``(error, ())`` for a request that has failed, and ``(None, result)`` for one with a result."""
     if isinstance(ended, BaseException):
         return ended, ()
     try:

@@ -1,4 +1,4 @@
-"""Members of a mixture: the slot (column of the gate) of each backend, and which backends are backing off."""
+"""Members of a mixture: the slot (column of the gate) of each backend, and its backoff after timeouts."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class MemberPass:
 
 
 class Backoff:
-    """Tracks for how long a backend that stopped answering is not asked. Thread-safe."""
+    """Computes for how long a mixture sends no requests to a backend whose requests timed out. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._timeouts = 0  # consecutive
-        self._last = 0.0  # time of the latest one
+        self._last = 0.0  # time of the latest timeout
 
     def answered(self) -> None:
         """Reset the backoff, after the backend answered in time, with a result or an error."""
@@ -61,13 +61,18 @@ class Backoff:
             self._timeouts = 0
 
     def timed_out(self) -> None:
-        """Count a request that was abandoned after its timeout."""
+        """Record a timeout: the mixture has stopped waiting for a request."""
         with self._lock:
             self._timeouts += 1
             self._last = time.monotonic()
 
     def seconds_left(self, after: int, first_span: float) -> float:
-        """Return the seconds for which the backend must still not be asked; see :func:`members_to_ask`."""
+        """Return the seconds for which the backend must get no requests; see :func:`members_to_ask`.
+
+        Args:
+            after: the number of consecutive timeouts that starts the backoff.
+            first_span: seconds of the first backoff, which every further timeout doubles.
+        """
         with self._lock:
             if self._timeouts < after:
                 return 0.0
@@ -76,7 +81,7 @@ class Backoff:
 
 
 class Member:
-    """A backend in its slot."""
+    """A backend of a mixture, with its slot, its statistics and its backoff."""
 
     def __init__(self, slot: int, backend: Backend) -> None:
         self.slot = slot
@@ -101,10 +106,10 @@ class Member:
 def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
     """Return the ``members`` that are served and do not back off.
 
-    If fewer than ``k_min`` would be left, return all that are served; if these are too few, return all. A member whose
-    server is gone is left out from the moment its pool knows, and is asked again from the moment the server is back. A
-    member backs off after ``rest_after`` consecutive timeouts (None: never), for ``rest`` seconds at first; every
-    further timeout doubles that, up to 64 times.
+    If these are fewer than ``k_min``, return all served members; if these are also too few, return all members. A
+    member is served as long as its pool's ``served`` is true. A member backs off after ``rest_after`` consecutive
+    timeouts (None: never), for ``rest`` seconds at first; every further timeout doubles the span, up to 64 times
+    ``rest``.
     """
     served = [member for member in members if member.forward.pool.served]
     found: Sequence[Member] = served
@@ -190,7 +195,10 @@ class Slots:
         return made
 
     def arrange(self, names: Mapping[str, int]) -> None:
-        """Move the members named in ``names`` to these slots; the others stay, or move to free ones."""
+        """Move the members named in ``names`` to the slots given there.
+
+        Other members stay in their slots, or move to free slots if theirs are taken.
+        """
         with self._lock:
             wanted = {name: slot for name, slot in names.items() if 0 <= slot < self.count}
             placed = [member.moved_to(wanted[member.name]) for member in self.members if member.name in wanted]

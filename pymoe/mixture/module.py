@@ -29,29 +29,29 @@ from pymoe.runtime.schema import RequestSchema, tensor_protos
 
 
 class MixtureOfExpertBackends(nn.Module):
-    """A gate over served experts: every row asks the ``top_k`` experts with the largest logits, through their pools.
+    """A gate over served experts: every row is sent to the ``top_k`` experts with the largest logits.
 
-    ``mixture(*args, **kwargs)`` takes and returns the same as one of the experts. The gate sees the first tensor. All
-    experts are asked at once, each for its own rows. A row's output is the sum of its experts' outputs, weighted by the
-    softmax over its logits. Gradients flow to the gate and to the inputs, and every expert that answered is updated by
-    its backend during the backward pass. The experts' parameters are not parameters of this module, as with
-    :class:`~pymoe.runtime.ExpertClient`.
+    ``mixture(*args, **kwargs)`` takes and returns the same as one of the experts. The gate gets the first tensor. Each
+    chosen expert gets one request with the rows that chose it, through its pool; all requests are sent at once. A row's
+    output is the sum of its experts' outputs, weighted by the softmax over their logits. Gradients flow to the gate and
+    to the inputs, and every expert whose outputs were used is updated by its backend during the backward pass. The
+    experts' parameters are not parameters of this module, as with :class:`~pymoe.runtime.ExpertClient`.
 
-    **Failures.** A row needs ``k_min`` answers. Once every row has them (or cannot get them any more), the remaining
-    requests have ``timeout_after_k_min`` seconds left; all together have ``forward_timeout`` seconds. Weights are the
-    softmax over the answers that came. An expert gives no answer if it raises, is too slow, is no longer served or
-    has no room in its queue; the logger ``pymoe.runtime`` reports this at most once a minute for each backend. A
-    request that the mixture stops waiting for is cancelled if it has not begun, and ignored if it has; a batch that has
-    begun keeps a worker of its runtime busy, so ``num_workers`` must exceed the number of experts that may hang. The
-    backward pass asks all experts whose answers were used at once; missing gradients are zero. A backward
-    request that has begun updates its expert even if the mixture does not wait for it. Invalid arguments raise before
-    any expert is asked.
+    **Failures.** An answer is the result of a request. A row needs ``k_min`` answers. Once every row has them (or
+    cannot get them any more), the remaining requests have ``timeout_after_k_min`` seconds left; all together have
+    ``forward_timeout`` seconds. Weights are the softmax over the logits of the experts that gave an answer. An expert
+    gives no answer if it raises, is too slow, is no longer served or has no room in its queue; the logger
+    ``pymoe.runtime`` reports this at most once a minute for each backend. A request that the mixture stops waiting for
+    is cancelled if it has not begun, and ignored if it has; a batch that has begun keeps a worker of its runtime busy,
+    so ``num_workers`` must exceed the number of experts that may hang. The backward pass sends one request to every
+    expert whose answer was used, all at once; missing gradients are zero. A backward request that has begun updates its
+    expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
 
-    **Backoff.** A backend that times out ``rest_after`` times in a row is not asked for ``rest`` seconds; if it times
-    out again after that, for twice as long, and so on up to 64 times ``rest``. Rows choose among the other backends
-    meanwhile, as long as there are ``k_min``; otherwise all are asked. An answer in time ends the backoff, and so does
-    an error. A backend that nobody serves, or whose server cannot be reached, is left out in the same way, at once, and
-    is asked again at once when it is back.
+    **Backoff.** A backend whose requests time out ``rest_after`` times in a row gets no requests for ``rest`` seconds;
+    if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile rows choose among
+    the other backends, as long as there are ``k_min``; otherwise among all. A result or an error in time ends the
+    backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way, at once,
+    and gets requests again as soon as it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
@@ -63,23 +63,23 @@ class MixtureOfExpertBackends(nn.Module):
     requests in its own thread, and ``timeout_after_k_min`` has no effect.
 
     There are no second derivatives through the experts. ``torch.compile`` does not compile a mixture (graph break).
-    Under gradient checkpointing experts are asked twice, and other ones may answer. Copies (``copy.deepcopy``) have
-    their own gate and ask the same backends; a mixture cannot be pickled. ``train()`` and ``eval()`` affect only the
-    auxiliary losses.
+    Under gradient checkpointing every request is sent twice, and the second time other experts may give the answers.
+    Copies (``copy.deepcopy``) have their own gate and the same backends; a mixture cannot be pickled. ``train()`` and
+    ``eval()`` affect only the auxiliary losses.
 
     Args:
         backends: with distinct names and equal schemas, of this process (:class:`~pymoe.runtime.ExpertBackend`) or of
             others (:func:`pymoe.remote.connect`). All outputs must be tensors of float32, float64, bfloat16 or
             float16; tensors among the inputs may have any dtype.
-        top_k: K, how many backends a row asks. If there are fewer, it asks all.
+        top_k: K, the number of backends to which a row is sent; all if there are fewer.
         gate: called with the first tensor (rows, ...), returns logits (rows, max_experts), where minus infinity is
             never chosen. None makes a linear layer. If the gate has a method ``reset_slot(slot)``, it is called when a
             new backend takes a slot.
         max_experts: number of slots; None: ``len(backends)``.
-        k_min: answers that each row needs.
+        k_min: number of answers that each row needs.
         forward_timeout: seconds; None: no limit.
         timeout_after_k_min: seconds, in both passes; None: only ``forward_timeout`` and ``backward_timeout``.
-        backward_k_min: gradients that each row needs, of the answers that it used; 0: none.
+        backward_k_min: number of gradients that each row needs, from the experts whose answers it used; 0: none.
         backward_timeout: seconds; None: no limit.
         rest_after: timeouts in a row, of both passes, after which a backend backs off; None disables backoff.
         rest: seconds of the first backoff.
@@ -91,11 +91,12 @@ class MixtureOfExpertBackends(nn.Module):
         fallback: ``"zeros"``; ``"input"``, the row of the first tensor, for experts that return what they take; or a
             callable that gets the arguments of these rows alone and returns what the experts would (a module is
             trained).
-        aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; over the current backends.
+        aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; the losses of a call are computed over the logits of
+            the backends that rows could choose.
 
     Attributes:
-        gate: the module.
-        router_losses: those of the last call; None before.
+        gate: the gate's module.
+        router_losses: the auxiliary losses of the last call; None before the first.
 
     A call raises the following errors.
 
@@ -163,7 +164,7 @@ class MixtureOfExpertBackends(nn.Module):
 
     @property
     def slots(self) -> dict[str, int]:
-        """Return the slot of each backend."""
+        """Return the slot of each backend, by the backend's name."""
         return self._slots.names()
 
     def add_backend(self, backend: Backend, slot: int | None = None) -> int:
@@ -196,7 +197,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Args:
             old: the backend, or its name.
-            new: the backend to ask from now on; it may have the name of ``old``.
+            new: the backend that gets requests from now on; it may have the name of ``old``.
             keep_gate: keep the column of the gate, as for a restored expert; otherwise the column is reset, as in
                 :meth:`add_backend`.
 
@@ -216,14 +217,14 @@ class MixtureOfExpertBackends(nn.Module):
             reset(slot)
 
     def stats(self) -> dict[str, BackendStats]:
-        """Return what became of the requests to each backend, by name."""
+        """Return the statistics of the requests to each backend, by the backend's name."""
         return {member.name: member.stats() for member in self._slots.members}
 
     # --- calls ---
 
     @compiler_disable  # the compiler would break the graph at every wait
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the experts' outputs for these arguments, mixed row by row."""
+        """Return the weighted sums of the experts' outputs for these arguments, row by row."""
         inputs = self._arguments.flatten_arguments(args, kwargs)
         rows = self._arguments.check_inputs(inputs)
         if self.rules.detect_anomalies and not all_finite([x for x in inputs if x.is_floating_point()]):
@@ -258,7 +259,11 @@ class MixtureOfExpertBackends(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _ask(self, inputs: list[Tensor], choice: Choice, trains: bool) -> tuple[list[Tensor], Tensor]:
-        """Return the mixed outputs, and a (T,) mask of the rows with too few answers, on the CPU."""
+        """Send ``inputs`` to the members of ``choice``.
+
+        Return the outputs, which are weighted sums of the answers, and a (T,) mask on the CPU of the rows with too few
+        answers.
+        """
         gathered = [gather_rows(x, choice.routing) for x in inputs]
         requests = [
             ExpertRequest(
@@ -281,7 +286,10 @@ class MixtureOfExpertBackends(nn.Module):
         rows: int,
         trains: bool,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs as part of the caller's graph, if grad mode is on."""
+        """Return ``outputs`` with a history whose backward requests gradients from the experts of ``used``.
+
+        Return them unchanged if grad mode is off, or if neither an expert nor an input needs a gradient.
+        """
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
         record = ForwardRecord(self._name, self.rules, used, rows, self._output_protos)
@@ -298,7 +306,7 @@ class MixtureOfExpertBackends(nn.Module):
     # --- the module ---
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the slots of the backends, which say which backend each column of the gate belongs to."""
+        """Return the slots of the backends; a slot is the backend's column of the gate."""
         return {"slots": self.slots}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

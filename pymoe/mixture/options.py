@@ -20,7 +20,7 @@ Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
 class Rules(NamedTuple):
-    """Number of answers that rows need, times to wait for them, and the other rules of MixtureOfExpertBackends."""
+    """The arguments of MixtureOfExpertBackends that rule waiting and failures, under the same names."""
 
     k_min: int
     backward_k_min: int
@@ -31,7 +31,7 @@ class Rules(NamedTuple):
     rest: float
     detect_anomalies: bool
     raises: bool
-    """True if too few answers are an error."""
+    """True if too few answers are an error (``on_too_few="raise"``)."""
 
 
 def check_mixture(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
@@ -82,7 +82,7 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
 
 
 def _kind(leaf: Any) -> Any:
-    """Return the properties that must be equal in all backends; devices may differ."""
+    """Return the properties of an item of a schema that must be equal in all backends; devices may differ."""
     if isinstance(leaf, BatchTensorProto):
         return (leaf.size, leaf.dtype)
     return leaf
@@ -105,7 +105,9 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return the flat ``outputs`` with the fallback (not ``"zeros"``) in the rows ``few_T``, which hold zeros before.
+    """Return the flat ``outputs`` with the rows ``few_T``, which hold zeros, replaced by the fallback's rows.
+
+    ``fallback`` is not ``"zeros"``.
 
     ``inputs`` are the tensors of ``arguments``, the call's (args, kwargs). The mask ``few_T`` is on the CPU.
     """

@@ -1,7 +1,7 @@
-"""Converts logits to the backends that each row asks, and their answers to one output per row.
+"""Chooses the backends of each row by the gate's logits, and sums the backends' answers to one output per row.
 
-T rows, L backends, K choices per row, S = T * K gathered rows. A choice whose logit is minus infinity is not made: its
-row asks fewer backends.
+T rows, L backends, K choices per row, S = T * K gathered rows. A backend whose logit is minus infinity is not chosen,
+so a row may have fewer than K backends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SlotGate(nn.Linear):
 
 
 class Group(NamedTuple):
-    """The gathered rows ``begin`` to ``end``, which ask ``member``; they are copies of the rows ``tokens``."""
+    """The gathered rows ``begin`` to ``end``, which are sent to ``member``; they are copies of the rows ``tokens``."""
 
     member: Member
     begin: int
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
     """The result of :func:`choose`."""
 
     logits_TL: Tensor
-    """Logits of the members that may be asked; differentiable."""
+    """Logits of the members from which rows could choose; differentiable."""
     chosen_TK: Tensor
     """Logits of the chosen members, best first; differentiable."""
     routing: Routing
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
     load: Tensor
     """(L,) int32: the number of rows that chose each member."""
     groups: tuple[Group, ...]
-    """Groups of the members that at least one row asks."""
+    """One group for each member that at least one row chose."""
 
 
 def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:
@@ -102,7 +102,8 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
 def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
     """Return (T, K) weights: the softmax over a row's choices with an answer (a mask), 0 for the others.
 
-    Rows without any answer have equal weights for all their zeros, and send no gradient.
+    A row without any answer gets equal weights for its K missing answers, which are zeros, and its logits get no
+    gradient.
     """
     missing_TK = ~came_TK  # no shortcut if none is missing: gradient checkpointing needs the same graph every time
     nothing_T1 = missing_TK.all(1, keepdim=True)
@@ -111,7 +112,7 @@ def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
 
 
 def mix(y: Tensor, routing: Routing, weights_TK: Tensor) -> Tensor:
-    """Return (T, ...): each row's weighted sum of its answers ``y`` (S, ...); differentiable in both.
+    """Return (T, ...): each row's weighted sum of its answers ``y`` (S, ...); differentiable in ``y`` and the weights.
 
     Missing answers are zeros. Sums run in the order of a row's choices.
     """

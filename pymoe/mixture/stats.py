@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pymoe._errors import describe_error
 from pymoe.runtime.protocols import RequestPool
 
-LOG_PERIOD_S = 60.0  # seconds between two lines about one backend, at least
+LOG_PERIOD_S = 60.0  # minimum number of seconds between two log lines about one backend
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -59,7 +59,7 @@ class BackendStats(NamedTuple):
 
 
 class BackendLog:
-    """Logs failures of a backend to answer, the first at once and then at most every ``LOG_PERIOD_S``. Thread-safe."""
+    """Logs missing answers of a backend: the first at once, later ones at most every ``LOG_PERIOD_S``. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Layers: router, experts, and the mixture-of-experts layer made of them.
+"""Layers: router, experts, and the mixture-of-experts layer that contains both.
 
 The path of a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :class:`Experts` -> combine.
 """

@@ -12,7 +12,10 @@ from pymoe.nn.options import Backend, check_dtype, check_size, operators
 
 
 class _FeedForward(nn.Module):
-    """The parameters of two linear layers with an activation between them, each shaped ``(*stack, ...)``."""
+    """The parameters of feed-forward networks: two linear layers with an activation between them.
+
+    Every parameter has the leading sizes ``stack``: ``(E,)`` for E networks, ``()`` for one.
+    """
 
     w_in: nn.Parameter
     w_out: nn.Parameter
@@ -45,7 +48,10 @@ class _FeedForward(nn.Module):
         self.reset_parameters()
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of every parameter, including biases that are absent, without the sizes of the stack."""
+        """Return the shape of every parameter by name, without the leading sizes ``stack``.
+
+        The shapes of biases are included even if the networks have none.
+        """
         inner = (2 if is_gated(self.activation) else 1) * self.ffn_size
         return {
             "w_in": (inner, self.hidden_size),
@@ -55,7 +61,7 @@ class _FeedForward(nn.Module):
         }
 
     def reset_parameters(self) -> None:
-        """Initialise every network as two ``nn.Linear``: uniform in ±1/sqrt(inputs)."""
+        """Draw weights and biases uniformly from ±1/sqrt(input features of the linear layer), as ``nn.Linear`` does."""
         for weight, bias in ((self.w_in, self.b_in), (self.w_out, self.b_out)):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
@@ -84,8 +90,8 @@ class Experts(_FeedForward):
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Attributes:
         w_in: (E, 2F, H), gate above up, for gated activations; else (E, F, H).
@@ -115,7 +121,7 @@ class Experts(_FeedForward):
         self.num_experts = num_experts
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
-        """Apply to every row its expert.
+        """Return the output of every row's expert for the row.
 
         Args:
             rows_SH: (S, H), from :func:`pymoe.ops.dispatch`.
@@ -137,7 +143,7 @@ class SharedExperts(_FeedForward):
     """The experts that every token passes through (DeepSeekMoE, arXiv 2401.06066).
 
     The sum of the outputs of n shared experts of size F equals the output of one feed-forward network of size n * F. So
-    they are computed as one: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
+    this module is one network for all shared experts: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
 
     Args:
         hidden_size: H.
@@ -145,15 +151,15 @@ class SharedExperts(_FeedForward):
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Attributes:
         w_in: (2F, H), gate above up, for gated activations; else (F, H).
         w_out: (H, F).
         b_in: (2F,) or (F,), or ``None``.
         b_out: (H,), or ``None``.
-        row_invariant: the same as in :class:`Router`.
+        row_invariant: if true, equal tokens get equal bits in every batch, as in :class:`Router`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -175,7 +181,7 @@ class SharedExperts(_FeedForward):
         self.row_invariant = False
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """Apply the network to every token.
+        """Return the output of the network for every token.
 
         Args:
             x_TH: (T, H).

@@ -1,4 +1,4 @@
-"""Counters and statistics that a layer keeps between steps, and the count of its experts' load."""
+"""Tensors that a layer keeps between steps: counters, and statistics of its last call."""
 
 from __future__ import annotations
 
@@ -55,12 +55,15 @@ class LocalTensors(nn.Module):
 
 
 class LastCall(LocalTensors):
-    """The values of a layer's last call.
+    """The values of a layer's last call, by name.
 
-    This holds the tensors of the call themselves, or computes the values when they are read, so that a call costs
-    nothing more. It never writes to the tensors that it holds, since a backward pass may need them. But a CUDA graph
-    and code of :func:`torch.compile` run without Python: there the values of a call are copied into its own
-    tensors. After a capture this is done in all calls, since a replay leaves its values only in these tensors.
+    In an eager call, :meth:`keep` stores references to the call's own tensors, and :meth:`keep_pending` stores a
+    function that computes the values when they are first read: neither copies or computes anything in the call. The
+    referenced tensors are never written to, since a backward pass may need them.
+
+    A CUDA graph and code of :func:`torch.compile` run without Python, so they cannot store references. There the values
+    are copied into the tensors that the constructor was given. After the first capture of a CUDA graph every call
+    copies, because a replay writes only to these tensors, and a stored reference would hide what the replay wrote.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -74,13 +77,13 @@ class LastCall(LocalTensors):
         return self.held.get(name, self.tensors[name])
 
     def keep(self, **values: Tensor) -> None:
-        """Take the values of a call, one for every name and all on one device."""
+        """Store ``values`` as those of the last call: one for every name, all on one device."""
         if self.pending is not None:
             self.pending = None
         if self._may_hold(*values.values()):
             self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
             return
-        if self.held:  # torch 2.11 refuses an attribute that is set within a compiled checkpoint
+        if self.held:  # else leave the attribute alone: torch 2.11 cannot compile a checkpoint that sets one
             self.held = {}
         self.follow(next(iter(values.values())).device)
         with torch.no_grad():
@@ -88,33 +91,37 @@ class LastCall(LocalTensors):
                 self.tensors[name].copy_(value)
 
     def keep_pending(self, compute: Callable[[], dict[str, Tensor]], *inputs: Tensor) -> None:
-        """Take the values of a call, which ``compute`` returns. Call it when they are read, or now if it cannot wait.
+        """Store ``compute``, which returns the values of the last call, and call it when they are first read.
+
+        In a CUDA graph and in compiled code, ``compute`` is called at once.
 
         Args:
-            compute: may be called after further calls of the layer, and holds ``inputs`` until then. It is a
-                ``functools.partial`` of a module-level function, so that it can be copied with the layer.
+            compute: returns the values by name. It may run after further calls of the layer, and holds ``inputs`` until
+                then. It must be a ``functools.partial`` of a module-level function, so that it can be copied with the
+                layer.
             inputs: the tensors of the call that ``compute`` reads.
         """
         if self._may_hold(*inputs):
-            # Every call runs this, and Module.__setattr__ would first look for parameters and modules of these names.
+            # Bypass Module.__setattr__: it would look for parameters and modules of these names in every call.
             vars(self).update(held={}, pending=compute)
         else:
             self.keep(**compute())
 
     def settle(self) -> None:
-        """Compute the pending values, and drop their inputs; if that raises, the values stay pending."""
+        """Compute the pending values, if any, and drop their inputs; if the computation raises, they stay pending."""
         compute = self.pending
         if compute is not None:
-            # This must run outside of torch.func's transforms: they would wrap tensors that are kept after their end.
+            # Leave torch.func's transforms: they would wrap the values, which are kept after the transforms end.
             outside = temporarily_clear_interpreter_stack() if in_torch_func() else nullcontext()
             with torch.no_grad(), outside:
                 held = compute()
-            # Another thread may have computed the same values meanwhile, or the layer may have been called again.
+            # Store the values only if `compute` is still pending: meanwhile another thread may have stored the same
+            # values, or the layer may have been called again.
             if self.pending is compute:
                 self.held, self.pending = held, None
 
     def copies(self) -> dict[str, Tensor]:
-        """Return fresh copies of the values, in the dtypes of the tensors of its own."""
+        """Return a fresh copy of every value, in the dtype of the constructor's tensor of this name."""
         return {name: self[name].to(tensor.dtype, copy=True) for name, tensor in self.tensors.items()}
 
     def zero_(self) -> None:
@@ -135,7 +142,7 @@ class LastCall(LocalTensors):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.settle()
         if self.held:
-            with torch.inference_mode(False):  # the copies outlive the block, and later calls change them
+            with torch.inference_mode(False):  # a later call changes the copies, and may be outside of inference mode
                 self.tensors.update(self.copies())
             self.held = {}
         return super()._apply(fn, recurse)
@@ -146,7 +153,7 @@ class LastCall(LocalTensors):
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # later calls change the tensor, outside of inference mode
+    with torch.inference_mode(False):  # a later call changes the tensor, and may be outside of inference mode
         if tensor.is_meta and device.type != "meta":
             return torch.zeros_like(tensor, device=device)
         return tensor.to(device)
@@ -161,7 +168,7 @@ class _CountOnBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         _, load, total = inputs
         ctx.save_for_backward(load)
-        ctx.total = total  # not by save_for_backward: other micro-batches change it before this one's backward
+        ctx.total = total  # save_for_backward would raise if another micro-batch changes it before this one's backward
 
     @staticmethod
     def tangent(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -175,12 +182,12 @@ class _CountOnBackward(torch.autograd.Function):
 
 
 def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
-    """Return the values of ``weights``, and add ``load`` to ``total`` when their gradient comes back.
+    """Return the values of ``weights``; the backward of the returned tensor adds ``load`` to ``total``.
 
     A forward may run any number of times in one training step: activation checkpointing recomputes it during the
-    backward, and a pipeline or a remote expert may run it without gradients first. The gradient passes exactly once.
-    So this counts the load of the tokens on which the model was trained, and nothing has to detect a recomputation. An
-    in-place addition in a backward can also be compiled into one graph.
+    backward, and a pipeline or a remote expert may run it without gradients first. But the backward runs exactly once.
+    So a count in the backward is the load of the tokens on which the model was trained, and nothing has to detect a
+    recomputation. Moreover, :func:`torch.compile` can compile an in-place addition in a backward without a graph break.
 
     Each backward counts: if a graph is kept (``retain_graph=True``, ``create_graph=True``) and run backward twice, its
     tokens count twice.

@@ -36,11 +36,11 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
-    """Return the values of ``carrier``; when a gradient comes back through them, ``loss`` gets the gradient 1.
+    """Return the values of ``carrier``; the backward of the returned tensor gives ``loss`` the gradient 1.
 
     ``objective(inject_loss(carrier, loss)).backward()`` computes the gradients of ``objective(carrier) + loss``: the
-    loss need not be carried to the end of the model, and the gradient that comes back does not scale it. This holds
-    under activation checkpointing, since the gradient comes back once, however often a forward is recomputed. The idea
+    loss need not be carried to the end of the model, and the gradient of the returned tensor does not scale it. This
+    holds under activation checkpointing, since the backward runs once, however often a forward is recomputed. The idea
     comes from Megatron-LM's ``MoEAuxLossAutoScaler``.
 
     Args:
@@ -55,7 +55,7 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """Losses that a forward injects, for code that adds their gradient to the gradient of the logits."""
+    """The factors of the losses that a forward injects; :meth:`gradient` returns the losses' gradient of the logits."""
 
     score: Score
     balancing: Tensor
@@ -64,7 +64,12 @@ class Injected(NamedTuple):
     """Scalar, the dtype of the logits: the factor of the z loss."""
 
     def gradient(self, logits_TE: Tensor, load: Tensor) -> Tensor:
-        """Return the gradient of the logits (T, E), with the bits that autograd computes for :func:`inject_loss`."""
+        """Return the losses' gradient of ``logits_TE`` (T, E); it has the same bits as autograd's with ``inject_loss``.
+
+        Args:
+            logits_TE: (T, E).
+            load: (E,), the number of choices of each expert.
+        """
         return router_losses_backward(self.balancing, self.z, logits_TE, load, self.score)
 
 
@@ -123,10 +128,10 @@ class AuxiliaryLosses(nn.Module):
         return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
 
     def injected(self, logits_TE: Tensor) -> Injected:
-        """Return the losses that :meth:`forward` injects, before the choice is known.
+        """Return the factors of the losses that :meth:`forward` injects; this does not need the gate's choice.
 
         Args:
-            logits_TE: (T, E).
+            logits_TE: (T, E); the factors have its dtype and device.
         """
         scale, zero = self.scale, logits_TE.new_zeros(())
         one = scale.to(logits_TE.dtype) if isinstance(scale, Tensor) else logits_TE.new_full((), scale)
@@ -134,10 +139,10 @@ class AuxiliaryLosses(nn.Module):
         return Injected(self.score, *factors)
 
     def injects_by_kernels(self) -> bool:
-        """Return whether :meth:`injected` computes the same gradient as the losses that :meth:`forward` injects.
+        """Return whether :meth:`Injected.gradient` gives the gradient of the losses that :meth:`forward` injects.
 
-        It does not if a user has set a coefficient or :attr:`scale` to a tensor that is learned, or has another shape
-        or dtype than :func:`set_aux_loss_scale` leaves there; this requires operators of torch.
+        It does not with the reference backend, nor if a user has set a coefficient to a tensor, or :attr:`scale` to a
+        tensor that requires a gradient or is not a scalar. Then only :meth:`forward` may be used.
         """
         scale = self.scale
         return (
@@ -154,7 +159,10 @@ class AuxiliaryLosses(nn.Module):
         return self.aux_loss_coef, self.z_loss_coef
 
     def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
-        """Return the sum of the losses times their coefficients; every step is one or two launches on a GPU."""
+        """Return ``factor`` times the sum of the losses times their coefficients.
+
+        Coefficients of 0 and a factor of 1 are skipped, because every operation costs one or two launches on a GPU.
+        """
         pairs = zip(self._coefficients(), losses, strict=True)
         terms = [coefficient * loss for coefficient, loss in pairs if coefficient > 0]
         total = sum(terms[1:], terms[0])
@@ -171,7 +179,7 @@ def _detached(value: Tensor) -> Tensor:
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Scale the auxiliary losses that the layers of ``model`` inject from their next forward on.
 
-    The gradient that comes back does not scale an injected loss. If you scale the model's own loss before its
+    A factor of the model's own loss does not scale an injected loss. So if you scale the model's own loss before its
     backward, pass the same factor here before the forward:
 
     - gradient accumulation over n micro-batches, with ``(loss / n).backward()``: ``set_aux_loss_scale(model, 1 / n)``;

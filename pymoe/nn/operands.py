@@ -1,12 +1,13 @@
 """The operands of a layer: rows that lie one after the other in memory, and parameters that fit them.
 
-Constructors make parameters that fit, and ``load_state_dict`` keeps them so; an assignment or a swapped module may
-break this. The operators would refuse most such parameters with messages of their own; torch would refuse the rest, or
-broadcast them.
+Constructors make parameters that fit, and ``load_state_dict`` preserves this; a user who assigns a parameter or
+replaces a module may break it. The operators would refuse most such parameters, but without naming the parameter, and
+torch would refuse the rest or broadcast them silently. Therefore the layers check their parameters.
 
-Parameters are checked directly before they are used: by the part that has them, once it has been called, or by the
-layer that does the part's work. Until then they may be elsewhere, cut or in another dtype, because FSDP, accelerate's
-offloading and others bring them when the part is called.
+Parameters are checked directly before they are used: by the submodule that holds them, after it has been called, or by
+the layer, where it computes the result in place of the submodule. Before the call of the submodule, its parameters may
+be on another device, sharded or in another dtype, because FSDP, accelerate's offloading and others restore them in a
+hook of the call.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from pymoe._common.types import is_gated
 def as_rows(x: Tensor, hidden_size: int) -> Tensor:
     """Return the tokens of (..., H) as (T, H), one after the other in memory.
 
-    Every way through a layer begins with this, because the rounding of torch's matrix products depends on the layout of
-    their operands, even of a single row, which counts as contiguous whatever its strides are.
+    Every path through a layer calls this first, because the rounding of torch's matrix products depends on the strides
+    of their operands. This holds even for a single row, which torch calls contiguous whatever its strides are: so the
+    strides are compared here, not ``is_contiguous()``.
 
     Args:
         x: (..., H).
@@ -38,17 +40,17 @@ def as_rows(x: Tensor, hidden_size: int) -> Tensor:
 
 
 def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_invariant: bool) -> Tensor:
-    """Return ``F.linear(x_TH, weight, bias)``, in one of two ways.
+    """Return ``F.linear(x_TH, weight, bias)`` (T, N); with ``row_invariant``, a row's bits depend on that row alone.
 
     The matrix products of BLAS may sum a row in another order if there are more or fewer rows, and always do for a
     single row. :func:`pymoe.ops.grouped_linear` always uses the same order, so equal tokens have equal bits in every
-    batch, and in every share of a batch that a rank has. The same holds for the gradient of ``x_TH``.
+    batch, and on every rank that has a share of a batch. The same holds for the gradient of ``x_TH``.
 
     Args:
         x_TH: (T, H).
         weight: (N, H).
         bias: (N,), or None.
-        row_invariant: if true, ``grouped_linear`` computes the result.
+        row_invariant: if true, ``grouped_linear`` computes the result, otherwise ``F.linear``.
     """
     if not row_invariant:
         return F.linear(x_TH, weight, bias)
@@ -57,16 +59,16 @@ def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_inva
     return ops.grouped_linear(x_TH, weight[None], offsets, None if bias is None else bias[None])
 
 
-# Parameters.
+# Checks of parameters.
 
 
 def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) -> None:
-    """Raise unless the parameters of feed-forward networks fit.
+    """Raise unless the parameters of ``networks`` have the right shapes, the device of ``x`` and a dtype that fits it.
 
     Args:
         name: name of the module in its layer.
         networks: the module, an Experts or SharedExperts. (Their file imports this one.)
-        stack: the first sizes of each parameter.
+        stack: the leading sizes of each parameter.
         x: rows to which the networks will be applied.
 
     Raises:
@@ -82,11 +84,14 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
 
 
 def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
-    """Return whether the parameters fit without a cast, in one expression; see :mod:`pymoe._common.checks`."""
+    """Return whether every parameter has the right shape, and the device and dtype of ``x``.
+
+    Every call of a layer runs this, so it is one expression without messages, as in :mod:`pymoe._common.checks`.
+    """
     own = networks._parameters
     try:
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
-    except KeyError:  # the user has put something else in its place
+    except KeyError:  # the user has replaced the module by one with other parameters
         return False
     hidden, ffn, dtype, device = networks.hidden_size, networks.ffn_size, x.dtype, x.device
     inner = 2 * ffn if is_gated(networks.activation) else ffn
@@ -103,13 +108,15 @@ def networks_fit(networks: Any, stack: tuple[int, ...], x: Tensor) -> bool:
 
 
 def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
-    """Raise unless a parameter of experts has this shape, the device of ``x``, and its dtype after autocast.
+    """Raise unless a parameter of experts has this shape, the device of ``x``, and a dtype that fits ``x``.
+
+    The dtype must be that of ``x``, or one that ``torch.autocast``, if it is on, casts.
 
     Args:
         name: the name of the parameter in the error.
         parameter: the parameter.
         shape: the shape that it must have.
-        x: rows by which it will be multiplied.
+        x: rows by which the parameter will be multiplied.
         whose: words that follow the shape in the error.
     """
     check_place(name, parameter, shape, x, whose)

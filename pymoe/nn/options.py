@@ -21,8 +21,8 @@ Backend = Literal["native", "reference"]
 """The operators that a layer calls: :mod:`pymoe.ops` or :mod:`pymoe.reference`."""
 
 MIN_STEPS_TO_WARN = 100
-"""In-place changes of a router's weight before a layer warns that nothing balances its experts. Every optimizer step
-makes at least one."""
+"""The number of in-place changes of a router's weight before a layer warns that nothing balances its experts. It counts
+training steps, since every optimizer step changes the weight in place at least once."""
 
 _warned: set[str] = set()
 
@@ -73,7 +73,7 @@ def check_flag(layer: str, argument: str, value: object) -> None:
 def check_network_options(
     layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object
 ) -> None:
-    """Raise unless the options that all feed-forward networks have are of their kinds and in range."""
+    """Raise unless these options of feed-forward networks have the right types and are in range."""
     check_size(layer, "hidden_size", hidden_size)
     check_size(layer, "ffn_size", ffn_size)
     check_kind(layer, "activation", activation)
@@ -88,14 +88,14 @@ def check_dtype(layer: str, value: object) -> None:
 
 
 def warn_once(subject: str, message: str, stacklevel: int = 2) -> None:
-    """Give a ``UserWarning`` the first time that ``subject`` comes up in this process.
+    """Warn with ``UserWarning(message)``, unless this process has already warned about ``subject``.
 
-    It is for options that raise no error and do not do what they seem to do.
+    Use this for options that are accepted without an error but do not have the effect that a user expects.
 
     Args:
-        subject: later warnings of the same subject are suppressed.
+        subject: an arbitrary key; later warnings with the same key are suppressed.
         message: the problem and its remedy.
-        stacklevel: as for ``warnings.warn``, counted from the caller.
+        stacklevel: as for ``warnings.warn``: 1 reports the caller's line, 2 the line that called the caller.
     """
     if subject not in _warned:
         _warned.add(subject)

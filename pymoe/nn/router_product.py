@@ -10,14 +10,14 @@ The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogit
   rounded, its error is at most ``u * sum |dlogits| |weight|``, to first order; for the gradient of the weight it is the
   same with ``|x|``. bfloat16 has the range of float32: nothing overflows or is lost that would not be in float32.
 - float16 does not have that range: gradients that are multiplied by a loss scale may exceed 65504, and without a loss
-  scale they may be smaller than its least numbers. So in float16 ``dlogits`` stays float32 and the operands are cast,
-  as everywhere else.
+  scale they may be smaller than the smallest float16 number. So in float16 ``dlogits`` stays float32, and ``weight``
+  and ``x`` are cast to float32.
 
 In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd, whose backward runs two
 products and a kernel on the GPU. Two nodes would take a cast and an addition more: they would pass the gradient of the
 logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router and
 experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the product
-for the tokens adds to the gradient that the experts have left.
+``dlogits @ weight`` also adds the gradient of the tokens that comes from the experts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def takes(x_TH: Tensor, weight: Tensor) -> bool:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a block in which ``torch.autocast`` is off for this type of device."""
+    """Return a context manager that turns ``torch.autocast`` off for this type of device."""
     if autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
@@ -66,7 +66,7 @@ def wide_product(x_TH: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
-    """Return the result of :func:`wide_product`, for use inside a node of autograd that differentiates it."""
+    """Return ``x_TH @ weight.T`` (T, E) in float32; for the forward of an ``autograd.Function``, without a history."""
     with without_autocast(x_TH.device.type):
         return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
 
@@ -102,7 +102,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class _NarrowProduct(torch.autograd.Function):
-    """Computes grad @ right in the 16-bit dtype of ``right``; its own gradients are the same two products."""
+    """Computes grad @ right in the 16-bit dtype of ``right``; its gradients are a wide and a narrow product."""
 
     @staticmethod
     def forward(grad: Tensor, right: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _narrow(grad: Tensor, right: Tensor) -> Tensor:
 
 
 def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
-    """Return whether :func:`route` serves this call: in bfloat16 on a GPU, eager, with gradients of the tokens."""
+    """Return whether the layer calls :func:`route`: in bfloat16 on a GPU, eager, if the tokens get a gradient."""
     return (
         x_TH.dtype == torch.bfloat16
         and x_TH.requires_grad
@@ -142,16 +142,19 @@ def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
 def route(
     x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, capacity: int | None, alone: bool
 ) -> tuple[Gate, Tensor, Tensor, Routing]:
-    """Return the gate, the logits (T, E) in float32, the tokens that the experts must take, and their routing.
+    """Return the gate, the logits (T, E) in float32, the tokens for the experts, and their routing.
+
+    The returned tokens have the values of ``x_TH``. The experts must use them instead of ``x_TH``, so that the gradient
+    from the experts passes through this node.
 
     Args:
         x_TH: (T, H) bfloat16.
         weight: (E, H) bfloat16.
         bias: (E,) float32, added to the scores for the choice alone; or None.
         options: the options of the gate.
-        capacity: the most slots that an expert takes, or None.
-        alone: true if nothing except :func:`pymoe.ops.dispatch` takes the returned tokens. Then the gradient that its
-            backward has just made is added to in place, since nothing else can hold it.
+        capacity: the maximum number of rows of an expert, or None.
+        alone: true if only :func:`pymoe.ops.dispatch` uses the returned tokens. Then this node's backward adds in place
+            to the gradient that the backward of ``dispatch`` returned, since nothing else can hold that tensor.
     """
     passed_TH, logits_TE, *chosen = call(_Route, x_TH, weight, bias, options, capacity, alone)
     return Gate(*chosen[:3]), logits_TE, passed_TH, Routing(*chosen[3:])

@@ -1,4 +1,4 @@
-"""build_routing: native stable counting sort.
+"""build_routing: sorts choices by expert, by a native stable counting sort.
 
 Contract: :func:`pymoe.reference.build_routing`; kernel: csrc/kernels/build_routing.h.
 """
@@ -31,7 +31,7 @@ build_routing.__doc__ = reference.__doc__
 
 
 def raw(experts: Tensor, num_experts: int, *, capacity: int | None = None, foreign_experts: bool = False) -> Routing:
-    """Return :func:`build_routing` of arguments that are known to fit."""
+    """Return the result of :func:`build_routing`, without checks of the arguments."""
     if capacity is not None:
         capacity = min(capacity, ROW_LIMIT)
     return Routing(*_BUILD_ROUTING(experts.contiguous(), num_experts, capacity, foreign_experts))

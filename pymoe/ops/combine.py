@@ -1,8 +1,8 @@
 """combine: native gather and sum. Contract: :func:`pymoe.reference.combine`; kernel: csrc/kernels/combine.h.
 
-The backward is its own derivative's building block. One fused pass computes the rows D(w, g) = ``w * g`` and the
-products P(g, y) = ``<g, y>``. Their gradients for cotangents (a, b) are combine(a, w) + combine(y, b), P(g, a) and D(b,
-g): the same operators again.
+The backward is one fused pass, which computes the rows D(w, g) = ``w * g`` and the products P(g, y) = ``<g, y>``. If a
+is the gradient of D and b that of P, the gradients of g, w and y are combine(a, w) + combine(y, b), P(g, a) and
+D(b, g). So the same two operators compute gradients of any order.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ combine.__doc__ = reference.__doc__
 
 
 def raw(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Return :func:`combine` of arguments that are known to fit."""
+    """Return the result of :func:`combine`, without checks of the arguments."""
     if weights is None:
         return sum_choices(y, routing)
     slot, _, offsets = routing
     wide = accumulate_dtype(y.dtype)
-    if weights.dtype != wide:  # the test is cheaper than a cast that changes nothing
+    if weights.dtype != wide:  # this test is cheaper than a call of `to` that changes nothing
         weights = weights.to(wide)
     return call(Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous())  # type: ignore[no-any-return]
 

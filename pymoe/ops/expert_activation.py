@@ -1,4 +1,4 @@
-"""expert_activation: fused forward and backward.
+"""expert_activation: native activations of experts, with a fused forward and backward.
 
 Contract: :func:`pymoe.reference.expert_activation`; kernel: csrc/kernels/expert_activation.h.
 """
@@ -27,7 +27,7 @@ KernelOptions = tuple[int, float, float, float, bool]
 
 
 def kernel_options(kind: ActivationKind) -> KernelOptions:
-    """Return the last arguments of the raw operators for a checked kind."""
+    """Return the native operators' arguments for ``kind``, which must be valid: it is not checked."""
     if isinstance(kind, ClampedSwiglu):
         return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
     return (KINDS.index(kind), 0.0, 1.0, 0.0, False)
@@ -49,7 +49,7 @@ _TORCH: dict[object, Callable[[Tensor], Tensor]] = {
 
 
 def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
-    """Compute the same result as the kernel, with torch operators."""
+    """Return the activation ``kind`` of ``h``, computed with torch operators, which are differentiable again."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if not is_gated(kind):
         return _TORCH[kind](wide).to(h.dtype)
@@ -63,7 +63,8 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
 class ExpertActivation(torch.autograd.Function):
     @staticmethod
     def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
-        # Options are spelled out: without gradients, torch.compile passes a context to any function with *arguments.
+        # The options are named one by one, because torch.compile without gradients would pass a context, too, to a
+        # forward that has *arguments.
         return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved)
 
     @staticmethod
@@ -77,7 +78,10 @@ class ExpertActivation(torch.autograd.Function):
 
 
 def activation_backward(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
-    """Return the gradient of ``h`` for the gradient of the result; differentiable while gradients are recorded."""
+    """Return the gradient of ``h``, given the gradient ``grad`` of the result.
+
+    If gradients are recorded, torch operators compute it, and it is differentiable; otherwise the kernel computes it.
+    """
     if torch.is_grad_enabled():
         kind = _kind_of(*options)
         return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
@@ -93,7 +97,7 @@ expert_activation.__doc__ = reference.__doc__
 
 
 def raw(h: Tensor, kind: ActivationKind) -> Tensor:
-    """Return :func:`expert_activation` of arguments that are known to fit."""
+    """Return the result of :func:`expert_activation`, without checks of the arguments."""
     return call(ExpertActivation, h.contiguous(), *kernel_options(kind))  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """FLOPs of the native operators, for :class:`torch.utils.flop_counter.FlopCounterMode` and tools that use it.
 
 Matrix products count two FLOPs for each multiplication and addition, and everything else counts zero, as torch counts
-its own operators. A formula sees only shapes, so every choice counts, even one that a capacity drops.
+its own operators. A formula gets only the shapes of tensors, so it counts every choice, even one that a capacity drops.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ BackwardOptions = tuple[Score, bool, bool, float]
 
 
 def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:
-    """Return the options of a call that its backward needs."""
+    """Return what the backward of a call needs to know of the call's ``bias`` and ``options``."""
     _, score, renormalize, num_groups, _, scale = options
     return score, renormalize, bias is None and num_groups == 0, scale
 
@@ -105,8 +105,8 @@ def gate_backward(
     Args:
         grad: (T, K), the gradient of the weights, contiguous.
         logits: (T, E).
-        experts: (T, K), the choice.
-        options: the options of the backward.
+        experts: (T, K), the experts that the gate has chosen.
+        options: from :func:`backward_options`.
         narrow: round the gradient of float32 logits to bfloat16; the result is then not differentiable.
     """
     if narrow:
@@ -115,7 +115,7 @@ def gate_backward(
 
 
 def _weights(logits: Tensor, experts: Tensor, score: Score, renormalize: bool, scale: float) -> Tensor:
-    """Compute the kernel's weights for the chosen ``experts``, with torch operators."""
+    """Return the weights (T, K) of the chosen ``experts``, computed with torch operators instead of the kernel."""
     values = logits.to(accumulate_dtype(logits.dtype))
     scores = torch.softmax(values, dim=1) if score == "softmax" else torch.sigmoid(values)
     weights = scores.gather(1, experts.long())

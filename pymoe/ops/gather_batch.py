@@ -21,7 +21,8 @@ __all__ = ["gather_batch", "split_batch"]
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     check_gather_batch(tensors)
-    # The formula below covers backward passes only: without this check, other derivatives would be silently lost.
+    # The native operator's derivative, registered below, covers backward passes only. The reference computes the other
+    # derivatives, which would be silently lost otherwise.
     if in_torch_func() or has_tangent(*tensors):
         return reference(tensors)
     batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])
@@ -37,8 +38,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# The formula is registered with the operator instead of a torch.autograd.Function as elsewhere: torch.compile cannot
-# trace a Function that gets a tensor twice, as a list may.
+# The formula is registered with the operator. A torch.autograd.Function, as other operators have, would not do: a list
+# may contain a tensor twice, and torch.compile cannot trace a Function that gets a tensor twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

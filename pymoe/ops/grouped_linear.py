@@ -2,8 +2,8 @@
 
 Contract: :func:`pymoe.reference.grouped_linear`; kernel: csrc/kernels/grouped_linear.h.
 
-The operator and its gradients are closed under differentiation: the gradient of each is made of the three functions
-below, so a backward of any order runs on the native kernels.
+The gradients of each of the three autograd functions below are computed by the same three functions, so a backward of
+any order runs on the native kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 class GroupedLinear(torch.autograd.Function):
     """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted by expert or listed in an order."""
 
-    # A pipeline may ask for dx first and for the other gradients later (pymoe.pipe.split_backward).
+    # A pipeline may compute the gradient of x first and the other gradients later (pymoe.pipe.split_backward).
     backward_in_parts = True
 
     @staticmethod
@@ -94,10 +94,11 @@ def weight_grad(
     strides: tuple[int, ...],
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Return a weight's gradient in the layout that has the weight's strides; autograd would copy it from any other.
+    """Return the gradient of a weight (E, N, H) with the order of the weight's ``strides``.
 
-    A transposed view of an (E, H, N) parameter gets a transposed view of an (E, H, N) gradient. The bits are the same,
-    because only the factors of each product swap places. ``product`` is ``WeightGrad``, or its kernel alone.
+    A gradient with other strides would be copied by autograd. So a transposed view of an (E, H, N) parameter gets a
+    transposed view of an (E, H, N) gradient. The bits are the same, because only the factors of each product swap
+    places. ``product`` computes the gradient: it is ``WeightGrad``, or its kernel alone.
     """
     if strides[1] < strides[2]:
         return product(x, grad, offsets, order, whole).transpose(1, 2)
@@ -150,7 +151,9 @@ def raw(
     order: Tensor | None = None,
     whole: bool = False,
 ) -> Tensor:
-    """Return :func:`grouped_linear` of arguments that are known to fit, once ``torch.autocast`` has cast them.
+    """Return the result of :func:`grouped_linear`, without checks of the arguments.
+
+    Inside ``torch.autocast`` the operands are cast first.
 
     Args:
         x: (S, H).
@@ -158,11 +161,11 @@ def raw(
         offsets: (E + 1,), contiguous.
         bias: (E, N), or None.
         order: (S,), contiguous, or None.
-        whole: whether ``offsets`` come straight from :func:`pymoe.ops.build_routing` and every choice has a row: there
-            is no capacity, and there are no experts elsewhere. On the GPU, offsets of unknown origin are made safe
-            before torch's product reads them, and the rows that they leave out are cleared afterwards; the promise
-            saves these two launches for each product. It cannot be checked there: rows that it leaves out may hold
-            anything.
+        whole: true promises that ``offsets`` come straight from :func:`pymoe.ops.build_routing` and that every choice
+            has a row: there is no capacity, and there are no experts on other ranks. Without the promise, the GPU makes
+            offsets safe before torch's product reads them, and clears the rows that no expert owns afterwards; the
+            promise saves these two launches for each product. It is not checked on the GPU: if it is false, rows that
+            no expert owns may hold anything.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """A debug mode that checks the values of index tensors on a GPU.
 
 On the CPU every kernel checks the indices that it reads. A CUDA kernel skips indices that are out of range: to report
-them, the host would have to wait for the device in every call. While :class:`check_indices` is on, the host waits.
+them, the host would have to wait for the device in every call. While :class:`check_indices` is on, the host waits and
+reports them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class check_indices:
 
 
 def are_on() -> bool:
-    """Return whether the mode is on, for callers of raw operators. (The functions above check it themselves.)"""
+    """Return whether the debug mode is on, for callers of raw operators. (The functions below test this themselves.)"""
     return _enabled
 
 
@@ -80,7 +81,7 @@ def _kernel_checks(index: Tensor) -> bool:
 
 
 def _to_check(operator: str, index: Tensor) -> bool:
-    # This test comes first, so that a compiled graph neither reads the mode nor depends on it.
+    # is_compiling() is tested first, so that a compiled graph neither reads the mode nor depends on it.
     if torch.compiler.is_compiling() or not _enabled or _kernel_checks(index) or isinstance(index, FakeTensor):
         return False
     if torch.cuda.is_current_stream_capturing():
@@ -92,13 +93,13 @@ def _to_check(operator: str, index: Tensor) -> bool:
 
 
 def experts_in_range(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """In debug mode, raise if a choice does not name an expert, here or elsewhere."""
+    """In debug mode, raise if a choice is negative or, without ``foreign_experts``, at least ``num_experts``."""
     if _to_check(operator, experts):
         check_experts(operator, experts, num_experts, foreign_experts)
 
 
 def slots_in_range(operator: str, routing: Routing) -> None:
-    """In debug mode, raise if a slot is neither -1 nor a row."""
+    """In debug mode, raise if a slot is neither -1 nor the index of a row."""
     if _to_check(operator, routing[0]):
         checks.slots_in_range(operator, routing)
 
@@ -110,6 +111,6 @@ def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
 
 
 def order_in_range(operator: str, order: Tensor, offsets: Tensor) -> None:
-    """In debug mode, raise if the part of an order that ``offsets`` use does not name distinct rows."""
+    """In debug mode, raise unless ``order[:offsets[-1]]`` names rows that exist, each at most once."""
     if _to_check(operator, order):
         check_order(order[: int(offsets[-1])].tolist(), order.shape[0], operator)

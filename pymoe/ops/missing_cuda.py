@@ -1,4 +1,4 @@
-"""An error message with the remedy for CUDA tensors in builds without CUDA kernels."""
+"""Raises an error with a remedy if operators get CUDA tensors in a build without CUDA kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ refused: list[str] = []
 
 
 def register() -> None:
-    """Register a kernel that raises for every operator without one; torch's own message is about selective builds."""
+    """Register, for every operator without a CUDA kernel, a kernel that raises an error with the remedy.
+
+    torch's own error would suggest a selective build as the cause, which is misleading.
+    """
     for name in dispatch_get_all_op_names():
         if name.startswith("pymoe::") and not dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
             _LIBRARY.impl(name, _refusal(name), "CUDA")

@@ -87,7 +87,7 @@ def _weighted_sum(
 
 
 def router_losses_backward(grad_balance: Tensor, grad_z: Tensor, logits: Tensor, load: Tensor, score: Score) -> Tensor:
-    """Return the logits' gradient for the gradients of both losses, from checked arguments of :func:`router_losses`."""
+    """Return the gradient of ``logits`` (T, E), given the gradients of both losses; the arguments are not checked."""
     return call(_RouterLossesBackward, grad_balance, grad_z, logits, load, score, True)  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,6 @@
-"""Spreads rows (dispatch) and sums them (combine without weights).
+"""Spreads tokens' rows to their choices (dispatch) and sums the choices' rows (combine without weights).
 
-Each is the gradient of the other, so both are differentiable any number of times.
+The backward of each function is the other function, so both are differentiable any number of times.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class SumChoices(_MovesRows):
 
 
 def spread_rows(x: Tensor, routing: Routing) -> Tensor:
-    """Return (S, H) from (T, H): :func:`dispatch` of checked arguments."""
+    """Return ``dispatch(x, routing)``, (S, H) for ``x`` (T, H), without checks of the arguments."""
     slot, token, offsets = routing
     return call(SpreadRows, x.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())
 
 
 def sum_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """Return (T, H) from (S, H): :func:`combine` of checked arguments, without weights."""
+    """Return ``combine(rows, routing)``, (T, H) for ``rows`` (S, H), without checks of the arguments."""
     slot, token, offsets = routing
     return call(SumChoices, rows.contiguous(), slot.contiguous(), token.contiguous(), offsets.contiguous())

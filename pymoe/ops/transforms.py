@@ -1,4 +1,4 @@
-"""Derivatives beyond the first: gradients that autograd and the transforms of torch.func can differentiate."""
+"""Higher derivatives: computes gradients that autograd and the transforms of torch.func can differentiate again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from pymoe._transforms import in_torch_func
 
 
 def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients of ``inputs`` if ``grad`` is the gradient of ``function(*inputs)``; differentiable in both."""
-    if not torch.compiler.is_compiling():  # torch.func.vjp's function may run after its transform has ended
+    """Return the gradients of ``inputs``, given the gradient ``grad`` of ``function(*inputs)``.
+
+    The result is differentiable in ``inputs`` and ``grad``.
+    """
+    # Unwrap the tensors, since a function that torch.func.vjp returned may run after its transform has ended.
+    if not torch.compiler.is_compiling():
         grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
     if in_torch_func():
         return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]

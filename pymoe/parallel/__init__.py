@@ -1,4 +1,4 @@
-"""Calls of autograd functions that run at the same time, in both passes."""
+"""Runs many calls of functions at the same time, in the forward and in the backward pass."""
 
 import pymoe.autograd  # loads the native runtime  # noqa: F401
 from pymoe.parallel.background import BackgroundFuture, run_in_background

@@ -1,4 +1,4 @@
-"""``run_in_background``: a function on the shared workers, and the future of its result."""
+"""``run_in_background``: runs a function on the shared workers, and returns a future of its result."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         """Wait for the function and return its result, or raise what it raised.
 
         Args:
-            timeout: the most seconds to wait; None waits without a limit, and runs the function if it has not
-                started.
+            timeout: the maximum number of seconds to wait; None waits without a limit, and runs the function if it has
+                not started.
 
         Raises:
             TimeoutError: the function has not ended in time.
@@ -72,11 +72,11 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
 def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any) -> BackgroundFuture[Result]:
     """Run ``func(*args, **kwargs)`` on one of the workers of :func:`map_with_parallel_backward`.
 
-    It runs in the current state of this thread: grad mode, inference mode, autocast, default device, function and
-    dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are called on the
-    thread that runs it, possibly at the same time as on other threads.) It draws random numbers from a separate stream,
-    seeded with the next number of this thread's generator. Its numbers therefore depend on the seed and on how many
-    numbers were drawn before, not on the threads.
+    The function runs in the current state of this thread: grad mode, inference mode, autocast, default device, function
+    and dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are called on
+    the thread that runs the function, possibly at the same time as on other threads.) The function draws random numbers
+    from a separate stream, seeded with the next number of this thread's generator. So its random numbers depend on the
+    seed and on how many numbers were drawn before, not on the threads.
 
     Returns:
         A ``concurrent.futures.Future``, for ``concurrent.futures.wait`` and ``as_completed``, too. ``result()`` without

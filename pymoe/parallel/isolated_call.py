@@ -1,4 +1,4 @@
-"""An isolated call: its forward pass runs now, its backward pass later and on any thread."""
+"""Runs a call in an autograd graph of its own: the forward pass now, the backward pass later and on any thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EmulatedAutogradContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the arguments of ``save_for_backward``."""
+        """Return the tensors that ``save_for_backward`` was given."""
         return tuple(self.to_save)
 
 
@@ -42,12 +42,12 @@ class IsolatedContext(EmulatedAutogradContext):
 
     Attributes:
         leaves: the leaves that the call used without getting them as arguments, for example parameters.
-        leaf_gradients: their gradients after the backward pass; None for a leaf without a gradient.
+        leaf_gradients: the gradients of ``leaves`` after the backward pass; None for a leaf without a gradient.
     """
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the arguments of ``ctx.save_for_backward`` of an ``autograd.Function`` whose graph exists."""
+        """Return what an ``autograd.Function`` gave to ``ctx.save_for_backward``; empty once the graph is freed."""
         roots = () if self._call is None else self._call.roots
         nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()
@@ -69,7 +69,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 
     No other call shares the graph, so backward passes of several such calls may run at once, on any threads (PyTorch's
     engine runs backward passes of one graph one after the other). In-place changes of an argument between the passes
-    are noticed as usual.
+    are detected as usual.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.

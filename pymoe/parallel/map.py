@@ -127,7 +127,7 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
 
 
 class _MapCalls:
-    """The calls of a map, and the mapping of their gradients to inputs and outputs of the map's node."""
+    """The calls of a map, and which inputs and outputs of the map's node belong to which call."""
 
     def __init__(
         self,
@@ -173,13 +173,14 @@ class _MapCalls:
             self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
             self.written += written
         self.inputs = len(self.tensors)
-        # A node with outputs on another device would run on the engine's thread for that device, which the calls need.
+        # A node with tensors on another device runs on the engine's thread for that device. The backward passes of the
+        # calls need this thread, too, so they run inline on it, one after the other.
         tensors = [*self.tensors, *[output for own in fresh for output in own]]
         self.inline = not all(map(is_on_host, tensors))
 
 
 class _ParallelMap(torch.autograd.Function):
-    """The node in the caller's graph."""
+    """The node of a map in the caller's graph; its backward runs the backward passes of all calls."""
 
     @staticmethod
     def forward(
@@ -192,8 +193,8 @@ class _ParallelMap(torch.autograd.Function):
         detached = [output.detach() for output in outputs]
         for number, output in enumerate(outputs) if tied else ():
             if id(output) in tied:
-                # Torch refuses in-place changes of views that are made here, as it cannot tell which tensors share
-                # memory.
+                # Return a view: torch then refuses in-place changes of this output, which it could not record for the
+                # other tensors in the same memory.
                 detached[number] = detached[number].view_as(output)
         return *detached, *written
 
@@ -240,7 +241,7 @@ def _join(
     like: int,
     saved: list[SavedTensors],
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return the calls' outputs as outputs of one node."""
+    """Return for each call the tuple of its outputs, with one common node (:class:`_ParallelMap`) as their history."""
     plan = _MapCalls(calls, fresh, streams, like, saved)
     inner = [output for own in fresh for output in own]
     tied = set().union(*[call.tied for call in calls if call.tied])
@@ -255,8 +256,8 @@ def _join(
             )
         joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
         if written:
-            # Marking them as dirty counts as one more in-place change: a tensor that a call saved after its own change
-            # would seem to be outdated.
+            # Reset the version counters: mark_dirty counts as one more in-place change, so a tensor that a call saved
+            # after its own change would seem to be outdated.
             unsafe_set_version_counter(written, versions)
         outer = dict(zip(map(id, inner), joined, strict=False))
     plan.tensors = []

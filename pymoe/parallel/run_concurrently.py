@@ -1,4 +1,4 @@
-"""Many calls at once, on the shared workers and on the calling thread."""
+"""Runs many calls at once, on the shared workers and on the calling thread."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from pymoe.autograd.thread_state import ThreadState, current, in_state, known
 from pymoe.parallel.saved_tensors import SavedTensors, hand_over_all
 from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 
-# Limit below which calls stay on the calling thread: a worker would spend as much time on the interpreter's lock.
-# (Pipes decide by run, since their actions wait for each other: pymoe.pipe.execution.plan.InlinePolicy.)
+# Calls stay on the calling thread as long as it finishes one within this time: a worker would need as much time to get
+# the interpreter's lock. (Pipes decide for each run, since their actions wait for each other:
+# pymoe.pipe.execution.plan.InlinePolicy.)
 INLINE_LIMIT_S = 100e-6
-# The same limit for functions whose calls were all short last time: watching them wakes a worker, which costs more than
-# they do. If calls turn out to be long, others are delayed by this much, at most twice: the first time may be chance.
+# The same limit for functions whose calls were all short in the last run. It is longer, because a worker wakes after
+# the limit to check the progress, which costs more than short calls. If such calls turn out to be long, the workers
+# start later by this time, in at most two runs: after the first long run the function is still trusted, as it may be
+# chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness of runs: true if the last run was long after all
+_trusted: dict[tuple[str, int], bool] = {}  # functions, by name and likeness; true if their last run was long
 
 
 def run_concurrently(
@@ -37,13 +40,13 @@ def run_concurrently(
 ) -> list[SavedTensors]:
     """Call ``function(i)`` for every ``i``, each in the state of this thread, drawing from ``streams[i]``.
 
-    Return when all calls have ended. This thread makes calls, too, so a call may do the same again even if there are
-    few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
-    selective checkpointing distinguishes results of operators by the order in which its modes see them.
+    Return when all calls have ended. This thread makes calls, too, so a call may itself use this function even if there
+    are few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
+    selective checkpointing identifies results of operators by the order in which its modes get them.
 
     The ``name`` is for errors and profiles. ``like`` is equal for runs of the same name whose calls probably take
-    equally long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. The result
-    is what each call has saved and this thread's hooks on saved tensors have packed; without hooks it is an empty list.
+    equally long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. Return for
+    each call the tensors that it saved, packed by this thread's hooks on saved tensors; without hooks, an empty list.
 
     The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C, calls
     that have not started are dropped and running calls are waited for.
@@ -64,8 +67,8 @@ def run_concurrently(
         return run.saved
     finally:
         known.state = before
-        run.function = _nothing  # a worker may drop its reference to the run later
-        run.errors.clear()  # their tracebacks hold frames that hold them
+        run.function = _nothing  # free the function now, since a worker may still have a reference to the run
+        run.errors.clear()  # breaks a cycle: the errors' tracebacks hold frames, which hold the errors
         restore()
 
 
@@ -94,7 +97,7 @@ def _remember(kind: tuple[str, int], short: bool) -> None:
 
 
 def likeness(func: Any) -> int:
-    """Return a number that is equal for the same function; occasional equality for another one does no harm."""
+    """Return a number that is equal for the same function; if another one has the same, only speed may suffer."""
     owner = getattr(func, "__self__", None)
     # Each access to ``apply`` of an autograd.Function makes a new object: a method, or C code from torch 2.15 on.
     if isinstance(func, types.MethodType) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
@@ -103,7 +106,7 @@ def likeness(func: Any) -> int:
 
 
 class _Run:
-    """The calls of one :func:`run_concurrently`."""
+    """The calls of one call of :func:`run_concurrently`, with their contexts, random streams and errors."""
 
     __slots__ = ("contexts", "errors", "function", "helped", "saved", "state", "states", "streams")
 
@@ -135,7 +138,7 @@ class _Run:
 
 
 def _profiled(profiled: Profiled, name: str, function: Callable[[int], None], number: int) -> None:
-    """Call ``function`` within a range in the profile of the thread that asked."""
+    """Call ``function(number)`` as a named range in the profile of the thread that called :func:`run_concurrently`."""
     joined = not profiler_enabled() and profiled.join()
     try:
         with torch.autograd.profiler.record_function(f"{name}: call {number}"):

@@ -83,12 +83,12 @@ class SavedTensors:
         saved = _Saved(tensor)
         if self._handed_over is None:
             self._saved.append(saved)
-        else:  # saved by a thread that outlives the call
+        else:  # a thread that outlives the call has saved this: pack it now, as the others are packed already
             saved.pack(self.around)
         return saved
 
     def hand_over(self) -> None:
-        """Let the caller's hooks pack all tensors, including those that the graph has dropped: hooks may count."""
+        """Call the caller's hooks to pack all tensors, even those that the graph dropped: hooks may count tensors."""
         recorded, self._saved, self._handed_over = self._saved, [], []
         for saved in recorded:
             saved.pack(self.around)
@@ -108,14 +108,14 @@ class SavedTensors:
 
 
 def hand_over_all(saved: Sequence[SavedTensors]) -> None:
-    """Let hooks pack what calls have saved, after their end and on the thread that asked for them."""
+    """Let the caller's hooks pack the tensors that calls have saved, after all calls and on the calling thread."""
     with torch.no_grad():  # autograd calls hooks in this mode
         for of_call in saved:
             of_call.hand_over()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Return whether these hooks are ``torch.utils.checkpoint``'s, or record for such hooks within a call."""
+    """Return whether ``hooks`` are those of ``torch.utils.checkpoint``, or record tensors for them within a call."""
     while hooks is not None and isinstance(of_call := getattr(hooks[0], "__self__", None), SavedTensors):
         hooks = of_call.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -21,8 +21,8 @@ from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
 MAX_THREADS = 512  # including waiting ones; each costs some tens of KiB
-WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # for maps of daemon threads
-END_IDLE_THREAD_AFTER_S = 5.0  # for threads that were added because calls wait
+WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # maximum time for which the exiting interpreter waits for maps of daemon threads
+END_IDLE_THREAD_AFTER_S = 5.0  # time without work after which a thread ends that was added because calls waited
 
 _lock = threading.Lock()
 _count: int | None = None
@@ -32,7 +32,7 @@ _exiting = False
 
 
 def get_parallel_workers() -> int:
-    """Return how many threads run calls of maps and background calls; see :func:`set_parallel_workers`.
+    """Return the number of threads that run calls of maps and background calls; see :func:`set_parallel_workers`.
 
     The default is the number of processors, not counting threads that wait.
     """
@@ -64,7 +64,7 @@ def set_parallel_workers(count: int | None) -> None:
 
 @contextmanager
 def parallel_workers(count: int | None) -> Iterator[None]:
-    """Apply :func:`set_parallel_workers` for a ``with`` block, in the whole process."""
+    """Return a context manager in which ``set_parallel_workers(count)`` applies to the whole process."""
     before = _count
     set_parallel_workers(count)
     try:
@@ -74,7 +74,7 @@ def parallel_workers(count: int | None) -> Iterator[None]:
 
 
 def shared_pool() -> WorkerPool:
-    """Return the pool, and start its threads if they do not run.
+    """Return the process's pool of workers, and start its threads if they do not run.
 
     Raises:
         RuntimeError: the interpreter is exiting.
@@ -84,14 +84,15 @@ def shared_pool() -> WorkerPool:
         if _pool is None:
             renew_engine()
             most = 0 if _count else MAX_THREADS
-            # Long enough for a thread that waits for the interpreter's lock to poll it at least once.
+            # A thread without processor time for this long counts as waiting. A thread that waits for the interpreter's
+            # lock does not, because it polls the lock more often.
             still = max(1.6 * sys.getswitchinterval(), 1e-3)
             _pool = WorkerPool(get_parallel_workers(), most=most, still=still, idle=END_IDLE_THREAD_AFTER_S)
         return _pool
 
 
 class Visit:
-    """A map that a thread of Python runs; the interpreter waits for it when it exits, see :func:`_leave`."""
+    """A context in which a thread runs a map; the exiting interpreter waits for the end of it, see :func:`_leave`."""
 
     __slots__ = ()
 
@@ -131,7 +132,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """Forget the threads in the child of a fork: it has none of them, and maybe a lock that stays held."""
+    """Drop the pool and the lock in the child of a fork, which has no other threads: one may have held the lock."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

@@ -4,8 +4,9 @@ A function here returns what the native operator must return: bit for bit if the
 tolerance otherwise. It is written to be read, not to be fast, and imports only torch.
 
 A reference returns the same bits on every processor, values and gradients (:mod:`pymoe.reference.fixed_steps`), except
-:func:`grouped_linear`: its matrix products are torch's, which round as the processor's library does. They agree within
-the rounding of their sums; NaN and infinities are the same unless a sum of finite terms overflows.
+:func:`grouped_linear`, whose matrix products are torch's and round as the processor's library does. Its results on two
+processors agree within the rounding of their sums; NaN and infinities are the same unless a sum of finite terms
+overflows.
 """
 
 from pymoe._common.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing

@@ -21,7 +21,7 @@ def build_routing(
     Args:
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; from :func:`gate_topk`.
         num_experts: E, at least 1.
-        capacity: the most rows that an expert may have; ``None`` drops nothing, 0 drops everything.
+        capacity: the maximum number of rows of an expert; ``None`` drops nothing, 0 drops everything.
         foreign_experts: accept values of E and above for experts that are elsewhere (on other ranks of expert
             parallelism): their choices are dropped, and count for no expert.
 
@@ -38,13 +38,13 @@ def build_routing(
     check_build_routing(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
-        capacity = min(capacity, ROW_LIMIT)  # a greater capacity drops nothing either; this one fits an int64
+        capacity = min(capacity, ROW_LIMIT)  # a capacity of ROW_LIMIT drops nothing, and fits an int64
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()
 
     all_experts = num_experts
-    if foreign_experts:  # all foreign experts become one more expert, without rows
+    if foreign_experts:  # count all foreign experts as one more expert, whose choices are dropped below
         expert_S = expert_S.clamp(max=num_experts)
         all_experts = num_experts + 1
 

@@ -1,4 +1,4 @@
-"""combine: sums each token's rows with weights, which turns experts' rows into tokens' rows again."""
+"""combine: sums the experts' rows of each token with weights, which gives one row per token again."""
 
 from __future__ import annotations
 

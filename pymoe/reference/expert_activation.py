@@ -12,7 +12,7 @@ from pymoe._common.types import ActivationKind, ClampedSwiglu, is_gated
 from pymoe.reference.fixed_steps import gelu, sigmoid, silu
 
 GELU_TANH = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 40.0)
-"""Factors of x and x^3 inside the sigmoid, and the magnitude of x from which the sigmoid is 0 or 1."""
+"""The factors of x and x^3 inside the sigmoid of gelu_tanh, and the magnitude of x from which the sigmoid is 0 or 1."""
 
 
 def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
@@ -24,8 +24,9 @@ def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
 
 
 def clamped(gate: Tensor, up: Tensor, kind: ClampedSwiglu) -> tuple[Tensor, Tensor]:
-    """Return gate and up, clamped to the limits of ``kind`` (the gradient is 0 outside of them), up with its offset
-    added.
+    """Return gate and up, clamped to the limits of ``kind``; ``kind.up_offset`` is then added to up.
+
+    The gradient is 0 outside of the limits.
     """
     gate = torch.where(gate > kind.limit, kind.limit, gate)
     up = torch.where(up < -kind.limit, -kind.limit, up)
@@ -50,7 +51,8 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
       them.
 
     Computed in float32 (float64 for float64) from ``h`` and rounded once, forward and backward alike; the backward
-    recomputes from ``h`` and saves nothing else. NaN stays NaN; a row's values never reach another row.
+    recomputes from ``h`` and saves nothing else. NaN stays NaN; a row of the result depends on the same row of ``h``
+    alone.
 
     Args:
         h: (S, 2F) for gated kinds, else (S, F); any floating dtype.

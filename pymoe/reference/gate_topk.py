@@ -13,7 +13,7 @@ from pymoe.reference.scores import SUM_FLOOR, order_key, scores_in_fixed_steps, 
 
 
 def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
-    """Return a (T, E) mask of the experts whose group remains."""
+    """Return a (T, E) mask of the experts that belong to one of the token's ``topk_groups`` best groups."""
     tokens, num_experts = choice.shape
     grouped = choice.view(tokens, num_groups, num_experts // num_groups)
     best_two = order_key(grouped).sort(dim=2, descending=True, stable=True).indices[:, :, :2]
@@ -27,7 +27,7 @@ def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Te
 def _choose(
     logits: Tensor, k: int, score: Score, bias: Tensor | None, num_groups: int | None, topk_groups: int | None
 ) -> Tensor:
-    """Return the chosen experts, (T, k) int64, best first."""
+    """Return the chosen experts of each token, (T, k) int64, best first; the arguments are those of ``gate_topk``."""
     if bias is None and num_groups is None:
         key = order_key(logits)
     else:
@@ -79,12 +79,12 @@ def gate_topk(
         renormalize: divide the weights of a token by their sum.
         bias: (E,) floating, added to the scores for the choice only; no gradient flows into it.
         num_groups: number of equal groups; divides E. Given together with ``topk_groups``.
-        topk_groups: groups that remain; ``topk_groups * (E / num_groups) >= k``.
+        topk_groups: number of best groups to choose from; ``topk_groups * (E / num_groups) >= k``.
         scale: factor of the weights.
 
     Returns:
         Gate of ``weights`` (T, k) float32 (float64 for float64 logits), ``experts`` (T, k) int32 and ``load`` (E,)
-        int32, the number of slots an expert was chosen for. ``weights`` is differentiable in ``logits`` through the
+        int32, the number of choices of each expert. ``weights`` is differentiable in ``logits`` through the
         scores of the chosen experts (for softmax, through all logits of the token); the choice is constant.
 
     Raises:

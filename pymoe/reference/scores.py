@@ -23,8 +23,9 @@ SUM_FLOOR = 1e-20
 def exp_in_fixed_steps(x: Tensor) -> Tensor:
     """Return e^x within 2 ulp, by steps that round alike everywhere (Cody-Waite reduction and a polynomial).
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial (from Cephes' expf for float32, the Taylor series to
-    degree 13 for float64); times 2^n in two factors, so that subnormal results round once. Not differentiable.
+    With x = n ln 2 + r and |r| <= ln 2 / 2, e^x is 2^n e^r. A polynomial computes e^r (from Cephes' expf for float32,
+    the Taylor series to degree 13 for float64). It is multiplied by 2^n in two factors, so that subnormal results round
+    once. The result is not differentiable.
     """
     if x.dtype == torch.float64:
         low, high, magic = -746.0, 710.0, 6755399441055744.0
@@ -85,7 +86,8 @@ def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
 def order_key(values: Tensor) -> Tensor:
     """Return integers in the order of choice: -0 ties with +0; NaNs tie with each other, above all numbers.
 
-    The key of a float32 is an int32, the key of a float64 an int64. No value has the least integer as its key.
+    The key of a float32 is an int32, the key of a float64 an int64. No value has the least integer as its key, so the
+    gate uses that integer as the key of experts that must not be chosen.
     """
     integer = torch.int64 if values.dtype == torch.float64 else torch.int32
     largest = torch.iinfo(integer).max

@@ -46,7 +46,7 @@ class Block:
     """Dtype of weights, gradients and rows."""
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
+        """Raise unless all sizes are in range and fit each other."""
         for name in ("hidden", "ffn", "experts", "layers", "groups"):
             at_least("Block", name, getattr(self, name), 1)
         at_least("Block", "shared_ffn", self.shared_ffn, 0)

@@ -1,4 +1,4 @@
-"""``python -m pymoe.ep``: rows, bytes, balance and memory of expert parallelism, computed beforehand."""
+"""``python -m pymoe.ep``: computes rows, bytes, balance and memory of expert parallelism without running a model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
 
 
 def block_of(options: argparse.Namespace) -> Block:
-    """Return the model: a preset changed by the given sizes, or a model of given sizes only."""
+    """Return the model that the options describe: a preset changed by the given sizes, or a model of given sizes."""
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.model is not None:
         return replace(PRESETS[options.model], **given)
@@ -110,7 +110,7 @@ def block_of(options: argparse.Namespace) -> Block:
 
 
 def numbers(argument: str) -> tuple[int, ...]:
-    """Return ``1,2,4`` as numbers."""
+    """Return the integers in a text such as ``1,2,4``."""
     try:
         return tuple(map(int, argument.split(",")))
     except ValueError:

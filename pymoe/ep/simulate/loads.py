@@ -84,7 +84,7 @@ class Load:
 
     @property
     def has_past(self) -> bool:
-        """True if there is a step before another one."""
+        """Return whether the load has more than one step, so that a step has a previous one."""
         return len(self.choices[0]) > 1
 
 
@@ -238,7 +238,7 @@ class LoadRecorder:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> LoadRecorder:
-        """Begin a step."""
+        """Begin a step: record the choices of all routers until the end of the block."""
         if self._hooks:
             raise RuntimeError("LoadRecorder: expected one block at a time, got a block within another")
         self._seen = {name: [] for name in self.layers}
@@ -253,7 +253,10 @@ class LoadRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the step and keep it, unless the block raised; raise ValueError if layers saw different tokens."""
+        """End the step and keep it, unless the block raised.
+
+        Raise ValueError if a layer had no tokens, or another number of tokens than other layers or earlier steps.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

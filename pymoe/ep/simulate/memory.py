@@ -115,7 +115,11 @@ def _memory(
     recompute: bool,
     more: float,
 ) -> Memory:
-    """Return the sum: a layer's backward holds gradients of the rows sent, b H each, and computed, b (H + 3 F) each."""
+    """Return the memory of a rank.
+
+    The backward of a layer needs buffers for the gradients of rows: b H bytes per row that was sent, b (H + 3 F) per
+    row that was computed.
+    """
     computed, sent = rows
     buffers = block.itemsize * (sent * block.hidden + computed * (block.hidden + 3 * block.ffn)) + more
     activations = block.layers * layer

@@ -1,4 +1,4 @@
-"""A simulation as text: a paragraph of inputs and three tables."""
+"""Returns a simulation as text: a paragraph of inputs and three tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: the rank that computes each of them under a way to spread the experts, and the rows that travel to it.
+"""Rows: which rank computes each row, under a given way to spread the experts, and which rows travel between ranks.
 
 A row that stays on its rank does not travel. With deduplication, a token that chose several experts of one rank travels
 there once, and their weighted sum comes back once.
@@ -38,10 +38,11 @@ SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
     "1-clone": partial(_cloned, clones=1),
     "2-clones": partial(_cloned, clones=2),
 }
-"""Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; that with clones.
+"""Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; contiguous shards
+with at most one or two clones on each rank.
 
-Each is a function from (E,) the load of the previous step, (R, E) the counts of this step, and the least number of rows
-of a clone to the shares of the ranks.
+Each way is a function of the load of the previous step, (E,), the counts of this step, (R, E), and the least number of
+rows of a clone. It returns the shares of the ranks.
 """
 
 
@@ -50,7 +51,7 @@ class Spread:
     """One layer and step of a load, and the rank that computes each row."""
 
     choices: Tensor
-    """(N, K) int64."""
+    """(N, K) int64: the experts of each token."""
     source: Tensor
     """(N,) int64: the rank of each token."""
     destinations: Tensor
@@ -100,7 +101,7 @@ class Spread:
 
 
 def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
-    """Yield every layer and step of ``load`` under the way called ``name``, scaled to ``tokens`` per rank.
+    """Yield a :class:`Spread` for every layer and step of ``load``, in the way ``name``, scaled to ``tokens`` per rank.
 
     A clone is made for at least ``min_rows_to_clone`` rows of the tokens of the load.
     """
@@ -119,7 +120,7 @@ class Balance:
     imbalance: float
     """Rows of the fullest rank divided by the mean."""
     worst: float
-    """Largest imbalance of the layers and steps."""
+    """Largest imbalance among the layers and steps."""
     rows: float
     """Rows that the fullest rank computes per layer and step."""
     experts: float
@@ -149,9 +150,10 @@ def balance(name: str, found: list[Spread]) -> Balance:
 def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
     """Return the rows that a token of a uniform router sends to other ranks, the mean over the token's possible ranks.
 
-    Each choice is its own row: K (1 - 1 / R), whatever the shards, since the shares of the ranks sum to 1. One row per
-    rank: the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a
-    rank. This is the probability that one of them is among the K chosen, since all C(E, K) sets are equally likely.
+    Without ``deduplicate``, each choice is a row, so the result is K (1 - 1 / R), whatever the shards, since the shares
+    of the ranks sum to 1. With ``deduplicate``, there is at most one row per rank, so the result is the sum over the
+    other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a rank. A term is the probability that
+    one of the rank's experts is among the K chosen, since all C(E, K) sets are equally likely.
 
     Args:
         block: E and K; its groups are ignored.
@@ -200,7 +202,7 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     sizes = torch.bincount(cell, minlength=shares.rows.shape[0] * experts)
     first = sizes.cumsum(0) - sizes
     number = torch.empty_like(cell)
-    number[order] = torch.arange(len(cell)) - first[cell[order]]  # among the rows of its source and expert
+    number[order] = torch.arange(len(cell)) - first[cell[order]]  # index among rows of the same source and expert
     ends = shares.rows.cumsum(2).view(-1, most)
     place = (number[:, None] >= ends[cell]).sum(1)
     return hosts[choices.flatten(), place].view_as(choices)

@@ -1,4 +1,4 @@
-"""A simulation from its inputs to its figures: one mixture layer, one step, one group of ranks."""
+"""Simulates one step of one mixture layer on one group of ranks, and returns its figures."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Traffic:
     rows: float
     """Rows that one rank sends per exchange, divided by its number of tokens."""
     expected: float | None
-    """Same number by the formula for a uniform router; None where the formula does not hold."""
+    """The value of ``rows`` by the formula for a uniform router; None where the formula does not hold."""
     bytes: float
     """Bytes of the four exchanges."""
     saved: float
-    """Share of the bytes of one row per choice that this saves."""
+    """Share of bytes that is saved, compared with one row per choice."""
 
 
 @dataclass(frozen=True)

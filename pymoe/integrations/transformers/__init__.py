@@ -6,8 +6,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="pymoe")
 
-The name also serves ``from_config`` and ``model.set_experts_implementation("pymoe")``. The model keeps its parameters,
-its router and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgraph=True)`` run on
+``from_config`` and ``model.set_experts_implementation`` take the name, too. The model keeps its parameters, its router
+and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgraph=True)`` run on
 :mod:`pymoe.ops`. ``from_pretrained(..., quantization_config=PymoeConfig(bits=4))`` reads experts in 4 bits. Importing
 this raises :class:`ImportError` if transformers is missing or older.
 """

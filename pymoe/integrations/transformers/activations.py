@@ -1,8 +1,6 @@
-"""Finds the fused activation of pymoe that equals the computation of an experts module of transformers between its two
-products.
+"""Finds the fused activation of pymoe that computes what an experts module of transformers does between its products.
 
-A computation that is not recognised runs as the module's own PyTorch code. ``torch.compile`` can trace the tests in
-this file.
+If there is none, the module's own PyTorch code runs. ``torch.compile`` can trace the conditions that this file tests.
 """
 
 from __future__ import annotations
@@ -49,17 +47,18 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
         ),
     )
 }
-"""Classes whose own gate is one of pymoe's activations, each with that activation."""
+"""Classes whose own gate is one of pymoe's activations, each with a function that returns the activation, or None."""
 
 
 def activation_of(experts: nn.Module) -> Activation:
-    """Return the function that ``experts``, behind transformers' interface, compute between their two products."""
+    """Return the activation that ``experts``, a module behind transformers' interface, applies between its products."""
     return fused_activation(experts) or interface.activation(experts)
 
 
 def fused_activation(experts: nn.Module) -> ActivationKind | None:
-    """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` apply, or None if they compute something
-    else.
+    """Return the kind of :func:`pymoe.ops.expert_activation` that ``experts`` applies between its two products.
+
+    Return None if pymoe has no fused activation that computes the same as the module.
 
     Args:
         experts: a module behind transformers' experts interface, whose ``act_fn`` and gate decide.
@@ -88,7 +87,10 @@ def followed_by_cast(activation: Activation, dtype: torch.dtype) -> Activation:
 
 
 def gated_activation(act_fn: Any) -> Activation:
-    """Return ``act_fn(gate) * up`` as a function of rows [gate | up]: fused if pymoe has it and it has no hooks."""
+    """Return ``act_fn(gate) * up`` as an activation of rows [gate | up].
+
+    It is one of pymoe's fused kinds if one computes the same and ``act_fn`` has no hooks; otherwise a function.
+    """
     if not _has_hooks(act_fn) and (kind := _with_gate(act_fn)) is not None:
         return kind
 
@@ -114,14 +116,14 @@ def _is_silu(act_fn: Any) -> bool:
 
 
 def _with_gate(act_fn: Any) -> ActivationKind | None:
-    """Return the kind that equals ``act_fn(gate) * up``."""
+    """Return the kind of activation that equals ``act_fn(gate) * up``, or None if there is none."""
     if _is_silu(act_fn):
         return "swiglu"
     return {"gelu": "geglu", "gelu_tanh": "geglu_tanh"}.get(str(_without_gate(act_fn)))  # type: ignore[return-value]
 
 
 def _without_gate(act_fn: Any) -> ActivationKind | None:
-    """Return the kind that equals ``act_fn``."""
+    """Return the kind of activation that equals ``act_fn``, or None if there is none."""
     if type(act_fn) is nn.ReLU:  # a subclass may compute anything
         return "relu"
     if type(act_fn) is nn.GELU:

@@ -15,25 +15,26 @@ from pymoe._common.types import Score
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes how the blocks of one class route. Texts with dots are attributes of the block, or keys of its state
-    dict.
+    """Describes how the blocks of one class route, and where they keep weights and options.
+
+    Strings such as ``"gate.norm_topk_prob"`` are paths of attributes of the block, or keys of its state dict.
     """
 
     score: Score = "softmax"
     renormalize: bool | str = True
-    """True, False, or the name of the attribute that says so."""
+    """True, False, or the path of the attribute with this value."""
     router: str = "gate"
     weight: str = "weight"
-    """Within the router."""
+    """The path of the router's weight, within the router."""
     bias: str | None = None
-    """The key of the bias that takes part only in the choice."""
+    """The key of the bias that is added to the scores for the choice only."""
     groups: bool = False
     """True if the router has ``num_group`` and ``topk_group`` and scores a group by the sum of its two best scores."""
     scale: str | None = None
     shared: str | None = None
     """The name of the shared experts: a feed-forward network that every token passes through."""
     only: dict[str, Any] = field(default_factory=dict)
-    """Values that attributes must have for this plan to be right."""
+    """Attributes of a block with the values that this plan assumes; blocks with other values are refused."""
 
 
 _FLAGGED = Plan(renormalize="gate.norm_topk_prob")
@@ -108,7 +109,7 @@ PLANS: dict[str, Plan] = {
     "SolarOpenMoE": _DEEPSEEK_V3,
     "UnlimitedOcrTextMoe": _DEEPSEEK_V2,
 }
-"""By the name of the class."""
+"""The plan of each class of blocks, by the name of the class."""
 
 _GATED_SHARED_EXPERT = "a gate multiplies the output of its shared expert"
 

@@ -29,8 +29,8 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
     Args:
         block: the module that takes the place of a dense feed-forward network in a layer, such as
             ``model.model.layers[0].mlp``.
-        bias_update_rate: the layer's, used if the block has a bias for the choice. It must be greater than 0, and has
-            no effect until :func:`pymoe.nn.update_expert_biases` is called.
+        bias_update_rate: the layer's ``bias_update_rate`` if the block has a bias for the choice, otherwise unused. It
+            must be greater than 0, and has no effect until :func:`pymoe.nn.update_expert_biases` is called.
 
     Returns:
         A layer in the mode (training or evaluation) of ``block``, without auxiliary losses.
@@ -117,12 +117,12 @@ class _Part(NamedTuple):
     transposed: bool = False
 
     def joined(self, state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Tensor:
-        """Return the layer's tensor, a copy."""
+        """Return the layer's tensor, copied from the ``state`` of the block; ``shapes`` are those of the layer."""
         tensor = torch.cat([state[key] for key in self.block_keys])
         return (tensor.transpose(1, 2).contiguous() if self.transposed else tensor).reshape(shapes[self.layer_key])
 
     def split(self, state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the keys and the tensors of the block, copies."""
+        """Yield the block's keys and tensors, copied from the ``state`` of the layer; ``shapes`` are the block's."""
         tensor = state[self.layer_key]
         pieces = (tensor.transpose(1, 2) if self.transposed else tensor).chunk(len(self.block_keys))
         for key, piece in zip(self.block_keys, pieces, strict=True):
@@ -150,7 +150,10 @@ _OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
 
 
 def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
-    """Raise if the module, or one inside it, would do something that weights and options do not describe."""
+    """Raise if ``module`` or a submodule has hooks, a patched forward, or a class that is not from ``known`` packages.
+
+    A conversion copies only weights and options, so these would be lost.
+    """
     for path, part in module.named_modules():
         lost = attached_to(part, interface.records_outputs)
         if not lost and not type(part).__module__.startswith(known):
@@ -184,7 +187,7 @@ def _plan(name: str, block_class: Any) -> Plan:
 
 
 def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if there are none."""
+    """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if none would."""
     kind = type(block).__name__
     for attribute, expected in plan.only.items():
         if (seen := attrgetter(attribute)(block)) != expected:
@@ -240,7 +243,7 @@ def _num_shared_experts(name: str, block: Any, plan: Plan, ffn_size: int) -> int
 
 
 def _option(moe: MoE, option: str) -> Any:
-    """Return an option with which the layer was built."""
+    """Return the value of ``option`` with which ``moe`` was built."""
     if option == "bias":
         return moe.experts.b_in is not None
     if option == "num_shared_experts":
@@ -254,7 +257,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _requires_grad(module: nn.Module, keys: Iterable[str]) -> bool:
-    """Return whether one of these parameters is trained; a buffer is not."""
+    """Return whether one of the parameters ``keys`` requires a gradient; keys of buffers are ignored."""
     parameters = dict(module.named_parameters())
     return any(parameters[key].requires_grad for key in keys if key in parameters)
 

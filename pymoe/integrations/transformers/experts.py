@@ -21,11 +21,11 @@ from pymoe.nn.apply_experts import Activation, apply_networks, grouped_networks
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute what the eager forward of an experts module of transformers computes.
+    """Return the output of an experts module of transformers, as its eager forward does, computed by pymoe's operators.
 
-    The signature, and the flags of ``experts``, are those of transformers' ``use_experts_implementation``. The module
-    decides the layout of gate and up in ``gate_up_proj``: its own gate splits it, unless a fused activation of pymoe is
-    known to do the same.
+    The signature, and the flags of ``experts``, are those of transformers' ``use_experts_implementation``. The layout
+    of gate and up in ``gate_up_proj`` differs between modules, so the module's own gate function is applied to the
+    first product, unless a fused activation of pymoe is known to compute the same.
 
     Args:
         experts: a module behind transformers' experts interface.
@@ -75,14 +75,14 @@ def run_experts(
 
     Args:
         x: (T, H), of any floating dtype; it is cast to the weights' dtype, or by autocast.
-        index: (T, K) integers.
-        weights: (T, K).
+        index: (T, K) integers, the experts of every token.
+        weights: (T, K), the factor of every choice.
         w_in: (E, N, H), any strides.
         w_out: (E, H, F), any strides.
         activation: applied between the two products; a function may return any floating dtype.
         b_in: (E, N), of any floating dtype.
         b_out: (E, H), of any floating dtype.
-        post_norm: applied to every expert's output, (S, H) to (S, H), before it is weighted.
+        post_norm: a function from (S, H) to (S, H), applied to the experts' outputs before they are weighted.
         foreign_experts: ``index`` may hold numbers from E on, which add nothing.
         transposed: the weights are (E, H, N) and (E, F, H) instead.
 

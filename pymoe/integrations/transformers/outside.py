@@ -22,13 +22,14 @@ from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
 
 
 def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``Llama4TextMoe``, whose own code sends every token through every expert.
+    """Compute ``Llama4TextMoe``, whose own code computes every expert for every token.
 
-    The score of a choice multiplies the expert's input, not its output.
+    The score of a choice multiplies the expert's input, not its output. So the scores are applied before the experts,
+    and every output has the weight 1.
     """
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TH)
-    # The router's choice, which it does not return. The other scores are 0, and so are their outputs.
+    # Repeat the router's choice, which the router does not return. All other scores are 0, and so are their outputs.
     index_TK = torch.topk(logits_TE, self.router.top_k, dim=1).indices
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
     w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
@@ -46,7 +47,7 @@ def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``LongcatFlashExperts``, the last of which return their input and have no weights."""
+    """Compute ``LongcatFlashExperts``; those from ``num_routed_experts`` on have no weights and return their input."""
     computed = self.num_routed_experts
     passed = torch.where(top_k_index < computed, 0, top_k_weights).sum(dim=1, keepdim=True)
     y = (hidden_states * passed).to(hidden_states.dtype)
@@ -76,8 +77,9 @@ def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def jetmoe_parallel_experts(self: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
-    """Compute ``JetMoeParallelExperts``, one linear layer for each group of rows, used for experts and for
-    attention.
+    """Compute ``JetMoeParallelExperts``: a linear layer per expert, applied to ``expert_size[e]`` rows for expert e.
+
+    JetMoe uses it for experts and for attention.
     """
     offsets = torch.tensor([0, *accumulate(expert_size)], dtype=torch.int32, device=inputs.device)
     return ops.grouped_linear(as_operand(inputs, self.weight), self.weight, offsets)
@@ -90,7 +92,7 @@ FORWARDS: dict[tuple[str, str], Callable[..., Any]] = {
     ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): longcat_flash_experts,
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): step3p7_experts,
 }
-"""Forwards by module and name of the class."""
+"""The forward on pymoe for each class of experts, by the module and name of the class."""
 
 PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts"): {
@@ -103,24 +105,25 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "identity_expert": ("torch.nn.modules.linear", "Identity")
     },
 }
-"""Submodules, by name, whose work a forward of :data:`FORWARDS` does itself, with the classes that it expects them to
-have."""
+"""Submodules, by name, whose work a forward of :data:`FORWARDS` does itself, each with the class that the forward
+expects."""
 
 CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
         "router": ("transformers.models.llama4.modeling_llama4", "Llama4Router")
     },
 }
-"""Submodules that a forward calls while relying on more than their results, given in the same way."""
+"""Submodules that a forward calls, relying on details of their code (such as a router's rule of choice), in the form of
+:data:`PARTS`."""
 
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
     """Return whether the forward for ``cls`` computes the same as calling all submodules of ``module``.
 
     False if one of :data:`PARTS` has hooks, another class or another ``forward``, or if the ``forward`` of ``cls``
-    itself was patched, because these would not run. False also if that is so for one of :data:`CALLED`, which runs but
-    may return something unexpected. Hooks by which transformers records outputs do not count, because they return
-    nothing.
+    itself was patched, because this code would not run. False also if one of :data:`CALLED` has hooks, another class or
+    another ``forward``: it runs, but its results may differ from what the forward expects. There, hooks by which
+    transformers records outputs are allowed, because they change no result.
     """
     if not is_of_its_source(cls, "forward"):
         return False

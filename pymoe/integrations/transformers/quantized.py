@@ -21,7 +21,7 @@ from pymoe.nn.quantized_experts import handlers
 
 
 def register() -> None:
-    """Make :func:`pymoe.nn.quantize_experts` find the experts of transformers. Doing so again changes nothing."""
+    """Make :func:`pymoe.nn.quantize_experts` find the experts of transformers. Further calls change nothing."""
     if stacked_weights not in handlers:
         handlers.append(stacked_weights)
 
@@ -38,7 +38,7 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
         return None
     flags = interface.flags(module)
     names = ("gate_up_proj" if flags.gated else "up_proj", "down_proj")
-    weights = {name: getattr(module, name, None) for name in names}  # the value of a parametrization, too
+    weights = {name: getattr(module, name, None) for name in names}  # getattr also returns a parametrization's value
     if not all(
         isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 3 for weight in weights.values()
     ):
@@ -70,8 +70,8 @@ def run_quantized_experts(
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
 
-    Rows keep their dtype, or get autocast's; float64 becomes float32. The two layers are called one by one if they have
-    hooks or are subclasses.
+    Rows keep their dtype, or get autocast's; float64 becomes float32. If one of the two layers has hooks or is of a
+    subclass, both layers are called as modules, so that this code runs.
     """
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)

@@ -13,10 +13,10 @@ from pymoe.integrations.transformers.activations import place
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED, may_do_work_of_parts
 
 _BEFORE = "_experts_implementation_before_pymoe"
-"""Attribute of modules behind the interface: a dictionary with the implementation that they ran before, empty once that
-was undone.
+"""Name of an attribute that :func:`enable` sets on modules behind the interface: a dictionary with the implementation
+that they ran before. :func:`disable` empties it.
 
-Modules with one configuration share one dictionary, because a change of one of them changes all.
+Modules with one configuration share one dictionary, because the implementation is an entry of the configuration.
 """
 
 
@@ -24,11 +24,11 @@ def enable(model: nn.Module) -> list[str]:
     """Run the experts of ``model`` on pymoe, including experts for which transformers has no interface.
 
     Experts behind the interface get ``experts_implementation="pymoe"``. Experts outside of the interface that pymoe
-    knows (of Dbrx, JetMoe, Llama4, LongcatFlash and Step3p7) get another forward: a class of the same name, derived
-    from their own. It leaves the work to transformers' code as long as a submodule that it would not call has hooks or
-    was replaced. transformers' classes stay as they are, and so do parameters, hooks, the state dict, and other models
-    that share no configuration with this one. The model can be copied, pickled and compiled as before. On an error
-    nothing changes.
+    knows (of Dbrx, JetMoe, Llama4, LongcatFlash and Step3p7) get a class of the same name, derived from their own, with
+    another forward. This forward does the work of some submodules itself; as long as one of them has hooks or was
+    replaced, it calls transformers' forward. transformers' classes stay as they are, and so do parameters, hooks, the
+    state dict, and other models that share no configuration with this one. The model can be copied, pickled and
+    compiled as before. On an error nothing changes.
 
     Args:
         model: a model of transformers, or a part of one that holds experts.
@@ -37,7 +37,7 @@ def enable(model: nn.Module) -> list[str]:
         The names, within ``model``, of the modules that changed; those that ran on pymoe before are not among them.
 
     Raises:
-        ValueError: ``model`` holds no experts that pymoe knows, or experts that it cannot compute.
+        ValueError: ``model`` holds no experts that pymoe supports, or experts that pymoe cannot compute.
         TypeError: experts have weights of a dtype that pymoe does not compute in, as in a quantised model.
     """
     named = list(model.named_modules())
@@ -64,7 +64,7 @@ def enable(model: nn.Module) -> list[str]:
         if before != interface.NAME:
             setattr(module, _BEFORE, marks.setdefault(id(module.config), {_BEFORE: before}))
             changed.append(name)
-    for _, module in behind:  # modules share configurations
+    for _, module in behind:  # only after the loop that reads them, because modules share configurations
         interface.set_implementation(module, interface.NAME)
     for name, module in outside:
         if not isinstance(module, OnPymoe):
@@ -103,7 +103,7 @@ def disable(model: nn.Module) -> list[str]:
                 f"disable: expected {name or 'the module'} to have the class that enable gave it, got "
                 f"{type(module).__name__}, derived from it since; undo that first"
             )
-    for _, module, implementation in behind:  # modules share configurations
+    for _, module, implementation in behind:  # `behind` was read before this, because modules share configurations
         interface.set_implementation(module, implementation)
     for _, module, mark in marked:
         mark.clear()
