@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
 from benchmarks import whole_models
 from benchmarks.common.children import ChildError
 from benchmarks.layers.checkpoints import write_checkpoint
@@ -18,6 +20,7 @@ from benchmarks.models import gguf_files, llama_cpp, report
 from benchmarks.models.configurations import MODELS, PUBLISHED
 from benchmarks.models.contenders import CONTENDERS, Contender, waves
 from benchmarks.models.systems import Transformers, ids_of, shares
+from pymoe.nn import quantize_experts, quantize_linears
 
 ROOT = Path(__file__).parents[2]
 TINY = [f"tiny-{name}" for name in PUBLISHED]
@@ -88,6 +91,24 @@ def test_fewer_layers_compute_what_a_model_of_them_computes(checkpoint):
     del system.model.model.layers[1]
     system.model.config.num_hidden_layers = 1
     np.testing.assert_array_equal(system.logits(ids), cut)
+
+
+@pytest.mark.parametrize("name", ["tiny-olmoe", "tiny-gptoss"])
+def test_packed_weights_are_compared_with_those_for_which_they_stand(name, checkpoint):
+    packed, system = (Transformers(checkpoint(name)) for _ in range(2))
+    system.model.set_experts_implementation("eager")
+    packed.model.set_experts_implementation("pymoe")
+    quantize_experts(packed.model, 4)
+    quantize_linears(packed.model, 4)
+    ids = ids_of(256, 1, 64, 1)
+
+    def error():
+        found, wanted = packed.logits(ids), system.logits(ids)
+        return np.median(np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+
+    assert error() > 2 * report.TOLERANCE
+    system.take(packed)
+    assert error() < report.TOLERANCE
 
 
 def test_the_share_of_touched_experts_is_counted(checkpoint):
