@@ -76,9 +76,8 @@ def test_experts_of_gpt_oss_are_taken_apart(checkpoint):
 
 
 def test_queries_of_mixtral_are_turned_for_its_rotary_embeddings():
-    weight = torch.arange(16.0).view(8, 2)  # two heads of four rows
-    turned = gguf_files._turned(weight, 2)[:, 0] / 2
-    assert turned.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    weight = torch.arange(12.0)[:, None]  # two heads of six rows
+    assert gguf_files._turned(weight, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
 def test_fewer_layers_compute_what_a_model_of_them_computes(checkpoint):
