@@ -223,7 +223,8 @@ def start(files: Files, child: Child, ones: list[Contender], record: Record) -> 
         if "about" in loaded:
             record["llama"] = loaded["about"]
         for one in ones:
-            expected = {name: str(files.logits(name)) for name in dict.fromkeys((WHOLE, one.exact)) if name}
+            names = dict.fromkeys((WHOLE, one.exact)) if files.fits else {}
+            expected = {name: str(files.logits(name)) for name in names if name}
             errors = child.ask({"do": "check", "implementation": one.implementation, "expected": expected})
             record["contenders"][one.name] |= {"loaded": loaded, "errors": errors, "exact": one.exact}
     except ChildError as error:

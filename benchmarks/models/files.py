@@ -17,8 +17,13 @@ from benchmarks.common.children import Child, ChildError
 from benchmarks.layers.checkpoints import write_checkpoint
 from benchmarks.models.configurations import Model
 from benchmarks.models.contenders import WHOLE, Contender
+from benchmarks.models.gguf_files import experts
 from benchmarks.models.llama_cpp import Missing
+from benchmarks.models.systems import MOST_TOGETHER
+from pymoe.bench.environment import memory_gib
 
+MOST_LOADED = 0.75
+"""Largest share of the memory that weights in bfloat16 may take."""
 PATIENCE_S = 3600.0
 """Seconds that writing a file may take."""
 DEEPSEEK_LITE = (26, 27)
@@ -65,20 +70,27 @@ class Files:
             return sum(file.stat().st_size for file in self.ggufs(one).values())
         return sum(file.stat().st_size for file in self.packed(one).glob("*.safetensors"))
 
+    @property
+    def fits(self) -> bool:
+        """Return whether the checkpoint, in bfloat16, can be loaded here."""
+        size = sum(file.stat().st_size for file in self.whole.glob("*.safetensors"))
+        return size < MOST_LOADED * memory_gib() * 2**30
+
     def make_whole(self) -> None:
-        """Write the checkpoint, and the logits of transformers' eager experts."""
+        """Write the checkpoint and, if it can be loaded, the logits of transformers' eager experts."""
         if not self.whole.is_dir():
             part = self.folder / f"{WHOLE}.part"
             shutil.rmtree(part, ignore_errors=True)
             write_checkpoint(part, self.model.build(self.layers))
             part.rename(self.whole)
-        self._expect(WHOLE, "")
+        if self.fits:
+            self._expect(WHOLE, "")
 
     def make(self, one: Contender) -> None:
         """Write what a contender needs.
 
         Raises:
-            Missing: llama.cpp does not run this model.
+            Missing: llama.cpp does not run this model, or the weights are too large.
             RuntimeError: a file could not be written.
         """
         if one.form:
@@ -89,7 +101,10 @@ class Files:
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise RuntimeError((done.stderr.strip().splitlines() or ["pymoe.quantize failed"])[-1])
-            self._expect(one.weights, str(self.packed(one)))
+            if self.fits:
+                self._expect(one.weights, str(self.packed(one)))
+        elif not self.fits:
+            raise Missing("the weights in bfloat16 are too large for the memory")
 
     def _make_ggufs(self, one: Contender) -> None:
         if self.model.config == "DeepseekV2Config" and not {self.layers, self.fewer or self.layers} <= {*DEEPSEEK_LITE}:
@@ -107,7 +122,13 @@ class Files:
                 (self.folder / "touched.json").write_text(json.dumps(shared))
 
     def touched(self) -> dict[str, float]:
-        """Return the share of a layer's experts that so many tokens read together."""
+        """Return the share of a layer's experts that so many tokens read together: counted, or expected of random
+        choices where the model in bfloat16 could not be run.
+        """
+        if not self.fits:
+            config = json.loads((self.whole / "config.json").read_text())
+            share = config["num_experts_per_tok"] / experts(config)
+            return {str(tokens): 1 - (1 - share) ** tokens for tokens in range(1, MOST_TOGETHER + 1)}
         found: dict[str, float] = json.loads((self.folder / "touched.json").read_text())
         return found
 

@@ -37,8 +37,10 @@ def wrong(model: Record) -> list[str]:
 
 
 def verdict(one: Record) -> str:
-    """Return "close" or "WRONG"; an error that is no number is wrong."""
+    """Return "close" or "WRONG"; an error that is no number is wrong. "-" where nothing was there to compare with."""
     exact = one["exact"]
+    if not one["errors"]:
+        return "-"
     error, tolerance = (one["errors"][exact], TOLERANCE) if exact else (one["errors"]["whole"], SAME)
     return "close" if error[0] <= tolerance else "WRONG"
 
@@ -163,8 +165,7 @@ def memory(model: Record) -> Table:
                 f"{loaded['seconds']:.1f}",
                 f"{loaded['peak'] / 1e6:,.0f}",
                 f"{loaded['stays'] / 1e6:,.0f}",
-                "{:.1e} ({:.1e})".format(*errors["whole"]),
-                "{:.1e} ({:.1e})".format(*exact) if exact else "-",
+                *("{:.1e} ({:.1e})".format(*pair) if pair else "-" for pair in (errors.get("whole"), exact)),
                 verdict(one),
             ]
         )

@@ -162,7 +162,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class LlamaCpp:
-    """A model of llama.cpp, and one of its first layers: a file cannot be run in part.
+    """A model of llama.cpp, and on request one of its first layers: a file cannot be run in part.
 
     Args:
         library: the loaded library.
@@ -172,10 +172,15 @@ class LlamaCpp:
     def __init__(self, library: llama_cpp.LlamaCpp, files: dict[int, Path]) -> None:
         self.library = library
         self.files = files
-        self.models = {layers: library.load(file) for layers, file in files.items()}
         self.layers = max(files)
-        self._context = library.context(self.models[self.layers], 1, CHECKED)
+        self._models = {self.layers: library.load(files[self.layers])}
+        self._context = library.context(self._models[self.layers], 1, CHECKED)
         self.words = self._context.words
+
+    def _room(self, layers: int, sequences: int, length: int) -> llama_cpp.Context:
+        if layers not in self._models:
+            self._models[layers] = self.library.load(self.files[layers])
+        return self.library.context(self._models[layers], sequences, length)
 
     def logits(self, ids: Ids) -> Ids:
         self._context.clear()
@@ -184,7 +189,7 @@ class LlamaCpp:
 
     def prefill(self, tokens: int, layers: int) -> Callable[[], object]:
         ids = ids_of(self.words, 1, tokens, 2)
-        context = self.library.context(self.models[layers], 1, tokens)
+        context = self._room(layers, 1, tokens)
 
         def run() -> object:
             context.clear()
@@ -195,7 +200,7 @@ class LlamaCpp:
 
     def decoding(self, sequences: int, layers: int) -> Callable[[], object]:
         texts = ids_of(self.words, sequences, PROMPT + MOST_DECODED, 3)
-        context = self.library.context(self.models[layers], sequences, PROMPT + MOST_DECODED)
+        context = self._room(layers, sequences, PROMPT + MOST_DECODED)
         for start in range(PROMPT):  # a batch of all prompts may be longer than a batch may be
             context.compute(texts[:, start : start + 1], start, ())
         number = iter(range(PROMPT, PROMPT + MOST_DECODED))

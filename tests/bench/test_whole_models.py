@@ -19,6 +19,7 @@ from benchmarks.layers.checkpoints import write_checkpoint
 from benchmarks.models import gguf_files, llama_cpp, report
 from benchmarks.models.configurations import MODELS, PUBLISHED
 from benchmarks.models.contenders import CONTENDERS, Contender, waves
+from benchmarks.models.files import Files
 from benchmarks.models.systems import Transformers, ids_of, shares
 from pymoe.nn import quantize_experts, quantize_linears
 
@@ -200,6 +201,20 @@ def test_without_npm_llama_cpp_is_left_out(tmp_path, monkeypatch, capsys):
     assert whole_models.library(options) == (None, "npm cannot be run: No such file or directory")
     assert "llama.cpp is left out" in capsys.readouterr().err
     assert whole_models.library(argparse.Namespace(contenders=re.compile(OURS))) == (None, "not asked for")
+
+
+def test_weights_that_do_not_fit_are_left_out(tmp_path, monkeypatch):
+    """Packed weights of a model are measured where its weights in bfloat16 could not be loaded."""
+    files = Files(tmp_path, MODELS["tiny-olmoe"], 1, 0, 1, None)
+    write_checkpoint(files.whole, files.model.build(1))
+    assert files.fits
+    monkeypatch.setattr("benchmarks.models.files.MOST_LOADED", 0.0)
+    files.make_whole()
+    with pytest.raises(llama_cpp.Missing, match="too large"):
+        files.make(CONTENDERS[0])
+    assert files.touched()["1"] == 2 / 8
+    assert files.touched()["2"] == 7 / 16
+    assert report.verdict({"exact": "int4", "errors": {}}) == "-"
 
 
 def run(folder, *arguments):
