@@ -183,9 +183,11 @@ def prepared(files: Files, wanted: re.Pattern[str], missing: str, record: Record
 
 
 def measure(files: Files, contenders: list[Contender], options: argparse.Namespace, record: Record, keep: Any) -> None:
-    """Measure a model's contenders: all that fit into memory together take turns."""
+    """Measure a model's contenders: all that fit into memory together take turns, rivals first of all."""
     groups = grouped(contenders, lambda one: one.weights)
-    needs = [(weights, files.size(ones[0]) + OVERHEAD) for weights, ones in groups.items()]
+    needs = [
+        (weights, ones[0].rival or ones[0].name, files.size(ones[0]) + OVERHEAD) for weights, ones in groups.items()
+    ]
     together = waves(needs, ROOM * memory_gib() * 2**30)
     record["waves"] = together
     for one in contenders:

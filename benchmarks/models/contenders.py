@@ -7,6 +7,7 @@ process of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,17 +72,26 @@ CONTENDERS = (
 )
 
 
-def waves(needs: Sequence[tuple[str, float]], room: float) -> list[list[str]]:
-    """Return the names in groups whose needs fit into ``room`` together, in their order; a name that needs more than
-    the room has a group of its own.
+def waves(needs: Sequence[tuple[str, str, float]], room: float) -> list[list[str]]:
+    """Return names in groups that fit into ``room`` together.
+
+    Args:
+        needs: name, class and need of each; classes follow each other. A class stays together if the room is enough
+            for it, and a name that needs more than the room has a group of its own.
+        room: what the names of a group may need together.
     """
+    units: list[list[tuple[str, float]]] = []
+    for _, members in itertools.groupby(needs, key=lambda one: one[1]):
+        unit = [(name, need) for name, _, need in members]
+        units += [unit] if sum(need for _, need in unit) <= room else [[one] for one in unit]
     found: list[list[str]] = []
     left = 0.0
-    for name, need in needs:
+    for unit in units:
+        need = sum(one for _, one in unit)
         if not found or need > left:
             found.append([])
             left = room
-        found[-1].append(name)
+        found[-1] += [name for name, _ in unit]
         left -= need
     return found
 

@@ -106,8 +106,8 @@ def times(model: Record, clock: str) -> Table:
             faster = f" ({theirs['median'] / mine['median']:.2f}x)" if mine and theirs else ""
             cells.append(spread_of(mine, "{:.1f}", 1e3) + faster if mine else "-")
         rows.append([name, RIVALS[name].removeprefix("llama.cpp ") or "-", *cells])
-    heading = ["contender", "(x) over llama.cpp", *(f"{mode} {tokens}" for mode, tokens in columns(model))]
-    return Table(heading, rows, frozenset({"contender", "(x) over llama.cpp"}))
+    heading = ["contender", "(x): speed over llama.cpp", *(f"{mode} {tokens}" for mode, tokens in columns(model))]
+    return Table(heading, rows, frozenset({"contender", "(x): speed over llama.cpp"}))
 
 
 def floors(result: Record, model: Record) -> Table:

@@ -130,8 +130,10 @@ def test_bytes_are_counted_by_what_reads_them():
 
 
 def test_models_are_grouped_by_what_fits_together():
-    needs = [("a", 3.0), ("b", 4.0), ("c", 9.0), ("d", 1.0), ("e", 6.0)]
-    assert waves(needs, 8.0) == [["a", "b"], ["c"], ["d", "e"]]
+    needs = [("a", "x", 3.0), ("b", "x", 1.0), ("c", "y", 3.0), ("d", "y", 2.0), ("e", "z", 3.0)]
+    assert waves(needs, 8.0) == [["a", "b"], ["c", "d", "e"]], "a class stays together"
+    assert waves(needs, 4.0) == [["a", "b"], ["c"], ["d"], ["e"]], "unless it is too large"
+    assert waves(needs, 1.0) == [["a"], ["b"], ["c"], ["d"], ["e"]]
     assert waves([], 8.0) == []
 
 
