@@ -39,7 +39,7 @@ Record = dict[str, Any]
 RENDERED = Path(__file__).parent / "results" / "whole_models.md"
 LARGEST = 0.4
 """Largest share of the memory that a model's weights in bfloat16 may take; models with more get fewer layers."""
-ROOM = 0.65
+ROOM = 0.7
 """Share of the memory that is filled at a time."""
 OVERHEAD = 0.5e9
 """Bytes that a process takes besides weights."""
