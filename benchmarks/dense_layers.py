@@ -1,66 +1,41 @@
-"""Measure dense layers in 8 or 4 bits in a model with 4-bit experts: its time per token, and its change in output.
+"""Measure what dense layers in 8 or 4 bits change in the output of a trained model, beside experts in 8 or 4 bits.
 
-    python -m benchmarks.dense_layers [--layers N] [--hidden N] [--ffn N] [--experts N] [--vocabulary N] [--rounds N]
-                                      [--steps N] [--output DIR]
+    python -m benchmarks.dense_layers [--steps N] [--output DIR]
 
-Time: an OLMoE of a few layers of its published sizes, with random weights in bfloat16, computes one token after another
-after a prompt. Its dense layers stay in bfloat16, or are held in 8 or 4 bits; the variants take turns in one process,
-and every figure is the median of the rounds with their quartiles. Accuracy: a small OLMoE is trained on the text of
-this repository, byte by byte. It is then rounded in several ways, and each variant's logits for text that it has not
-seen are compared with the logits of the float32 weights.
+A small OLMoE is trained on the text of this repository, byte by byte. It is then rounded in several ways, and each
+variant's logits for text that it has not seen are compared with the logits of the float32 weights. What rounding saves
+in time, ``benchmarks.whole_models`` measures.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections, spread_of
+from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections
 from pymoe.bench.report import Table
-from pymoe.bench.timing import Quartiles
 from pymoe.nn import quantize_experts, quantize_linears
 
 Record = dict[str, Any]
 DENSE: dict[str, int | None] = {"as they are": None, "8 bits": 8, "4 bits": 4}
 """The formats of the dense layers by name, with their bits; None leaves the layers as they are."""
-EXPERT_BITS = 4
-PROMPT, TOKENS = 32, 4
-"""Tokens of the prompt, and tokens that are then timed for each format in each round."""
 BATCH, LENGTH = 8, 128
 """Sequences in a training step, and bytes in a sequence."""
 
 
 def main() -> int:
-    """Measure, write and show both tables."""
-    options = parse()
-    settings = {name: getattr(options, name) for name in ("layers", "hidden", "ffn", "experts", "rounds", "steps")}
-    run = Run("dense_layers", options.output, settings, time={}, accuracy=[])
-    run.result["accuracy"] = accuracy(options.steps)
-    run.keep(markdown)
-    run.result["time"] = times(options)
+    """Measure, write and show the table."""
+    parser = parser_of("dense_layers", __doc__ or "")
+    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training (default: %(default)s)")
+    options = parser.parse_args()
+    run = Run("dense_layers", options.output, {"steps": options.steps}, accuracy=accuracy(options.steps))
     run.keep(markdown)
     show_sections(sections(run.result))
     return 0
-
-
-def parse() -> argparse.Namespace:
-    """Return the options; the sizes are OLMoE's."""
-    parser = parser_of("dense_layers", __doc__ or "")
-    parser.add_argument("--layers", type=int, default=4, metavar="N")
-    parser.add_argument("--hidden", type=int, default=2048, metavar="N")
-    parser.add_argument("--ffn", type=int, default=1024, metavar="N", help="inner size of an expert")
-    parser.add_argument("--experts", type=int, default=64, metavar="N", help="of a layer; a token has 8 of them")
-    parser.add_argument("--vocabulary", type=int, default=50304, metavar="N")
-    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="of all ways (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training (default: %(default)s)")
-    return parser.parse_args()
 
 
 def olmoe(**sizes: int) -> Any:
@@ -75,64 +50,6 @@ def olmoe(**sizes: int) -> Any:
     model = OlmoeForCausalLM(config)
     model.set_experts_implementation("pymoe")
     return model
-
-
-@torch.no_grad()
-def times(options: argparse.Namespace) -> Record:
-    """Return, for every format of the dense layers, the seconds per token and the bytes of these layers."""
-    torch.set_default_dtype(torch.bfloat16)
-    heads = max(options.hidden // 128, 1)
-    model = olmoe(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=options.ffn,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        num_experts=options.experts,
-        num_experts_per_tok=min(8, options.experts),
-    ).eval()
-    torch.set_default_dtype(torch.float32)
-    quantize_experts(model, EXPERT_BITS)
-    ways = {name: dense(model, bits) for name, bits in DENSE.items()}
-    prompt = torch.randint(options.vocabulary, (1, PROMPT))
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(options.rounds + 1):
-        for name, layers in ways.items():
-            for path, layer in layers.items():
-                model.set_submodule(path, layer)
-            past = model(prompt, use_cache=True).past_key_values
-            token = prompt[:, :1]
-            each = []
-            for _ in range(TOKENS):
-                start = time.perf_counter()
-                token = model(token, past_key_values=past, use_cache=True).logits[:, -1:].argmax(-1)
-                each.append(time.perf_counter() - start)
-            if number:  # the first round warms up
-                seconds[name].append(min(each))
-    return {name: asdict(Quartiles.of(taken)) | {"bytes": size(ways[name])} for name, taken in seconds.items()}
-
-
-def dense(model: nn.Module, bits: int | None) -> dict[str, nn.Module]:
-    """Return the linear layers of a model by path, those that :func:`quantize_linears` chooses in ``bits`` bits."""
-    own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    holder = nn.Module()
-    for name, module in own.items():
-        path, _, last = name.rpartition(".")
-        parent = holder
-        for part in filter(None, path.split(".")):
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, copy.copy(module))
-    if bits is not None:
-        quantize_linears(holder.eval(), bits)
-    return {name: holder.get_submodule(name) for name in own}
-
-
-def size(layers: dict[str, nn.Module]) -> int:
-    """Return how many bytes the layers hold."""
-    return sum(tensor.nbytes for layer in layers.values() for tensor in layer.state_dict().values())
 
 
 def accuracy(steps: int) -> list[Record]:
@@ -209,13 +126,7 @@ def loss(found: Tensor, ids: Tensor) -> float:
 
 
 def sections(result: Record) -> list[tuple[str, Table]]:
-    """Return both tables with their headings."""
-    heading = ["dense layers", "their MB", "ms a token [quartiles]", "speed"]
-    first = next(iter(result["time"].values()), {}).get("median", 1.0)
-    rows = [
-        [name, f"{one['bytes'] / 1e6:,.0f}", spread_of(one, "{:.1f}", 1e3), f"{first / one['median']:.2f}x"]
-        for name, one in result["time"].items()
-    ]
+    """Return the table with its heading."""
     changes = [
         [
             one["way"],
@@ -229,20 +140,14 @@ def sections(result: Record) -> list[tuple[str, Table]]:
         for one in result["accuracy"]
     ]
     changed = ["weights", "loss", "error of logits", "KL divergence, nats", "same first choice"]
-    return [
-        ("Time per token, experts in 4 bits", Table(heading, rows, left=frozenset({"dense layers"}))),
-        ("Change of a trained model", Table(changed, changes, left=frozenset({"weights"}))),
-    ]
+    return [("Change of a trained model", Table(changed, changes, left=frozenset({"weights"})))]
 
 
 def markdown(result: Record) -> str:
     """Return the report as Markdown."""
-    settings = result["settings"]
     about = (
-        f"An OLMoE of {settings['layers']} layers with hidden size {settings['hidden']} and {settings['experts']} "
-        f"experts of {settings['ffn']}, random weights, batch 1; medians of {settings['rounds']} rounds in turns, each "
-        f"the fastest of {TOKENS} tokens. The trained model has 4 layers with hidden size 256 and 16 experts of 128, "
-        f"after {settings['steps']} steps; its float32 weights are the reference."
+        f"The trained model has 4 layers with hidden size 256 and 16 experts of 128, after "
+        f"{result['settings']['steps']} steps; its float32 weights are the reference."
     )
     return as_report([measured(result, about, f"{torch.get_num_threads()} torch threads")], sections(result))
 

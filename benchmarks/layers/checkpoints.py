@@ -7,6 +7,7 @@ import math
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,18 +18,11 @@ from torch import Tensor
 def write_qwen3_moe(
     folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 8
 ) -> int:
-    """Write random bfloat16 weights of a Qwen3-MoE, with one file per layer, holding one layer in memory at a time.
-
-    Returns:
-        The bytes of all weights.
-    """
+    """Write a Qwen3-MoE of these sizes as :func:`write_checkpoint` does; return the bytes of all weights."""
     from transformers import Qwen3MoeConfig
 
-    folder.mkdir(parents=True)
     heads = max(hidden // 64, 1)
     config = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype="bfloat16",
         vocab_size=vocabulary,
         hidden_size=hidden,
         moe_intermediate_size=ffn,
@@ -42,23 +36,28 @@ def write_qwen3_moe(
         tie_word_embeddings=False,
         pad_token_id=0,
     )
+    return write_checkpoint(folder, config)
+
+
+def write_checkpoint(folder: Path, config: Any) -> int:
+    """Write random bfloat16 weights for a configuration in the hub's layout: one tensor per expert (GPT-OSS stacks
+    them), one file per layer, one layer in memory at a time.
+
+    Returns:
+        The bytes of all weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir(parents=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
     config.save_pretrained(folder)
-    queries, keys = 64 * heads, 64 * max(heads // 4, 1)
-    attention = {
-        **{"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)},
-        **{"self_attn.q_norm.weight": (64,), "self_attn.k_norm.weight": (64,), "mlp.gate.weight": (experts, hidden)},
-        **{"self_attn.q_proj.weight": (queries, hidden), "self_attn.o_proj.weight": (hidden, queries)},
-        **{"self_attn.k_proj.weight": (keys, hidden), "self_attn.v_proj.weight": (keys, hidden)},
-    }
-    files: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (vocabulary, hidden)}]
-    for layer in range(layers):
-        files.append({f"model.layers.{layer}.{name}": shape for name, shape in attention.items()})
-        for expert in range(experts):
-            place = f"model.layers.{layer}.mlp.experts.{expert}."
-            files[-1][f"{place}gate_proj.weight"] = files[-1][f"{place}up_proj.weight"] = (ffn, hidden)
-            files[-1][f"{place}down_proj.weight"] = (hidden, ffn)
-    files.append({"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)})
-    return _write(folder, files)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in model.state_dict().items():
+        layer = re.match(r"model\.layers\.\d+\.", name)
+        files.setdefault(layer[0] if layer else name, {}).update(_as_published(name, tensor.shape, config.model_type))
+    return _write(folder, list(files.values()))
 
 
 def write_gpt_oss(
@@ -134,17 +133,31 @@ def _write(folder: Path, files: list[dict[str, tuple[int, ...]]]) -> int:
     return size
 
 
+def _as_published(name: str, shape: Sequence[int], model: str) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the hub's tensors that make up a tensor of the model of transformers."""
+    gate, up, down = ("w1", "w3", "w2") if model == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    if model == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    path, _, last = name.rpartition(".")
+    if model == "gpt_oss" or not path.endswith(".experts"):
+        return {name: tuple(shape)}
+    experts, rows, columns = shape
+    parts = (
+        {gate: (rows // 2, columns), up: (rows // 2, columns)} if last == "gate_up_proj" else {down: (rows, columns)}
+    )
+    return {f"{path}.{expert}.{part}.weight": size for expert in range(experts) for part, size in parts.items()}
+
+
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if name.endswith("_blocks"):
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     if name.endswith("_scales"):  # codes stand for values of about 2.5, and products keep the size of their rows
         middle = 127 - round(math.log2(2.5 * (32 * shape[-1]) ** 0.5))
         return torch.randint(middle - 1, middle + 2, shape, generator=generator, dtype=torch.uint8)
-    if name.endswith("bias"):
-        return torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
-    if len(shape) == 1:
+    if "norm" in name.split(".")[-2]:
         return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5).bfloat16()
+    scale = 0.1 if name.endswith(("bias", "sinks")) else shape[-1] ** -0.5
+    return torch.randn(shape, generator=generator).mul_(scale).bfloat16()
 
 
 class AnonymousMemory:

@@ -1,0 +1,137 @@
+"""The process of a set of weights: ``python -m benchmarks.models.worker THREADS``.
+
+It answers requests, one JSON object with ``do`` a line (benchmarks/common/children.py): ``load`` first, then ``check``
+and ``measure`` as often as wished. ``expect`` and ``write`` make files, for which nothing is loaded before.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.children import serve
+from benchmarks.models import llama_cpp
+from benchmarks.models.gguf_files import write_gguf
+from benchmarks.models.systems import CHECKED, MOST_TOGETHER, LlamaCpp, Record, System, Transformers, ids_of, loaded
+
+PAUSE_S = 0.01
+"""Seconds before a turn: threads of the process that had the turn before may compute while they wait for work."""
+
+
+class Worker:
+    """Answers requests with one model in memory."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.system: System | None = None
+        self.calls: dict[tuple[Any, ...], Callable[[], object]] = {}
+
+    def answer(self, request: Record) -> Any:
+        """Do what a request asks for."""
+        with torch.no_grad():
+            return getattr(self, request.pop("do"))(**request)
+
+    def load(self, folder: str = "", libraries: str = "", files: dict[str, str] | None = None) -> Record:
+        """Load a folder of transformers, or llama.cpp's files by their number of layers; return what that took, and
+        the bytes of weights.
+        """
+        if folder:
+            import transformers  # noqa: F401  # memory and time count after the imports
+
+            import pymoe.integrations.transformers  # noqa: F401
+
+            make: Callable[[], System] = partial(Transformers, Path(folder))
+        else:
+            library = llama_cpp.LlamaCpp(Path(libraries), self.threads)
+            paths = {int(layers): Path(file) for layers, file in (files or {}).items()}
+            make = partial(LlamaCpp, library, paths)
+        self.system, record = loaded(make)
+        about = {"about": library.about()} if libraries else {}
+        return {**record, "sizes": self.system.sizes(), **about}
+
+    def check(self, implementation: str, expected: dict[str, str]) -> dict[str, list[float]]:
+        """Return for every file of expected logits the relative errors of this model's: median and largest over the
+        tokens of a text.
+        """
+        system = self._under(implementation)
+        found = system.logits(ids_of(system.words, 1, CHECKED, 1)).astype(np.float64)
+        errors = {}
+        for name, file in expected.items():
+            wanted = np.load(file).astype(np.float64)
+            each = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+            errors[name] = [float(np.median(each)), float(each.max())]  # NaN stays NaN in both
+        return errors
+
+    def measure(self, implementation: str, mode: str, tokens: int, layers: int, calls: int) -> Record:
+        """Return the seconds of ``calls`` calls by the wall clock and of the processors; the first call of its kind
+        warms up.
+        """
+        system = self._under(implementation)
+        key = (implementation, mode, tokens, layers)
+        if key not in self.calls:
+            self.calls[key] = (system.decoding if mode == "decode" else system.prefill)(tokens, layers)
+        call = self.calls[key]
+        gc.collect()
+        gc.disable()
+        time.sleep(PAUSE_S)
+        walls, processors = [], []
+        for _ in range(calls):
+            wall, processor = time.perf_counter(), time.process_time()
+            call()
+            walls.append(time.perf_counter() - wall)
+            processors.append(time.process_time() - processor)
+        gc.enable()
+        return {"wall": walls, "processor": processors}
+
+    def expect(self, folder: str, packed: str, file: str) -> Any:
+        """Write the logits of transformers' eager experts with the weights of ``folder``, or with those for which the
+        weights of ``packed`` stand; return the share of experts that so many tokens read together.
+        """
+        model = Transformers(Path(folder))
+        model.model.set_experts_implementation("eager")
+        if packed:
+            model.take(Transformers(Path(packed)))
+        ids = ids_of(model.words, 1, CHECKED, 1)
+        with open(f"{file}.part", "wb") as target:
+            np.save(target, model.logits(ids))
+        os.replace(f"{file}.part", file)
+        return model.touched(ids, tuple(range(1, MOST_TOGETHER + 1)))
+
+    def write(self, folder: str, libraries: str, form: str, layers: int, source: str, file: str) -> None:
+        """Write a GGUF file: the first layers of the checkpoint in BF16, or ``source`` in another form."""
+        part = Path(f"{file}.part")
+        if form == "BF16":
+            write_gguf(Path(folder), part, layers, llama_cpp.gguf())
+        else:
+            llama_cpp.LlamaCpp(Path(libraries), self.threads).quantize(Path(source), part, form)
+        part.replace(file)
+
+    def _under(self, implementation: str) -> Any:
+        system: Any = self.system
+        if isinstance(system, Transformers) and system.model.config._experts_implementation != implementation:
+            system.model.set_experts_implementation(implementation)
+        return system
+
+
+def main() -> None:
+    """Serve with as many threads as the argument says."""
+    threads = int(sys.argv[1])
+
+    def start() -> Callable[[Any], Any]:
+        torch.set_num_threads(threads)
+        return Worker(threads).answer
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main()
