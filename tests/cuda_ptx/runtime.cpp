@@ -243,10 +243,14 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
 }
 // The capability that the PTX was made for.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrComputeCapabilityMajor) return refuse(cudaErrorInvalidValue, "unknown attribute");
+  const bool major = attribute == cudaDevAttrComputeCapabilityMajor;
+  if (!major && attribute != cudaDevAttrComputeCapabilityMinor) {
+    return refuse(cudaErrorInvalidValue, "unknown attribute");
+  }
   const std::string& text = runtime().modules.front()->text;
   const size_t target = text.find(".target sm_") + std::strlen(".target sm_");
-  *value = std::atoi(text.c_str() + target) / 10;
+  const int capability = std::atoi(text.c_str() + target);
+  *value = major ? capability / 10 : capability % 10;
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() {
