@@ -91,12 +91,26 @@ uint32_t Decoder::place(int width) {
   return found;
 }
 
-uint32_t Decoder::any_result(const std::string& name, uint8_t& width) {
+uint32_t Decoder::register_named(const std::string& name, uint8_t& width) {
   if (name == "_") throw Error("a result that nobody wants is not supported");
   if (!is_register(name)) throw Error("not a register: " + name);
   width = static_cast<uint8_t>(program_.kernel.registers.at(name));
-  const auto found = places_.find(name);
-  return found != places_.end() ? found->second : places_[name] = place(width);
+  if (const auto found = places_.find(name); found != places_.end()) return found->second;
+  program_.register_bytes += 8;  // the mask of lanes that have set it
+  program_.registers.push_back(place(width));
+  return places_[name] = program_.registers.back();
+}
+
+uint32_t Decoder::any_result(const std::string& name, uint8_t& width) {
+  writes_.push_back(register_named(name, width));
+  return writes_.back();
+}
+
+void Decoder::take_registers(Instruction& to) {
+  to.reads = std::move(reads_);
+  to.writes = std::move(writes_);
+  reads_.clear();
+  writes_.clear();
 }
 
 int Decoder::width_of(const Operand& operand) const {
@@ -112,7 +126,10 @@ uint32_t Decoder::result(const std::string& name, int width) {
 }
 
 uint32_t Decoder::any_source(const std::string& name, int width, uint8_t& found) {
-  if (is_register(name)) return any_result(name, found);
+  if (is_register(name)) {
+    reads_.push_back(register_named(name, found));
+    return reads_.back();
+  }
   found = static_cast<uint8_t>(width);
   const std::string key = name + "/" + std::to_string(width);
   if (const auto known = places_.find(key); known != places_.end()) return known->second;
@@ -226,12 +243,14 @@ Program decode(Kernel kernel) {
     try {
       instruction.negated = statement.negated;
       if (!statement.guard.empty()) instruction.guard = decoder.source(statement.guard, 0);
+      decoder.take_registers(instruction);
       static constexpr Family kFamilies[] = {decode_table,   decode_move, decode_access,     decode_atomic,
                                              decode_control, decode_copy, decode_collective, decode_matrix};
       if (!std::any_of(std::begin(kFamilies), std::end(kFamilies),
                        [&](Family family) { return family(statement, decoder, instruction); })) {
         throw Error("unknown instruction");
       }
+      decoder.take_registers(instruction);
     } catch (const Error& error) {
       throw Error("line " + std::to_string(statement.line) + ": " + error.what() + ": " + statement.text);
     }

@@ -24,7 +24,7 @@ HERE = ROOT / "tests" / "cuda_ptx"
 FOLDER = ROOT / "build" / "cuda_ptx"
 ARCHITECTURE = "90"
 # What needs CUDA's headers, torch or the kernels; all else is the interpreter.
-AROUND = ("runtime", "torch_memory", "control_api", "cases", "design_shapes")
+AROUND = ("runtime", "torch_memory", "control_api", "cases", "design_shapes", "far_shapes")
 # -O2 and no fusing: the interpreter's own arithmetic is the yardstick.
 INTERPRETER = f"-O2 -g0 -fvisibility=default -I{ROOT / 'tests'}"
 
@@ -59,7 +59,7 @@ def build() -> Path:
         Source(HERE / "runtime.cpp", f"-std=c++20 -O1 -Xcompiler=-fPIC -I{ROOT / 'tests'}", nvcc),
         # torch's allocators are no part of its stable ABI.
         Source(HERE / "torch_memory.cpp", "-UTORCH_TARGET_VERSION"),
-        *(Source(HERE / f"{name}.cpp", around) for name in ("control_api", "cases", "design_shapes")),
+        *(Source(HERE / f"{name}.cpp", around) for name in ("control_api", "cases", "design_shapes", "far_shapes")),
         *(Source(file, around) for file in cases),
         *(Source(one.file, "-O1") for one in kernel_sources()),
     ]

@@ -21,7 +21,7 @@ HERE = ROOT / "tests" / "cuda_ptx"
 sys.path.insert(0, str(ROOT / "tests"))
 from machine_code import find_nvcc  # noqa: E402
 
-INTERPRETER = ["check_arithmetic.py", "check_machine.py"]
+INTERPRETER = ["check_arithmetic.py", "check_machine.py", "check_rules.py"]
 # On the operators whose CPU tensors go to the kernels; the second line is thousands of cases.
 LAYERS = ["tests/nn/test_moe_values.py", "tests/nn/test_moe_losses.py"]
 OPERATORS = ["tests/ops/test_native_equals_reference.py"]

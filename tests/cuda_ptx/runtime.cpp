@@ -19,8 +19,6 @@
 namespace pymoe::ptx {
 namespace {
 
-constexpr int64_t kUsualShared = 48 << 10, kMostShared = 227 << 10;
-
 struct Module {
   std::string text;
   std::map<std::string, Kernel> kernels;  // parsed at the first launch
@@ -45,7 +43,7 @@ struct Module {
 struct Function {
   Module* module;
   std::string name;
-  int64_t most_shared = kUsualShared;
+  int64_t most_shared = 0;  // dynamic, by its attribute; 0: never set
 };
 
 struct Runtime {
@@ -55,6 +53,7 @@ struct Runtime {
   std::map<std::string, int64_t> launches;
   int64_t executed = 0;
   uint64_t seed = 1;
+  int64_t ends = 0;
 };
 
 Runtime& runtime() {
@@ -123,10 +122,8 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
   try {
     const Program& program = function.module->program(function.name);
     const auto dynamic = static_cast<int64_t>(how.shared);
-    if (dynamic > function.most_shared || dynamic + program.static_shared > kMostShared ||
-        (dynamic > kUsualShared && program.static_shared > 0)) {
-      return refuse(cudaErrorInvalidValue, "too much shared memory: " + std::to_string(dynamic) + " bytes and " +
-                                               std::to_string(program.static_shared) + " static ones");
+    if (function.most_shared != 0 && dynamic > function.most_shared) {
+      return refuse(cudaErrorInvalidValue, "more shared memory than the kernel's attribute allows");
     }
     std::vector<unsigned char> bytes(static_cast<size_t>(program.kernel.parameter_bytes));
     for (size_t i = 0; i < program.kernel.parameters.size(); ++i) {
@@ -135,7 +132,9 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
     }
     ++all.launches[function.name];
     all.seed = all.seed * 6364136223846793005u + 1442695040888963407u;
-    all.executed += run(program, {grid.x, static_cast<int>(block.x), dynamic, cluster}, std::move(bytes), all.seed);
+    all.executed +=
+        run(program, {grid.x, static_cast<int>(block.x), dynamic, cluster, function.most_shared != 0, all.ends},
+            std::move(bytes), all.seed);
   } catch (const Error& error) {
     return refuse(cudaErrorLaunchFailure, error.what());
   }
@@ -147,6 +146,11 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
 void set_seed(uint64_t seed) {
   const std::lock_guard lock(runtime().mutex);
   runtime().seed = seed;
+}
+
+void set_ends(int64_t blocks) {
+  const std::lock_guard lock(runtime().mutex);
+  runtime().ends = blocks;
 }
 
 std::map<std::string, int64_t> launches() {
@@ -236,8 +240,11 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
   const auto found = runtime().functions.find(stub);
   if (found == runtime().functions.end()) return refuse(cudaErrorInvalidDeviceFunction, "unknown kernel");
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value > kMostShared) return refuse(cudaErrorInvalidValue, "more shared memory than a block can have");
-    found->second.most_shared = value;
+    auto& function = found->second;
+    if (value + function.module->program(function.name).static_shared > kMostShared) {
+      return refuse(cudaErrorInvalidValue, "more shared memory than a block can have");
+    }
+    function.most_shared = value;
   }
   return cudaSuccess;
 }
