@@ -96,21 +96,6 @@ def test_shapes_of_more_than_31_bits(case):
     assert run_cases(f"--test-case={case}")
 
 
-# A kernel of each file, and the case that has it.
-@own_ptx
-@pytest.mark.parametrize(
-    ("kernel", "case"),
-    [("gate_topk_cuda", 0), ("gate_topk_backward", 0), ("expert_activation", 1), ("linear", 2), ("linear", 3)],
-)
-def test_products_of_31_bits_are_noticed(kernel, case, plant, capfd):
-    """Places are computed in 64 bits. With 32 they are the same in every tensor that other cases have."""
-    text = module_of(kernel)
-    narrow = r"\g<0>\nshl.b64 \1, \1, 32;\nshr.s64 \1, \1, 32;"
-    plant(text, re.sub(r"(?:mul|mad)\.lo\.s64\s+(%rd\d+),[^;]*;", narrow, text))
-    assert not run_cases(f"--test-case={FAR[case]}")
-    assert re.search("is in no tensor|NOT correct|is not a multiple", capfd.readouterr().out)
-
-
 def entries(text):
     """Return the module's kernels by name."""
     parts = re.split(r"^(?=(?:\.visible )?\.entry )", text, flags=re.MULTILINE)
@@ -181,14 +166,44 @@ def test_planted_faults_are_noticed(name, plant, capfd):
     assert re.search(message, capfd.readouterr().out)
 
 
+READ_ONLY = r"\bld\.global\.([fsu]\d+)", r"ld.global.nc.\1"
+NARROW = r"(?:mul|mad)\.lo\.s64\s+(%rd\d+),[^;]*;", r"\g<0>\nshl.b64 \1, \1, 32;\nshr.s64 \1, \1, 32;"
+OUTSIDE = "is in no tensor|NOT correct|is not a multiple"
+# n * 2.12e-4 of exp (core/score.h) and the sum that takes it.
+FUSED = (
+    r"mul\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*(0f395E8083);\s*add\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*\1;",
+    r"fma.rn.f32 \4, \2, \3, \5;",
+)
+# As above, wherever the pattern is found in the module.
+FAULTS_EVERYWHERE = {
+    "the read-only cache for what the launch writes (gate)": (
+        "gate_topk_cuda", READ_ONLY, "--source-file=*test_gate_topk.cpp", "through the read-only cache",
+    ),
+    "the read-only cache for what the launch writes (routing)": (
+        "build_routing_cuda", READ_ONLY, "--source-file=*test_build_routing.cpp", "through the read-only cache",
+    ),
+    "places in 32 bits (gate)": ("gate_topk_cuda", NARROW, "--test-case=far: gate_topk*", OUTSIDE),
+    "places in 32 bits (gate, backward)": ("gate_topk_backward", NARROW, "--test-case=far: gate_topk*", OUTSIDE),
+    "places in 32 bits (activation)": ("expert_activation", NARROW, "--test-case=far: expert_activation*", OUTSIDE),
+    "places in 32 bits (products)": ("linear", NARROW, "--test-case=far: grouped_linear", OUTSIDE),
+    "places in 32 bits (gradient of the weight)": (
+        "linear", NARROW, "--test-case=far: grouped_linear_weight_grad", OUTSIDE,
+    ),
+    "a product of exp that is fused (gate)": (
+        "gate_topk_cuda", FUSED, "--test-case=gate_topk: bits that few logits show", "same_values.*NOT correct",
+    ),
+}  # fmt: skip
+
+
 @own_ptx
-@pytest.mark.parametrize("kernel", ["gate_topk", "build_routing_cuda"])
-def test_reads_through_the_read_only_cache_of_what_the_launch_writes_are_noticed(kernel, plant, capfd):
-    """The GPU may give what stood there before: no order of threads shows it, and no value is wrong here."""
+@pytest.mark.parametrize("name", FAULTS_EVERYWHERE)
+def test_faults_planted_everywhere_are_noticed(name, plant, capfd):
+    """None of them gives a wrong value in the cases of usual sizes and numbers, in whatever order threads run."""
+    kernel, (pattern, replacement), cases, message = FAULTS_EVERYWHERE[name]
     text = module_of(kernel)
-    plant(text, re.sub(r"\bld\.global\.([fsu]\d+)", r"ld.global.nc.\1", text))
-    assert not run_cases(f"--source-file=*test_{kernel.removesuffix('_cuda')}.cpp")
-    assert "through the read-only cache" in capfd.readouterr().out
+    plant(text, re.sub(pattern, replacement, text))
+    assert not run_cases(cases)
+    assert re.search(message, capfd.readouterr().out)
 
 
 @cache
