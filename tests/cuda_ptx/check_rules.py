@@ -133,6 +133,18 @@ RULES = {
         GLOBAL + SOME + "@!%p1 mov.u32 %r6, 2;\nshfl.sync.bfly.b32 %r8|%p2, %r6, 1, 31, -1;",
         {},
     ),
+    "registers: the lower half of a pair": (
+        NOT_SET,
+        GLOBAL + "mov.u16 %h1, 1;\nmov.b32 %r6, {%h1, %h2};\nshl.b32 %r8, %r6, 15;",
+        GLOBAL + "mov.u16 %h1, 1;\nmov.b32 %r6, {%h1, %h2};\nshl.b32 %r8, %r6, 16;",
+        {},
+    ),
+    "registers: the upper half of a pair": (
+        NOT_SET,
+        GLOBAL + "mov.u16 %h1, 1;\nmov.b32 %r6, {%h2, %h1};\nshl.b32 %r8, %r6, 16;",
+        GLOBAL + "mov.u16 %h1, 1;\nmov.b32 %r6, {%h2, %h1};\nand.b32 %r8, %r6, -65536;",
+        {},
+    ),
     "unwritten: the other half of eight bytes": (
         "global memory that was never written, at byte 4 of 128",
         "st.global.u32 [%q1], 7;\nld.global.u32 %r6, [%q1+4];",

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <set>
+#include <utility>
 
 #include "cuda_ptx/machine.h"
 #include "cuda_ptx/table.h"
@@ -229,6 +231,37 @@ void find_copies(Program& program) {
   }
 }
 
+// Finds pairs of 16 bits of which all uses take the same half, as the other one is shifted out or masked: nvcc packs
+// whatever register is at hand beside that half, also one that nothing has set.
+void find_half_pairs(Program& program) {
+  struct Uses {
+    int all = 0, of_half[2] = {};
+  };
+  std::map<std::string_view, Uses> uses;  // by register
+  for (const Statement& statement : program.kernel.statements) {
+    const auto& operands = statement.operands;
+    for (size_t i = 0; i < operands.size(); ++i) {
+      for (const auto& item : operands[i].items) {
+        Uses& found = uses[item];
+        ++found.all;
+        if (i != 1 || operands.size() != 3) continue;
+        found.of_half[0] += statement.opcode == "shl.b32" && operands[2].items[0] == "16";
+        found.of_half[1] += statement.opcode == "and.b32" && operands[2].items[0] == "-65536";
+      }
+    }
+  }
+  for (Instruction& instruction : program.code) {
+    const Statement& statement = *instruction.statement;
+    if (statement.opcode != "mov.b32" || statement.operands[1].items.size() != 2 || instruction.reads.size() != 2) {
+      continue;
+    }
+    const Uses& found = uses[statement.operands[0].items[0]];
+    for (const int half : {0, 1}) {
+      if (found.of_half[half] == found.all - 1) instruction.reads = {instruction.reads[static_cast<size_t>(half)]};
+    }
+  }
+}
+
 }  // namespace
 
 Program decode(Kernel kernel) {
@@ -257,6 +290,7 @@ Program decode(Kernel kernel) {
     program.code.push_back(std::move(instruction));
   }
   find_copies(program);
+  find_half_pairs(program);
   static const Statement end{0, "end of the kernel", "", false, "ret", {}};
   program.code.emplace_back();
   program.code.back().kind = Instruction::kExit;
