@@ -83,6 +83,9 @@ def main() -> int:
     for other in others() if exhaustive else []:
         print(f"the same on the PTX of compute_{other}")
         passed = pytest(kernels, {"PYMOE_PTX_ARCHITECTURE": other}) and passed
+    if not some:
+        print("operators on CUDA tensors, on two devices and several streams")
+        passed = pytest(["-p", "cuda_ops", "-q", "-n", "0", str(HERE / "check_streams.py")]) and passed
     missing = [] if some else never_launched(launched)
     for name in missing:
         print(f"error: no test has launched {re.sub('_GLOBAL__N__.*?_cu_[0-9a-f]{8}', '', name)}")

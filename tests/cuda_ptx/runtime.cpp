@@ -1,6 +1,6 @@
 // The CUDA runtime that the kernels' host code finds in the tests: it takes the PTX out of the fat binary that the
-// compiler put beside that code, and every launch runs it at once. Grid, block, shared memory and arguments are thus
-// those that the library itself gives.
+// compiler put beside that code, and every launch runs it at once. Grid, block, shared memory, arguments and stream are
+// thus those that the library itself gives.
 //
 // A launch that a GPU would refuse is refused, and an error of the interpreter is the launch's: cudaGetErrorString has
 // its text, which kernels/cuda/launch.h throws.
@@ -10,11 +10,13 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 
 #include "cuda_ptx/machine.h"
+#include "cuda_ptx/streams.h"
 
 namespace pymoe::ptx {
 namespace {
@@ -75,6 +77,11 @@ cudaError_t refuse(cudaError_t error, std::string why) {
   return remembered = error;
 }
 
+cudaError_t ask(const std::string& what, void* stream, std::function<void()> work) {
+  const std::string refusal = issue(what, stream, std::move(work));
+  return refusal.empty() ? cudaSuccess : refuse(cudaErrorLaunchFailure, refusal);
+}
+
 // What nvcc's fatbinary writes: a header, then entries with a header each; kind 1 is PTX.
 struct FatHeader {
   uint32_t magic;
@@ -130,15 +137,15 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
       const Parameter& parameter = program.kernel.parameters[i];
       std::memcpy(bytes.data() + parameter.offset, arguments[i], static_cast<size_t>(parameter.bytes));
     }
-    ++all.launches[function.name];
-    all.seed = all.seed * 6364136223846793005u + 1442695040888963407u;
-    all.executed +=
-        run(program, {grid.x, static_cast<int>(block.x), dynamic, cluster, function.most_shared != 0, all.ends},
-            std::move(bytes), all.seed);
+    const LaunchShape shape{grid.x, static_cast<int>(block.x), dynamic, cluster, function.most_shared != 0, all.ends};
+    return ask(function.name, how.stream, [&all, &function, &program, shape, bytes] {
+      ++all.launches[function.name];
+      all.seed = all.seed * 6364136223846793005u + 1442695040888963407u;
+      all.executed += run(program, shape, bytes, all.seed);
+    });
   } catch (const Error& error) {
     return refuse(cudaErrorLaunchFailure, error.what());
   }
-  return cudaSuccess;
 }
 
 }  // namespace
@@ -266,12 +273,11 @@ cudaError_t cudaGetLastError() {
   return error;
 }
 const char* cudaGetErrorString(cudaError_t) { return message.c_str(); }
-cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t) {
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
   if (bytes > 0 && find_memory(reinterpret_cast<uint64_t>(pointer), bytes).end == 0) {
     return refuse(cudaErrorInvalidValue, "cudaMemsetAsync: not within a tensor");
   }
-  std::memset(pointer, value, bytes);
-  return cudaSuccess;
+  return ask("memset", stream, [=] { std::memset(pointer, value, bytes); });
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   std::memmove(to, from, bytes);

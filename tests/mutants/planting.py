@@ -1,8 +1,8 @@
 """Faults that are planted in the sources one at a time, to show that tests notice them.
 
-A kind of faults (python.py, schedules.py, cuda.py, static.py) defines its faults, how a fault is built and run, and
-what its tests reported. This file has the common parts: what a fault is, that its text is found exactly once, running
-several at the same time, and the report in ``build/mutants/KIND.md``.
+A kind of faults (python.py, schedules.py, cuda.py, static.py, streams.py) defines its faults, how a fault is built and
+run, and what its tests reported. This file has the common parts: what a fault is, that its text is found exactly once,
+running several at the same time, and the report in ``build/mutants/KIND.md``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,16 @@ class StaticFault(Fault):
     """For which, as TORCH_CUDA_ARCH_LIST spells them; 9.0 is among them, for which bars are set."""
     said: str
     """A part of the complaint that notices it."""
+
+
+@dataclass(frozen=True)
+class StreamFault(Fault):
+    """A fault between a CUDA tensor and a launch, for tests/cuda_ptx/check_streams.py."""
+
+    source: str
+    """What is compiled with it: a file of kernels, or ``with_torch``, all operators."""
+    word: str
+    """A part of the names of the tests that must notice it."""
 
 
 @dataclass(frozen=True)
