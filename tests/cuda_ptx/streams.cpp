@@ -12,7 +12,7 @@ namespace {
 
 int (*current_device)() = [] { return 0; };
 std::string record;
-int refuses_in = -1;  // so many pieces of work
+int refuses_in = -1;                  // so many pieces of work
 std::optional<std::string> captured;  // the stream of a capture
 std::vector<std::function<void()>> graph;
 
