@@ -90,13 +90,17 @@ def runtime_sources() -> list[Source]:
 
 
 def build_library(
-    folder: Path, flags: str, sources: Sequence[Source], link_flags: str = "", name: str = "_ops"
-) -> Path:
-    """Compile the changed files and link ``folder/name.so``; raise RuntimeError with the compiler's output."""
+    folder: Path, flags: str, sources: Sequence[Source], link_flags: str = "", name: str = "_ops",
+    objects: Sequence[Path] = (),
+) -> Path:  # fmt: skip
+    """Compile the changed files and link ``folder/name.so``, with ``objects`` that are compiled already.
+
+    Raise RuntimeError with the compiler's output.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:  # several test processes may build at once
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_recipe(folder, f"{FLAGS} {flags}", sources, link_flags, name)
+        write_recipe(folder, f"{FLAGS} {flags}", sources, link_flags, name, objects)
         ninja = Path(sys.executable).parent / "ninja"
         command = [str(ninja) if ninja.exists() else "ninja", "-C", str(folder), f"-j{os.environ.get('MAX_JOBS', 2)}"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -105,7 +109,9 @@ def build_library(
     return folder / f"{name}.so"
 
 
-def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags: str, name: str) -> None:
+def write_recipe(
+    folder: Path, flags: str, sources: Sequence[Source], link_flags: str, name: str, others: Sequence[Path]
+) -> None:
     """Write build.ninja, unless the file already has the same text."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
@@ -129,7 +135,7 @@ def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags
         rule = "compile_otherwise" if source.compiler else "compile"
         own = f"-DPYMOE_COMPILED_BY={stamp(source.compiler or compiler())} {source.flags}"
         lines += [f"build {target}: {rule} {source.file}", f"  own = {own}", f"  compiler = {source.compiler}"]
-    lines += [f"build {name}.so: link " + " ".join(objects.values()), ""]
+    lines += [f"build {name}.so: link " + " ".join(map(str, [*objects.values(), *others])), ""]
     recipe = folder / "build.ninja"
     text = "\n".join(lines)
     if not recipe.exists() or recipe.read_text() != text:

@@ -168,7 +168,10 @@ def deep_steps(level: str) -> list[Step]:
         Step(
             "cuda-ptx",
             "the PTX that nvcc makes of the kernels, run by an interpreter (without nvcc: the interpreter's own tests)",
-            [[PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST]],
+            [
+                [PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST],
+                [PYTHON, "tests/mutants/run.py", "streams"],
+            ],
         ),
         *([packaging_step("packaging-deep", "a build with CUDA kernels", level)] if level == "deep" else []),
     ]

@@ -11,9 +11,10 @@ from faults_cuda import FAULTS as CUDA
 from faults_python import FAULTS as PYTHON
 from faults_schedules import FAULTS as SCHEDULES
 from faults_static import FAULTS as STATIC
+from faults_streams import FAULTS as STREAMS
 from planting import Fault, Kind, plant
 
-FAULTS = [*CUDA, *PYTHON, *SCHEDULES, *STATIC]
+FAULTS = [*CUDA, *PYTHON, *SCHEDULES, *STATIC, *STREAMS]
 
 
 def test_every_fault_fits_the_sources():
@@ -28,7 +29,7 @@ def test_every_fault_fits_the_sources():
 
 def test_there_are_many_and_their_names_differ():
     assert min(len(CUDA), len(SCHEDULES)) >= 20
-    for faults in (CUDA, PYTHON, SCHEDULES, STATIC):
+    for faults in (CUDA, PYTHON, SCHEDULES, STATIC, STREAMS):
         assert len({fault.name for fault in faults}) == len(faults)
 
 

@@ -90,8 +90,8 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* s
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
-// Returns the major compute capability of a device; Hopper's if kernels are emulated. (It asks the CUDA runtime,
-// without waiting for the device.)
+// Returns ten times the major compute capability of a device plus the minor one, such as 90; if kernels are emulated,
+// that of the emulated GPU. (It asks the CUDA runtime, without waiting for the device.)
 int compute_capability(int device);
 }  // namespace cuda
 

@@ -367,11 +367,15 @@ void for_kind(const GroupedArguments& a, F&& f) {
 }  // namespace
 
 int compute_capability(int device) {
-  int major = 9;
 #if defined(__CUDACC__)
+  int major = 0, minor = 0;
   check(kName, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  check(kName, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  return 10 * major + minor;
+#else
+  static_cast<void>(device);
+  return emulator::compute_capability();
 #endif
-  return major;
 }
 
 void plan_grouped_linear(const GroupedArguments& a, void* stream) {

@@ -4,10 +4,12 @@
 // expert's part and at most 1023 experts, and runs on the stream without the host. Everything else goes to a loop over
 // experts that copies the offsets to the host, which no CUDA graph can contain, so everything else is refused here. It
 // trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds before a bias
-// could be added; so unsorted rows and biases are refused, too. With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel
-// makes all products.
+// could be added; so unsorted rows and biases are refused, too. So is compute capability 10.3, on which gradients of
+// NaN are reported and unexplained (pytorch/pytorch#193633), until somebody has measured this product there. With
+// PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all products.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
@@ -51,7 +53,7 @@ inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, boo
 }
 
 inline bool takes_sizes(DType dtype, int capability, int64_t experts, int64_t rows, int64_t input, int64_t output) {
-  return wanted() && dtype == DType::kBFloat16 && (capability == 9 || capability == 10) && experts >= 1 &&
+  return wanted() && dtype == DType::kBFloat16 && (capability == 90 || capability == 100) && experts >= 1 &&
          experts <= 1023 && rows >= 1 && rows <= std::numeric_limits<int32_t>::max() && input >= 1 && output >= 1 &&
          aligned({input, output});
 }
@@ -73,10 +75,14 @@ inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
          takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
 }
 
-// True if the product below leaves zeros in the gradient of an expert without rows. For 9.x torch's kernels clear every
-// sum before they check for rows, as the machine code of torch 2.11, 2.12 and 2.13 shows. For 10.x they may leave
-// anything (pytorch/pytorch#172439).
-inline bool torch_clears_idle_experts(int capability) { return capability == 9; }
+// True if the product below leaves zeros in the gradient of an expert without rows. For 9.0 torch's kernels clear every
+// sum before they check for rows, as the machine code of torch 2.11, 2.12 and 2.13 shows; of no other version is it
+// known. For 10.0 they may leave anything (pytorch/pytorch#172439). The version is that of the torch that runs, because
+// one wheel serves all.
+inline bool torch_clears_idle_experts(int capability) {
+  const uint64_t version = aoti_torch_abi_version() >> 48;  // major and minor, a byte each
+  return capability == 90 && version >= 0x020b && version <= 0x020d;
+}
 
 // (S, H) x (E, H, N) -> (S, N): rows up to ends[0] are multiplied by the first matrix, and so on; or (N, S) x (S, H) ->
 // (E, N, H): sums over the same rows. Like every other product here, it is invisible to autograd.

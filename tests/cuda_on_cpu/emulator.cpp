@@ -381,6 +381,7 @@ std::mutex settings;
 uint64_t next_seed = 1;
 std::map<std::string, int64_t> counts;
 std::vector<std::string> names;
+int capability = 90;
 
 uint64_t note_launch(const char* name) {
   const std::lock_guard<std::mutex> lock(settings);
@@ -399,6 +400,16 @@ void set_seed(uint64_t seed) {
 const std::map<std::string, int64_t>& launches() { return counts; }
 
 const std::vector<std::string>& history() { return names; }
+
+void set_compute_capability(int other) {
+  const std::lock_guard<std::mutex> lock(settings);
+  capability = other;
+}
+
+int compute_capability() {
+  const std::lock_guard<std::mutex> lock(settings);
+  return capability;
+}
 
 void clear(const char* name, void* memory, size_t bytes) {
   const std::lock_guard<std::mutex> lock(settings);

@@ -92,6 +92,9 @@ void set_seed(uint64_t seed);
 const std::map<std::string, int64_t>& launches();
 // The names of those launches in their order, "memset of NAME" where a stream was asked to clear memory.
 const std::vector<std::string>& history();
+// The emulated GPU: ten times its major compute capability plus the minor one. Only host code asks for it.
+void set_compute_capability(int capability);
+int compute_capability();
 // Clears memory as cudaMemsetAsync does, which is a launch like any other.
 void clear(const char* name, void* memory, size_t bytes);
 

@@ -6,7 +6,8 @@ launches on CUDA, and an operator without an entry is an error.
 
 torch's grouped product is replaced by a function that behaves like torch's kernel for compute capability 9.x: it trusts
 its offsets, and does not write the rows past the last offset, which are NaN here. So a NaN in the results shows that
-something read a row that was never written.
+something read a row that was never written. On another GPU, or as another version of torch (:func:`elsewhere`), the
+function also leaves NaN in the gradients of experts without rows.
 """
 
 from __future__ import annotations
@@ -85,6 +86,22 @@ def listening(names: list[str]) -> Iterator[None]:
         _listener = before
 
 
+_clears_idle_experts = True
+
+
+@contextmanager
+def elsewhere(capability: int, torch_version: tuple[int, int], clears_idle_experts: bool) -> Iterator[None]:
+    """Have the library find this GPU (90 for 9.0) and version of torch, whose product does that or not."""
+    global _clears_idle_experts
+    before, _clears_idle_experts = _clears_idle_experts, clears_idle_experts
+    torch.ops.pymoe_emulator.pretend(capability, *torch_version)
+    try:
+        yield
+    finally:
+        _clears_idle_experts = before
+        torch.ops.pymoe_emulator.pretend(90, 0, 0)
+
+
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:
     """Multiply groups as torch does, with NaN in the rows that torch's CUDA kernel does not write."""
     if _listener is not None:
@@ -94,6 +111,9 @@ def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Te
     assert all(begin <= end <= a.shape[-1 if b.dim() == 2 else 0] for begin, end in groups), ends
     if b.dim() == 2:  # (N, S) x (S, H) -> (E, N, H)
         parts = [a[:, begin:end].float() @ b[begin:end].float() for begin, end in groups]
+        if not _clears_idle_experts:
+            for part, (begin, end) in zip(parts, groups, strict=True):
+                part[begin == end] = float("nan")
         return torch.stack(parts).to(a.dtype)
     out = torch.full((a.shape[0], b.shape[2]), float("nan"), dtype=a.dtype)
     for (begin, end), weight in zip(groups, b, strict=True):

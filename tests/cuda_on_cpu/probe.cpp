@@ -1,4 +1,6 @@
-// Operators that only the emulated library has: they return the kernels that the emulator has run, and how often.
+// Operators that only the emulated library has: they return the kernels that the emulator has run and how often, and
+// set the GPU and the version of torch that the library finds.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
@@ -25,14 +27,29 @@ std::string history(int64_t first) {
   return lines;
 }
 
+uint64_t torch_version = TORCH_ABI_VERSION;
+
+// `compute_capability` is 90 for 9.0; 0, 0 is the version of the torch that is there.
+void pretend(int64_t compute_capability, int64_t torch_major, int64_t torch_minor) {
+  pymoe::emulator::set_compute_capability(static_cast<int>(compute_capability));
+  torch_version = torch_major == 0
+                      ? TORCH_ABI_VERSION
+                      : static_cast<uint64_t>(torch_major) << 56 | static_cast<uint64_t>(torch_minor) << 48;
+}
+
 STABLE_TORCH_LIBRARY(pymoe_emulator, library) {
   library.def("launches(str name) -> int");
   library.def("history(int first) -> str");
+  library.def("pretend(int compute_capability, int torch_major, int torch_minor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pymoe_emulator, CompositeExplicitAutograd, library) {
   library.impl("launches", TORCH_BOX(&launches));
   library.impl("history", TORCH_BOX(&history));
+  library.impl("pretend", TORCH_BOX(&pretend));
 }
 
 }  // namespace
+
+// In the place of torch's own, for this library alone.
+uint64_t aoti_torch_abi_version() { return torch_version; }

@@ -15,33 +15,23 @@ std::string hexadecimal(uint64_t number) {
   return text;
 }
 
-// Throws if eight aligned bytes of a stretch hold only poison: nobody has written them.
-void check_written(uint64_t address, int bytes, const Stretch& stretch) {
-  for (uint64_t word = address & ~uint64_t{7}; word < address + static_cast<uint64_t>(bytes); word += 8) {
-    if (!stretch.holds(word, 8)) continue;
-    uint64_t found;
-    std::memcpy(&found, reinterpret_cast<const void*>(word), 8);
-    if (found == kPoisonWord) {
-      throw Error("a read of global memory that was never written, at byte " + std::to_string(word - stretch.begin) +
-                  " of " + std::to_string(stretch.end - stretch.begin));
-    }
-  }
-}
-
 // Bytes by twos and fours, and words that go from shared memory back to it, are what the compiler copies of the gaps in
 // a structure: nobody looks at them.
 bool copies_gaps(const Instruction& instruction) {
   return (instruction.bytes == 1 && instruction.count > 1) || instruction.only_copied;
 }
 
-unsigned char* global(Warp& warp, const Instruction& instruction, uint64_t address, int bytes, Purpose purpose) {
+unsigned char* global(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes,
+                      Purpose purpose) {
   Launch& launch = warp.launch();
-  Stretch& stretch = launch.touched[static_cast<size_t>(&instruction - launch.program.code.data())];
-  if (!stretch.holds(address, static_cast<uint64_t>(bytes))) {
-    stretch = find_memory(address, static_cast<uint64_t>(bytes));
-    if (stretch.end == 0) throw Error("address " + hexadecimal(address) + " is in no tensor");
+  auto& recent = launch.recent[static_cast<size_t>(&instruction - launch.program.code.data())];
+  if (!recent.stretch.holds(address, static_cast<uint64_t>(bytes))) {
+    recent.stretch = find_memory(address, static_cast<uint64_t>(bytes));
+    if (recent.stretch.end == 0) throw Error("address " + hexadecimal(address) + " is in no tensor");
   }
-  if (purpose != Purpose::kWrite && !copies_gaps(instruction)) check_written(address, bytes, stretch);
+  const bool written = purpose != Purpose::kWrite && !copies_gaps(instruction);
+  if (purpose == Purpose::kRead && instruction.is_constant) purpose = Purpose::kConstantRead;
+  launch.memory.note(recent, address, bytes, purpose, warp.moment(lane), written);
   return reinterpret_cast<unsigned char*>(address);
 }
 
@@ -54,7 +44,7 @@ unsigned char* shared(Warp& warp, const Instruction& instruction, int lane, uint
   if (rank != 0) {
     if (rank > block->cluster.size()) throw Error("no block of rank " + std::to_string(rank - 1) + " in the cluster");
     Block* const other = block->cluster[rank - 1];
-    if (other != block) now = {SharedMemory::kOutsider, 0, other->barriers};
+    if (other != block) now = {static_cast<uint32_t>(other->index), Moment::kSeveral, 0, other->barriers, 0, nullptr};
     block = other;
     if (block->ended) throw Error("the shared memory of a block that has ended");
   }
@@ -140,25 +130,17 @@ void pack(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   });
 }
 
-// What a load or store may say of caches, order and scope: nothing that changes a value here.
+// What a load or store may say of caches: nothing that changes a value here. What they may say of order and scope is
+// missing, as no order but that of barriers is known here.
 const std::set<std::string>& harmless() {
-  static const std::set<std::string> all = {"nc",
-                                            "ca",
+  static const std::set<std::string> all = {"ca",
                                             "cg",
                                             "cs",
                                             "lu",
                                             "cv",
                                             "wb",
                                             "wt",
-                                            "volatile",
-                                            "relaxed",
-                                            "acquire",
-                                            "release",
                                             "weak",
-                                            "cta",
-                                            "cluster",
-                                            "gpu",
-                                            "sys",
                                             "L1/no_allocate",
                                             "L1/evict_first",
                                             "L1/evict_last",
@@ -186,7 +168,11 @@ unsigned char* access(Warp& warp, const Instruction& instruction, int lane, uint
   if (space == Space::kShared || (space == Space::kGeneric && window)) {
     return shared(warp, instruction, lane, address, bytes, purpose);
   }
-  return global(warp, instruction, address, bytes, purpose);
+  return global(warp, instruction, lane, address, bytes, purpose);
+}
+
+void read_global(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes) {
+  global(warp, instruction, lane, address, bytes, Purpose::kRead);
 }
 
 bool decode_access(const Statement& statement, Decoder& decoder, Instruction& to) {
@@ -204,6 +190,8 @@ bool decode_access(const Statement& statement, Decoder& decoder, Instruction& to
       space = Space::kParameter;
     } else if (parts[i] == "v2" || parts[i] == "v4") {
       to.count = static_cast<uint8_t>(parts[i][1] - '0');
+    } else if (parts[i] == "nc" && reads) {
+      to.is_constant = true;
     } else if (!harmless().contains(parts[i])) {
       return false;
     }

@@ -6,11 +6,13 @@
 namespace pymoe::ptx {
 
 enum class Space { kGlobal, kShared, kGeneric, kParameter };
-enum class Purpose { kRead, kWrite, kUpdate };
 
 // Throws Error if the access is misaligned, out of bounds, or not allowed at this time.
 unsigned char* access(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes, Space space,
                       Purpose purpose);
+
+// The same for any bytes of global memory that are read together.
+void read_global(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes);
 
 // Returns address operand `number` of a lane.
 inline uint64_t address_of(const Warp& warp, const Instruction& instruction, int lane, int number) {

@@ -12,7 +12,8 @@ void ptx_remove_memory(const void* begin) { remove_memory(begin); }
 
 // Runs `kernel` of the module `text`; returns 0, or 1 with what went wrong in `error`.
 int ptx_run(const char* text, const char* kernel, int64_t blocks, int threads, int64_t shared_bytes, int64_t cluster,
-            const void* arguments, int64_t argument_bytes, uint64_t seed, char* error, int64_t error_bytes) {
+            bool more_shared, const void* arguments, int64_t argument_bytes, uint64_t seed, char* error,
+            int64_t error_bytes) {
   try {
     auto kernels = parse_module(text);
     if (!kernels.contains(kernel)) throw Error("no kernel " + std::string(kernel));
@@ -22,7 +23,7 @@ int ptx_run(const char* text, const char* kernel, int64_t blocks, int threads, i
       throw Error("expected arguments of " + std::to_string(program.kernel.parameter_bytes) + " bytes, got " +
                   std::to_string(argument_bytes));
     }
-    run(program, {blocks, threads, shared_bytes, cluster}, {bytes, bytes + argument_bytes}, seed);
+    run(program, {blocks, threads, shared_bytes, cluster, more_shared}, {bytes, bytes + argument_bytes}, seed);
     return 0;
   } catch (const std::exception& caught) {
     std::strncpy(error, caught.what(), static_cast<size_t>(error_bytes) - 1);

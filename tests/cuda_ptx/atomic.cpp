@@ -85,10 +85,7 @@ void begin_copy(Warp& warp, const Instruction& instruction, uint32_t lanes) {
     if (to % static_cast<uint64_t>(bytes) != 0 || (read > 0 && from % static_cast<uint64_t>(bytes) != 0)) {
       throw Error("an address is not a multiple of the " + std::to_string(bytes) + " bytes");
     }
-    if (read > 0) {  // part of an aligned piece is within it
-      access(warp, instruction, lane, from, 1, Space::kGlobal, Purpose::kRead);
-      access(warp, instruction, lane, from + static_cast<uint64_t>(read) - 1, 1, Space::kGlobal, Purpose::kRead);
-    }
+    if (read > 0) read_global(warp, instruction, lane, from, read);
     warp.block->shared.begin_copy(to, bytes, warp.moment(lane));
     auto& groups = warp.copies[static_cast<size_t>(lane)];
     if (groups.empty()) groups.emplace_back();

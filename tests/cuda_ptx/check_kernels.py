@@ -24,6 +24,7 @@ FILES = sorted(path.stem for path in ROOT.glob("tests/cuda_on_cpu/test_*.cpp") i
 SCALES = {"test_grouped_linear": 0.4, "test_expert_activation": 4, "test_combine": 2, "test_gate_topk": 1.5}
 
 DESIGN = re.findall(r'^TEST_CASE\("(design: [^"]*)"', (Path(__file__).parent / "design_shapes.cpp").read_text(), re.M)
+FAR = re.findall(r'^TEST_CASE\("(far: [^"]*)"', (Path(__file__).parent / "far_shapes.cpp").read_text(), re.M)
 own_ptx = pytest.mark.skipif(architecture != ARCHITECTURE, reason="about the PTX that the library was compiled with")
 
 
@@ -90,6 +91,11 @@ def test_shapes_of_the_design(case, record_property):
     print(f"\n{case}: {said}")
 
 
+@pytest.mark.parametrize("case", FAR)
+def test_shapes_of_more_than_31_bits(case):
+    assert run_cases(f"--test-case={case}")
+
+
 def entries(text):
     """Return the module's kernels by name."""
     parts = re.split(r"^(?=(?:\.visible )?\.entry )", text, flags=re.MULTILINE)
@@ -143,8 +149,9 @@ FAULTS = {
         "grouped_linear: the emulated kernels equal*", "never written",
     ),
     "a lane stays away from a shuffle": (
-        "gate_topk", r"(shfl\.sync\.bfly)", r"@%p1 \1", "gate_topk: the emulated kernel equals*",
-        "do not come|ended before|takes no part|NOT correct",
+        "gate_topk", r"(shfl\.sync\.bfly[^;]*;)",
+        r"{\n.reg .pred %stay;\n.reg .b32 %me;\nmov.u32 %me, %laneid;\nsetp.ne.u32 %stay, %me, 5;\n@%stay \1\n}",
+        "gate_topk: the emulated kernel equals*", "do not come|ended before|takes no part|NOT correct",
     ),
 }  # fmt: skip
 
@@ -156,6 +163,46 @@ def test_planted_faults_are_noticed(name, plant, capfd):
     text = module_of(kernel)
     plant(text, edited(text, kernel, pattern, replacement))
     assert not run_cases(f"--test-case={cases}")
+    assert re.search(message, capfd.readouterr().out)
+
+
+READ_ONLY = r"\bld\.global\.([fsu]\d+)", r"ld.global.nc.\1"
+NARROW = r"(?:mul|mad)\.lo\.s64\s+(%rd\d+),[^;]*;", r"\g<0>\nshl.b64 \1, \1, 32;\nshr.s64 \1, \1, 32;"
+OUTSIDE = "is in no tensor|NOT correct|is not a multiple"
+# n * 2.12e-4 of exp (core/score.h) and the sum that takes it.
+FUSED = (
+    r"mul\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*(0f395E8083);\s*add\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*\1;",
+    r"fma.rn.f32 \4, \2, \3, \5;",
+)
+# As above, wherever the pattern is found in the module.
+FAULTS_EVERYWHERE = {
+    "the read-only cache for what the launch writes (gate)": (
+        "gate_topk_cuda", READ_ONLY, "--source-file=*test_gate_topk.cpp", "through the read-only cache",
+    ),
+    "the read-only cache for what the launch writes (routing)": (
+        "build_routing_cuda", READ_ONLY, "--source-file=*test_build_routing.cpp", "through the read-only cache",
+    ),
+    "places in 32 bits (gate)": ("gate_topk_cuda", NARROW, "--test-case=far: gate_topk*", OUTSIDE),
+    "places in 32 bits (gate, backward)": ("gate_topk_backward", NARROW, "--test-case=far: gate_topk*", OUTSIDE),
+    "places in 32 bits (activation)": ("expert_activation", NARROW, "--test-case=far: expert_activation*", OUTSIDE),
+    "places in 32 bits (products)": ("linear", NARROW, "--test-case=far: grouped_linear", OUTSIDE),
+    "places in 32 bits (gradient of the weight)": (
+        "linear", NARROW, "--test-case=far: grouped_linear_weight_grad", OUTSIDE,
+    ),
+    "a product of exp that is fused (gate)": (
+        "gate_topk_cuda", FUSED, "--test-case=gate_topk: bits that few logits show", "same_values.*NOT correct",
+    ),
+}  # fmt: skip
+
+
+@own_ptx
+@pytest.mark.parametrize("name", FAULTS_EVERYWHERE)
+def test_faults_planted_everywhere_are_noticed(name, plant, capfd):
+    """None of them gives a wrong value in the cases of usual sizes and numbers, in whatever order threads run."""
+    kernel, (pattern, replacement), cases, message = FAULTS_EVERYWHERE[name]
+    text = module_of(kernel)
+    plant(text, re.sub(pattern, replacement, text))
+    assert not run_cases(cases)
     assert re.search(message, capfd.readouterr().out)
 
 

@@ -1,4 +1,5 @@
 // Branches, ends, barriers, and what does nothing here.
+#include <algorithm>
 #include <set>
 
 #include "cuda_ptx/access.h"
@@ -10,8 +11,19 @@ void trap(Warp&, const Instruction&, uint32_t lanes) { throw Fault{std::countr_z
 
 void nothing(Warp&, const Instruction&, uint32_t) {}
 
-// The lanes of a warp have met.
-void pass_warp_barrier(Warp& warp, const Instruction&, uint32_t) { ++warp.barriers; }
+// The lanes of a warp have met: each knows now what any of them knew, and what they have done.
+void pass_warp_barrier(Warp& warp, const Instruction&, uint32_t lanes) {
+  ++warp.barriers;
+  std::array<uint32_t, kWarpSize> all{};
+  if (lanes != ~0u) {
+    for_lanes(lanes, [&](int lane) {
+      const auto& known = warp.known[static_cast<size_t>(lane)];
+      for (size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], known[i]);
+    });
+  }
+  for_lanes(lanes, [&](int lane) { all[static_cast<size_t>(lane)] = warp.barriers; });
+  for_lanes(lanes, [&](int lane) { warp.known[static_cast<size_t>(lane)] = all; });
+}
 
 // Fences order what barriers and atomics let others see; here memory is in order anyway. A prefetch changes no value.
 bool does_nothing(const std::string& opcode) {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <set>
+#include <utility>
 
 #include "cuda_ptx/machine.h"
 #include "cuda_ptx/table.h"
@@ -91,12 +93,26 @@ uint32_t Decoder::place(int width) {
   return found;
 }
 
-uint32_t Decoder::any_result(const std::string& name, uint8_t& width) {
+uint32_t Decoder::register_named(const std::string& name, uint8_t& width) {
   if (name == "_") throw Error("a result that nobody wants is not supported");
   if (!is_register(name)) throw Error("not a register: " + name);
   width = static_cast<uint8_t>(program_.kernel.registers.at(name));
-  const auto found = places_.find(name);
-  return found != places_.end() ? found->second : places_[name] = place(width);
+  if (const auto found = places_.find(name); found != places_.end()) return found->second;
+  program_.register_bytes += 8;  // the mask of lanes that have set it
+  program_.registers.push_back(place(width));
+  return places_[name] = program_.registers.back();
+}
+
+uint32_t Decoder::any_result(const std::string& name, uint8_t& width) {
+  writes_.push_back(register_named(name, width));
+  return writes_.back();
+}
+
+void Decoder::take_registers(Instruction& to) {
+  to.reads = std::move(reads_);
+  to.writes = std::move(writes_);
+  reads_.clear();
+  writes_.clear();
 }
 
 int Decoder::width_of(const Operand& operand) const {
@@ -112,7 +128,10 @@ uint32_t Decoder::result(const std::string& name, int width) {
 }
 
 uint32_t Decoder::any_source(const std::string& name, int width, uint8_t& found) {
-  if (is_register(name)) return any_result(name, found);
+  if (is_register(name)) {
+    reads_.push_back(register_named(name, found));
+    return reads_.back();
+  }
   found = static_cast<uint8_t>(width);
   const std::string key = name + "/" + std::to_string(width);
   if (const auto known = places_.find(key); known != places_.end()) return known->second;
@@ -212,6 +231,37 @@ void find_copies(Program& program) {
   }
 }
 
+// Finds pairs of 16 bits of which all uses take the same half, as the other one is shifted out or masked: nvcc packs
+// whatever register is at hand beside that half, also one that nothing has set.
+void find_half_pairs(Program& program) {
+  struct Uses {
+    int all = 0, of_half[2] = {};
+  };
+  std::map<std::string_view, Uses> uses;  // by register
+  for (const Statement& statement : program.kernel.statements) {
+    const auto& operands = statement.operands;
+    for (size_t i = 0; i < operands.size(); ++i) {
+      for (const auto& item : operands[i].items) {
+        Uses& found = uses[item];
+        ++found.all;
+        if (i != 1 || operands.size() != 3) continue;
+        found.of_half[0] += statement.opcode == "shl.b32" && operands[2].items[0] == "16";
+        found.of_half[1] += statement.opcode == "and.b32" && operands[2].items[0] == "-65536";
+      }
+    }
+  }
+  for (Instruction& instruction : program.code) {
+    const Statement& statement = *instruction.statement;
+    if (statement.opcode != "mov.b32" || statement.operands[1].items.size() != 2 || instruction.reads.size() != 2) {
+      continue;
+    }
+    const Uses& found = uses[statement.operands[0].items[0]];
+    for (const int half : {0, 1}) {
+      if (found.of_half[half] == found.all - 1) instruction.reads = {instruction.reads[static_cast<size_t>(half)]};
+    }
+  }
+}
+
 }  // namespace
 
 Program decode(Kernel kernel) {
@@ -226,18 +276,21 @@ Program decode(Kernel kernel) {
     try {
       instruction.negated = statement.negated;
       if (!statement.guard.empty()) instruction.guard = decoder.source(statement.guard, 0);
+      decoder.take_registers(instruction);
       static constexpr Family kFamilies[] = {decode_table,   decode_move, decode_access,     decode_atomic,
                                              decode_control, decode_copy, decode_collective, decode_matrix};
       if (!std::any_of(std::begin(kFamilies), std::end(kFamilies),
                        [&](Family family) { return family(statement, decoder, instruction); })) {
         throw Error("unknown instruction");
       }
+      decoder.take_registers(instruction);
     } catch (const Error& error) {
       throw Error("line " + std::to_string(statement.line) + ": " + error.what() + ": " + statement.text);
     }
     program.code.push_back(std::move(instruction));
   }
   find_copies(program);
+  find_half_pairs(program);
   static const Statement end{0, "end of the kernel", "", false, "ret", {}};
   program.code.emplace_back();
   program.code.back().kind = Instruction::kExit;

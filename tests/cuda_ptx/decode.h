@@ -1,6 +1,7 @@
 // Statements become instructions: a function and the places of its operands in the registers of a warp.
 //
-// A register is an array of 32 lanes (a predicate is a mask of them). Numbers, special registers and addresses of
+// A register is an array of 32 lanes (a predicate is a mask of them); eight bytes before it is a mask of the lanes that
+// have set it. Numbers, special registers and addresses of
 // arrays are registers, too, filled when a warp starts, so that a function need not ask what an operand is. The table
 // of functions has the full text of each opcode: what is not there, qualifiers included, is refused with its text.
 #pragma once
@@ -39,6 +40,7 @@ struct Instruction {
   uint8_t count = 1;          // elements of a vector in memory
   bool wide_address = false;  // the address is 64 bits wide
   bool is_signed = false;     // what is read into a wider register keeps its sign
+  bool is_constant = false;   // a load through the read-only cache
   bool only_copied = false;   // what is read from shared memory goes back there and nowhere else
   int32_t target = -1;
   uint32_t guard = 0;      // its place; 0: none
@@ -47,6 +49,7 @@ struct Instruction {
   uint32_t at[16] = {};    // places of the operands, results first
   uint8_t width[16] = {};  // of these
   Function run = nullptr;
+  std::vector<uint32_t> reads, writes;  // places of registers, without the guard
   std::vector<int32_t> targets;
   const Statement* statement = nullptr;
 };
@@ -78,6 +81,7 @@ struct Program {
     uint64_t bits;
   };
   std::vector<Constant> constants;
+  std::vector<uint32_t> registers;  // their places
   std::vector<std::pair<uint32_t, Special>> specials;
   int64_t static_shared = 0;  // bytes of static arrays
   int64_t dynamic_begin = 0;  // offset of the dynamic array
@@ -99,6 +103,8 @@ class Decoder {
   uint32_t any_source(const std::string& name, int width, uint8_t& found);
   // Returns the width of a register; -1 for any other operand.
   int width_of(const Operand& operand) const;
+  // Hands over which registers the operands since the last call were.
+  void take_registers(Instruction& to);
   // Base and offset of an address go into `to`, the base as operand `number`; `parameter` allows parameter names.
   void address(const Operand& operand, Instruction& to, int number);
   int32_t label(const std::string& name) const;
@@ -106,10 +112,12 @@ class Decoder {
 
  private:
   uint32_t place(int width);
+  uint32_t register_named(const std::string& name, uint8_t& width);
   bool is_register(const std::string& name) const { return program_.kernel.registers.contains(name); }
 
   Program& program_;
   std::unordered_map<std::string, uint32_t> places_;
+  std::vector<uint32_t> reads_, writes_;
 };
 
 // One meaning of an opcode: how its operands are read. Fills `to` and returns whether it knows the opcode.

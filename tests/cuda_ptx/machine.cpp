@@ -39,6 +39,7 @@ void fill_lanes(Warp& warp, uint32_t place, int width, int lane, uint64_t bits) 
 
 void fill_registers(Warp& warp) {
   const Program& program = warp.launch().program;
+  for (const uint32_t place : program.registers) warp.lanes_set(place) = 0;
   for (const auto& constant : program.constants) {
     if (constant.width == 0) warp.predicate(constant.place) = static_cast<uint32_t>(constant.bits);
     for (int lane = 0; lane < kWarpSize; ++lane) fill_lanes(warp, constant.place, constant.width, lane, constant.bits);
@@ -46,6 +47,18 @@ void fill_registers(Warp& warp) {
   for (const auto& [place, what] : program.specials) {
     for (int lane = 0; lane < kWarpSize; ++lane) fill_lanes(warp, place, 4, lane, special_value(what, warp, lane));
   }
+}
+
+void require_set(const Warp& warp, uint32_t place, uint32_t lanes) {
+  const uint32_t missing = lanes & ~warp.lanes_set(place);
+  if (missing != 0) throw Fault{std::countr_zero(missing), "a register that the thread has not set"};
+}
+
+// Runs an instruction for lanes that have set what it reads.
+void run_for(Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  for (const uint32_t place : instruction.reads) require_set(warp, place, lanes);
+  instruction.run(warp, instruction, lanes);
+  for (const uint32_t place : instruction.writes) warp.lanes_set(place) |= lanes;
 }
 
 std::string lanes_of(uint32_t lanes) {
@@ -62,14 +75,16 @@ class Grid {
 
   void run() {
     // Some blocks at a time; the next one is any of those left.
-    const int64_t clusters = launch_.shape.blocks / launch_.shape.cluster;
+    const int64_t all = launch_.shape.blocks / launch_.shape.cluster, ends = launch_.shape.ends;
+    const int64_t clusters = ends > 0 && 2 * ends < all ? 2 * ends : all;
     const int64_t first = random(clusters);
     int64_t stride = random(clusters) | 1;
     while (std::gcd(stride, clusters) != 1) stride += 2;
     const size_t window = clusters > 1000 ? 1 : static_cast<size_t>(1 + random(3));
     for (int64_t next = 0; next < clusters || !live_.empty();) {
       while (next < clusters && live_.size() < window) {
-        start(static_cast<int64_t>((static_cast<__int128>(next) * stride + first) % clusters));
+        const auto number = static_cast<int64_t>((static_cast<__int128>(next) * stride + first) % clusters);
+        start(number < clusters / 2 ? number : all - clusters + number);
         ++next;
       }
       const auto turn = live_.begin() + random(static_cast<int64_t>(live_.size()));
@@ -189,11 +204,12 @@ class Grid {
       warp.current = &instruction;
       uint32_t lanes = group;
       if (instruction.guard != 0) {
+        require_set(warp, instruction.guard, group);
         const uint32_t bits = warp.predicate(instruction.guard);
         lanes &= instruction.negated ? ~bits : bits;
       }
       if (instruction.kind == Instruction::kLanewise) {
-        if (lanes != 0) instruction.run(warp, instruction, lanes);
+        if (lanes != 0) run_for(warp, instruction, lanes);
         ++place;
         continue;
       }
@@ -211,6 +227,7 @@ class Grid {
         case Instruction::kBranch: move(warp, lanes, instruction.target); return;
         case Instruction::kIndexedBranch:
           for_lanes(lanes, [&](int lane) {
+            require_set(warp, instruction.at[0], 1u << lane);
             const uint32_t index = warp.at<uint32_t>(instruction.at[0])[lane];
             if (index >= instruction.targets.size()) throw Fault{lane, "a branch past the end of its table"};
             warp.place[static_cast<size_t>(lane)] = instruction.targets[index];
@@ -257,6 +274,7 @@ class Grid {
   // Each lane brings a mask of the lanes that it meets; lanes that bring another one wait for one another.
   void meet_named(Warp& warp, const Instruction& instruction, uint32_t lanes, int32_t place) {
     const uint32_t* const masks = warp.at<uint32_t>(instruction.mask);
+    for (const uint32_t read : instruction.reads) require_set(warp, read, lanes);
     for_lanes(lanes, [&](int lane) {
       if ((masks[lane] >> lane & 1) == 0) throw Fault{lane, "a lane that its own mask does not name"};
     });
@@ -275,7 +293,7 @@ class Grid {
   }
 
   void happen(Warp& warp, const Instruction& instruction, uint32_t lanes, int32_t place) {
-    instruction.run(warp, instruction, lanes);
+    run_for(warp, instruction, lanes);
     warp.waiting &= ~lanes;
     move(warp, lanes, place + 1);
   }
@@ -356,7 +374,17 @@ int64_t run(const Program& program, const LaunchShape& shape, std::vector<unsign
     throw Error(program.kernel.name + ": cannot be launched with " + std::to_string(shape.blocks) + " blocks of " +
                 std::to_string(shape.threads) + " threads");
   }
-  Launch launch{program, shape, std::move(arguments), std::mt19937_64(seed), std::vector<Stretch>(program.code.size())};
+  if (const int64_t shared = program.static_shared + shape.shared_bytes;
+      shared > (shape.more_shared ? kMostShared : kUsualShared)) {
+    throw Error(program.kernel.name + ": cannot be launched with " + std::to_string(shared) +
+                " bytes of shared memory, of which " + std::to_string(program.static_shared) + " are static");
+  }
+  Launch launch{program,
+                shape,
+                std::move(arguments),
+                std::mt19937_64(seed),
+                std::vector<LaunchMemory::Recent>(program.code.size()),
+                {}};
   Grid(launch).run();
   return launch.executed;
 }

@@ -3,11 +3,12 @@
 // Threads of a warp go side by side where they stand at the same instruction, or apart: at random, a part of a warp
 // runs ahead until it meets a collective. Warps of a block take turns of random length, blocks become live in random
 // order. What CUDA does not promise is thus not there: lanes in step without bar.warp.sync, warps in any order between
-// barriers, one block before another. (Conflicts in shared memory are found whatever the order: shared.h.)
+// barriers, one block before another. (Conflicts in memory are found whatever the order: history.h.)
 //
 // Errors, thrown with the instruction and the thread: an access outside the memory that was made known, or not aligned
-// to its size, or of bytes that nothing has written; a conflict in shared memory; a barrier or collective that not all
-// threads reach; a wait that never ends; an instruction without a meaning here.
+// to its size, or of bytes that nothing has written; a conflict in shared or global memory; a read through the
+// read-only cache of what the launch writes; a register that was not set; a barrier or collective that not all threads
+// reach; a wait that never ends; an instruction without a meaning here. So is a launch that a GPU would refuse.
 #pragma once
 
 #include <array>
@@ -20,18 +21,23 @@
 #include <vector>
 
 #include "cuda_ptx/decode.h"
-#include "cuda_ptx/memory.h"
+#include "cuda_ptx/launch_memory.h"
 #include "cuda_ptx/shared.h"
 
 namespace pymoe::ptx {
 
 inline constexpr int kWarpSize = 32;
+// Shared memory of a block: what it may have, and what it may have if the kernel's attribute allows more. The second is
+// that of the GPUs with the least (compute capability 8.6, 8.9, 12.0), which run the same PTX as others.
+inline constexpr int64_t kUsualShared = 48 << 10, kMostShared = 99 << 10;
 
 struct LaunchShape {
   int64_t blocks = 1;
   int threads = 1;
   int64_t shared_bytes = 0;  // dynamic
   int64_t cluster = 1;       // blocks a cluster
+  bool more_shared = false;  // whether it may have more than kUsualShared
+  int64_t ends = 0;          // how many clusters run at each end of the grid; 0: all
 };
 
 struct Block;
@@ -53,11 +59,12 @@ struct Warp {
   Block* block = nullptr;
   int index = 0;  // in the block
   unsigned char* registers = nullptr;
-  uint32_t all = 0;       // lanes that the launch asked for
-  uint32_t alive = 0;     // lanes that have not ended
-  uint32_t waiting = 0;   // lanes at a collective or barrier
-  uint32_t turn = 0;      // lanes that may run before the others of the warp
-  uint16_t barriers = 0;  // bar.warp.sync that the warp has passed
+  uint32_t all = 0;                                                // lanes that the launch asked for
+  uint32_t alive = 0;                                              // lanes that have not ended
+  uint32_t waiting = 0;                                            // lanes at a collective or barrier
+  uint32_t turn = 0;                                               // lanes that may run before the others of the warp
+  uint32_t barriers = 0;                                           // bar.warp.sync that lanes of the warp have passed
+  std::array<std::array<uint32_t, kWarpSize>, kWarpSize> known{};  // Moment::known of each lane
   std::array<int32_t, kWarpSize> place{};
   const Instruction* current = nullptr;
   std::array<std::vector<std::vector<AsyncCopy>>, kWarpSize>
@@ -68,6 +75,7 @@ struct Warp {
     return reinterpret_cast<T*>(registers + offset);
   }
   uint32_t& predicate(uint32_t offset) const { return *at<uint32_t>(offset); }
+  uint32_t& lanes_set(uint32_t offset) const { return *at<uint32_t>(offset - 8); }  // of a register
   Moment moment(int lane) const;
   Launch& launch() const;
 };
@@ -91,13 +99,19 @@ struct Launch {
   LaunchShape shape;
   std::vector<unsigned char> parameters;
   std::mt19937_64 random;
-  std::vector<Stretch> touched;  // by each instruction: the stretch of global memory that it touched last
+  std::vector<LaunchMemory::Recent> recent;  // of each instruction
+  LaunchMemory memory;
   int64_t executed = 0;
 };
 
 inline Launch& Warp::launch() const { return *block->launch; }
 inline Moment Warp::moment(int lane) const {
-  return {static_cast<uint16_t>(index * kWarpSize + lane), barriers, block->barriers};
+  return {static_cast<uint32_t>(block->index),
+          static_cast<uint32_t>(index),
+          static_cast<uint32_t>(lane),
+          block->barriers,
+          barriers,
+          known[static_cast<size_t>(lane)].data()};
 }
 
 // Calls f(lane) for the lanes of a mask.

@@ -1,7 +1,7 @@
 // The global memory that a kernel may touch: stretches that were made known, and nothing between them.
 //
 // Memory of the process is used as it is. What has never been written is known by its contents: whoever makes a stretch
-// known fills it with kPoison, and eight aligned bytes that all still are kPoison were never written (or were copied
+// known fills it with kPoison, and four aligned bytes that all still are kPoison were never written (or were copied
 // from such, which is as bad).
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace pymoe::ptx {
 
 inline constexpr unsigned char kPoison = 0xa5;
-inline constexpr uint64_t kPoisonWord = 0xa5a5a5a5a5a5a5a5u;
+inline constexpr uint32_t kPoisonWord = 0xa5a5a5a5u;
 
 // Safe to call from several threads. Stretches do not overlap; `add` of no bytes does nothing.
 void add_memory(const void* begin, int64_t bytes);

@@ -1,6 +1,7 @@
 """Builds the interpreter, and an operator library whose CPU operators run the kernels' PTX on it.
 
     python tests/cuda_ptx/ptx_library.py     # writes build/cuda_ptx; compiles only what changed
+    python tests/cuda_ptx/ptx_library.py --on-devices    # the operators' own path to the GPU: cuda_ops.py
 
 nvcc compiles the ``.cu`` files as the build does (``csrc/nvcc_flags.py``), host code included, and leaves the PTX of
 one architecture in it. Linked with ``runtime.cpp`` in the place of the CUDA
@@ -24,7 +25,7 @@ HERE = ROOT / "tests" / "cuda_ptx"
 FOLDER = ROOT / "build" / "cuda_ptx"
 ARCHITECTURE = "90"
 # What needs CUDA's headers, torch or the kernels; all else is the interpreter.
-AROUND = ("runtime", "torch_memory", "control_api", "cases", "design_shapes")
+AROUND = ("runtime", "streams", "torch_memory", "control_api", "cases", "design_shapes", "far_shapes", "cuda_device")
 # -O2 and no fusing: the interpreter's own arithmetic is the yardstick.
 INTERPRETER = f"-O2 -g0 -fvisibility=default -I{ROOT / 'tests'}"
 
@@ -59,7 +60,10 @@ def build() -> Path:
         Source(HERE / "runtime.cpp", f"-std=c++20 -O1 -Xcompiler=-fPIC -I{ROOT / 'tests'}", nvcc),
         # torch's allocators are no part of its stable ABI.
         Source(HERE / "torch_memory.cpp", "-UTORCH_TARGET_VERSION"),
-        *(Source(HERE / f"{name}.cpp", around) for name in ("control_api", "cases", "design_shapes")),
+        *(
+            Source(HERE / f"{name}.cpp", around)
+            for name in ("streams", "control_api", "cases", "design_shapes", "far_shapes")
+        ),
         *(Source(file, around) for file in cases),
         *(Source(one.file, "-O1") for one in kernel_sources()),
     ]
@@ -69,5 +73,18 @@ def build() -> Path:
     return build_library(FOLDER / f"compute_{ARCHITECTURE}", flags, sources, link)
 
 
+def build_on_devices() -> tuple[Path, Path]:
+    """The operators as they ship for CUDA, over the same kernels; and the devices (``cuda_device.cpp``)."""
+    built, interpreter = build().parent, build_interpreter()
+    names = ("kernels_*.o", "cpu_*.o", "cuda_ptx_runtime.o", "cuda_ptx_streams.o", "cuda_ptx_control_api.o")
+    objects = [path for name in names for path in sorted(built.glob(name))]
+    flags, link = f"-O1 -g0 -I{ROOT / 'tests'}", f"-Wl,--no-as-needed {interpreter} -Wl,-rpath,{interpreter.parent}"
+    own_first = f"-Wl,-Bsymbolic-functions {link}"
+    folder = FOLDER / "on_devices"
+    operators = build_library(folder, f"{flags} -DPYMOE_WITH_CUDA=1", operator_sources(), own_first, objects=objects)
+    devices = [Source(HERE / "cuda_device.cpp", "-UTORCH_TARGET_VERSION")]
+    return operators, build_library(FOLDER / "device", flags, devices, link, name="cuda_device")
+
+
 if __name__ == "__main__":
-    print(build())
+    print(*(build_on_devices() if "--on-devices" in sys.argv else [build()]), sep="\n")

@@ -23,7 +23,7 @@ def interpreter() -> ctypes.CDLL:
     library.ptx_add_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.ptx_remove_memory.argtypes = [ctypes.c_void_p]
     library.ptx_run.argtypes = [
-        ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64,
+        ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool,
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int64,
     ]  # fmt: skip
     return library
@@ -44,11 +44,12 @@ def aligned(values: np.ndarray) -> np.ndarray:
 
 def run_kernel(
     body: str, arrays: Sequence[np.ndarray], *, blocks: int = 1, threads: int = 32, shared: int = 0, cluster: int = 1,
-    seed: int = 1, outside: str = "", types: Sequence[str] = (),
+    more_shared: bool = False, seed: int = 1, outside: str = "", types: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Run a kernel whose parameters ``p0``, ``p1``, ... are the arrays' addresses, held by ``%q0``, ``%q1``, ...
 
-    ``types``: what the parameters are declared as, if not all as ``.u64``.
+    ``more_shared``: whether a block may have more than 48 KiB of shared memory. ``types``: what the parameters are
+    declared as, if not all as ``.u64``.
     """
     parameters = ", ".join(f".param {kind} p{i}" for i, kind in enumerate(types or [".u64"] * len(arrays)))
     loads = "".join(f"ld.param.u64 %q{i}, [p{i}];\n" for i in range(len(arrays)))
@@ -64,8 +65,8 @@ def run_kernel(
     error = ctypes.create_string_buffer(2000)
     try:
         failed = library.ptx_run(
-            text.encode(), b"kernel", blocks, threads, shared, cluster, arguments.ctypes.data, arguments.nbytes, seed,
-            error, len(error),
+            text.encode(), b"kernel", blocks, threads, shared, cluster, more_shared, arguments.ctypes.data,
+            arguments.nbytes, seed, error, len(error),
         )  # fmt: skip
     finally:
         for array in arrays:

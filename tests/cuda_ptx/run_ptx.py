@@ -21,7 +21,7 @@ HERE = ROOT / "tests" / "cuda_ptx"
 sys.path.insert(0, str(ROOT / "tests"))
 from machine_code import find_nvcc  # noqa: E402
 
-INTERPRETER = ["check_arithmetic.py", "check_machine.py"]
+INTERPRETER = ["check_arithmetic.py", "check_machine.py", "check_rules.py"]
 # On the operators whose CPU tensors go to the kernels; the second line is thousands of cases.
 LAYERS = ["tests/nn/test_moe_values.py", "tests/nn/test_moe_losses.py"]
 OPERATORS = ["tests/ops/test_native_equals_reference.py"]
@@ -83,6 +83,9 @@ def main() -> int:
     for other in others() if exhaustive else []:
         print(f"the same on the PTX of compute_{other}")
         passed = pytest(kernels, {"PYMOE_PTX_ARCHITECTURE": other}) and passed
+    if not some:
+        print("operators on CUDA tensors, on two devices and several streams")
+        passed = pytest(["-p", "cuda_ops", "-q", "-n", "0", str(HERE / "check_streams.py")]) and passed
     missing = [] if some else never_launched(launched)
     for name in missing:
         print(f"error: no test has launched {re.sub('_GLOBAL__N__.*?_cu_[0-9a-f]{8}', '', name)}")

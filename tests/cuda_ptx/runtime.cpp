@@ -1,6 +1,6 @@
 // The CUDA runtime that the kernels' host code finds in the tests: it takes the PTX out of the fat binary that the
-// compiler put beside that code, and every launch runs it at once. Grid, block, shared memory and arguments are thus
-// those that the library itself gives.
+// compiler put beside that code, and every launch runs it at once. Grid, block, shared memory, arguments and stream are
+// thus those that the library itself gives.
 //
 // A launch that a GPU would refuse is refused, and an error of the interpreter is the launch's: cudaGetErrorString has
 // its text, which kernels/cuda/launch.h throws.
@@ -10,16 +10,16 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 
 #include "cuda_ptx/machine.h"
+#include "cuda_ptx/streams.h"
 
 namespace pymoe::ptx {
 namespace {
-
-constexpr int64_t kUsualShared = 48 << 10, kMostShared = 227 << 10;
 
 struct Module {
   std::string text;
@@ -45,7 +45,7 @@ struct Module {
 struct Function {
   Module* module;
   std::string name;
-  int64_t most_shared = kUsualShared;
+  int64_t most_shared = 0;  // dynamic, by its attribute; 0: never set
 };
 
 struct Runtime {
@@ -55,6 +55,7 @@ struct Runtime {
   std::map<std::string, int64_t> launches;
   int64_t executed = 0;
   uint64_t seed = 1;
+  int64_t ends = 0;
 };
 
 Runtime& runtime() {
@@ -74,6 +75,11 @@ thread_local std::string message;
 cudaError_t refuse(cudaError_t error, std::string why) {
   message = std::move(why);
   return remembered = error;
+}
+
+cudaError_t ask(const std::string& what, void* stream, std::function<void()> work) {
+  const std::string refusal = issue(what, stream, std::move(work));
+  return refusal.empty() ? cudaSuccess : refuse(cudaErrorLaunchFailure, refusal);
 }
 
 // What nvcc's fatbinary writes: a header, then entries with a header each; kind 1 is PTX.
@@ -123,23 +129,23 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
   try {
     const Program& program = function.module->program(function.name);
     const auto dynamic = static_cast<int64_t>(how.shared);
-    if (dynamic > function.most_shared || dynamic + program.static_shared > kMostShared ||
-        (dynamic > kUsualShared && program.static_shared > 0)) {
-      return refuse(cudaErrorInvalidValue, "too much shared memory: " + std::to_string(dynamic) + " bytes and " +
-                                               std::to_string(program.static_shared) + " static ones");
+    if (function.most_shared != 0 && dynamic > function.most_shared) {
+      return refuse(cudaErrorInvalidValue, "more shared memory than the kernel's attribute allows");
     }
     std::vector<unsigned char> bytes(static_cast<size_t>(program.kernel.parameter_bytes));
     for (size_t i = 0; i < program.kernel.parameters.size(); ++i) {
       const Parameter& parameter = program.kernel.parameters[i];
       std::memcpy(bytes.data() + parameter.offset, arguments[i], static_cast<size_t>(parameter.bytes));
     }
-    ++all.launches[function.name];
-    all.seed = all.seed * 6364136223846793005u + 1442695040888963407u;
-    all.executed += run(program, {grid.x, static_cast<int>(block.x), dynamic, cluster}, std::move(bytes), all.seed);
+    const LaunchShape shape{grid.x, static_cast<int>(block.x), dynamic, cluster, function.most_shared != 0, all.ends};
+    return ask(function.name, how.stream, [&all, &function, &program, shape, bytes] {
+      ++all.launches[function.name];
+      all.seed = all.seed * 6364136223846793005u + 1442695040888963407u;
+      all.executed += run(program, shape, bytes, all.seed);
+    });
   } catch (const Error& error) {
     return refuse(cudaErrorLaunchFailure, error.what());
   }
-  return cudaSuccess;
 }
 
 }  // namespace
@@ -147,6 +153,11 @@ cudaError_t start(const void* stub, const Configuration& how, int64_t cluster, v
 void set_seed(uint64_t seed) {
   const std::lock_guard lock(runtime().mutex);
   runtime().seed = seed;
+}
+
+void set_ends(int64_t blocks) {
+  const std::lock_guard lock(runtime().mutex);
+  runtime().ends = blocks;
 }
 
 std::map<std::string, int64_t> launches() {
@@ -236,17 +247,24 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
   const auto found = runtime().functions.find(stub);
   if (found == runtime().functions.end()) return refuse(cudaErrorInvalidDeviceFunction, "unknown kernel");
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value > kMostShared) return refuse(cudaErrorInvalidValue, "more shared memory than a block can have");
-    found->second.most_shared = value;
+    auto& function = found->second;
+    if (value + function.module->program(function.name).static_shared > kMostShared) {
+      return refuse(cudaErrorInvalidValue, "more shared memory than a block can have");
+    }
+    function.most_shared = value;
   }
   return cudaSuccess;
 }
 // The capability that the PTX was made for.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrComputeCapabilityMajor) return refuse(cudaErrorInvalidValue, "unknown attribute");
+  const bool major = attribute == cudaDevAttrComputeCapabilityMajor;
+  if (!major && attribute != cudaDevAttrComputeCapabilityMinor) {
+    return refuse(cudaErrorInvalidValue, "unknown attribute");
+  }
   const std::string& text = runtime().modules.front()->text;
   const size_t target = text.find(".target sm_") + std::strlen(".target sm_");
-  *value = std::atoi(text.c_str() + target) / 10;
+  const int capability = std::atoi(text.c_str() + target);
+  *value = major ? capability / 10 : capability % 10;
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() {
@@ -255,12 +273,11 @@ cudaError_t cudaGetLastError() {
   return error;
 }
 const char* cudaGetErrorString(cudaError_t) { return message.c_str(); }
-cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t) {
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
   if (bytes > 0 && find_memory(reinterpret_cast<uint64_t>(pointer), bytes).end == 0) {
     return refuse(cudaErrorInvalidValue, "cudaMemsetAsync: not within a tensor");
   }
-  std::memset(pointer, value, bytes);
-  return cudaSuccess;
+  return ask("memset", stream, [=] { std::memset(pointer, value, bytes); });
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   std::memmove(to, from, bytes);

@@ -10,6 +10,9 @@ namespace pymoe::ptx {
 // Launches that follow run in an order that depends on this alone; each launch advances it.
 void set_seed(uint64_t seed);
 
+// Of the grids of launches that follow, only so many blocks at each end run; all for 0.
+void set_ends(int64_t blocks);
+
 // Returns how often each kernel of the library, by its name in the PTX, has run in this process.
 std::map<std::string, int64_t> launches();
 

@@ -184,6 +184,14 @@ FAULTS = [
         "router_losses",
     ),
     Fault(
+        "router_losses: a table of all 48 KiB, of which static arrays take a part",
+        ROUTER_LOSSES,
+        "kMostTableBytes = 32 << 10,",
+        "kMostTableBytes = 48 << 10,",
+        "values",
+        "router_losses",
+    ),
+    Fault(
         "router_losses takes a whole block of tokens at the end",
         ROUTER_LOSSES,
         "count = min(tokens - first, kLossBlock);",

@@ -1,8 +1,8 @@
 """Plants faults in the sources one at a time, to show that tests detect them.
 
-Each kind of fault (python.py, schedules.py, cuda.py, static.py) defines how a fault is built and run, and how its
-tests' output is interpreted. This file has the common parts: the classes of faults, the check that a fault's text
-occurs exactly once, running several faults at the same time, and the report in ``build/mutants/KIND.md``.
+Each kind of fault (python.py, schedules.py, cuda.py, static.py, streams.py) defines how a fault is built and run, and
+how its tests' output is interpreted. This file has the common parts: the classes of faults, the check that a fault's
+text occurs exactly once, running several faults at the same time, and the report in ``build/mutants/KIND.md``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,16 @@ class StaticFault(Fault):
     """The architectures to compile for, as in TORCH_CUDA_ARCH_LIST, including 9.0, for which bars.json has limits."""
     said: str
     """A part of the complaint that must be reported."""
+
+
+@dataclass(frozen=True)
+class StreamFault(Fault):
+    """A fault between a CUDA tensor and a launch, for tests/cuda_ptx/check_streams.py."""
+
+    source: str
+    """What is compiled with it: a file of kernels, or ``with_torch``, all operators."""
+    word: str
+    """A part of the names of the tests that must notice it."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     python tests/mutants/run.py cuda                  # in the CUDA kernels: the emulated tests must notice
     python tests/mutants/run.py schedules [WORD ...]  # in the runtime: the seeded schedules must; WORDs choose by name
     python tests/mutants/run.py static                # in the machine code of the kernels: tests/cuda_static must
+    python tests/mutants/run.py streams               # from a CUDA tensor to a launch: check_streams.py must notice
     python tests/mutants/run.py python                # in the CPU kernels and operators: pytest must (minutes a fault)
 
 Without a kind, all kinds run. The source tree is not changed. planting.py defines faults, and the files faults_KIND.py
@@ -17,9 +18,10 @@ import cuda
 import python
 import schedules
 import static
+import streams
 from planting import plant
 
-KINDS = {kind.name: kind for kind in (cuda.KIND, schedules.KIND, static.KIND, python.KIND)}
+KINDS = {kind.name: kind for kind in (cuda.KIND, schedules.KIND, static.KIND, streams.KIND, python.KIND)}
 
 
 def main(arguments: list[str]) -> int:
