@@ -28,7 +28,7 @@ QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4
 READING = 8
 """Rows per expert up to which a table gives bytes per second."""
 TORCH = "torch.mm"
-WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 5.0, "mxfp4": 4.25, "fp8": 8.25}
+WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 4.5, "mxfp4": 4.25, "fp8": 8.25}
 """Kinds of weights, and bits per weight, not counting scales that are stored once per output row."""
 
 

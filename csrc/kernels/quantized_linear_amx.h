@@ -173,6 +173,7 @@ struct WaitingSums {
   const int32_t* sums = nullptr;  // in the order of RightCodes; null if there are none
   const RoundedBlock* rounded;    // of the first row
   const uint8_t* weight;          // the block's first group in the packed tile
+  const float* ends;              // its scales (int4)
   int64_t groups;
   int64_t first;  // first row to be added to y: earlier rows are done
   int64_t rows;
@@ -204,11 +205,9 @@ PYMOE_INLINE void add_sums_4(const WaitingSums& w) {
     vfloat scale[kGroups], minimum[kGroups];
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
-      const uint8_t* ends = w.weight + g * quantized_group_bytes(kFormat);
-      scale[g] = load_scales<kFormat>(ends, w.output + j);
-      if constexpr (kFormat == WeightFormat::kInt4) {
-        minimum[g] = load(reinterpret_cast<const BFloat16*>(ends) + kQuantizedTile + w.output + j);
-      }
+      const float* ends = w.ends + g * kQuantizedTile;
+      scale[g] = load_scales<kFormat>(w.weight + g * quantized_group_bytes(kFormat), ends, w.output + j);
+      if constexpr (kFormat == WeightFormat::kInt4) minimum[g] = load(ends + SuperEnds::kMinima + w.output + j);
     }
     const auto* sums = reinterpret_cast<const float*>(w.sums) + j;
     for (int64_t r = w.first; r < w.rows; ++r) {
@@ -248,6 +247,7 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
   alignas(64) float y[kChunk * kQuantizedTile];
   alignas(64) int32_t sums[4 * kTileOfSums];
   RightCodes<kFormat> codes;
+  SuperEnds ends[2];  // of int4: the sums of the previous block wait for its scales
   const int64_t chunks = (x.count + kChunk - 1) / kChunk;
   for (int64_t chunk = 0, row = 0; chunk < chunks; ++chunk) {
     const int64_t size = (x.count - row) / (chunks - chunk);  // as equal as possible
@@ -257,10 +257,17 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
     WaitingSums waiting;
     const uint8_t* weight = tile + quantized_head_bytes(kFormat);
     for (int64_t group = 0; group < groups; group += kBlockGroups) {
+      SuperEnds& its_ends = ends[group / kSuperGroups % 2];
+      if (kFormat == WeightFormat::kInt4 && group % kSuperGroups == 0) {
+        decode_ends(tile, weight, its_ends);
+        weight += quantized_super_bytes(kFormat);
+      }
       const int64_t block = group / kBlockGroups;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
       const int64_t bytes = some * quantized_group_bytes(kFormat);
-      LinesAhead ahead(weight + bytes, bytes, parts * (kQuantizedTile / codes.kOutputs));
+      const bool before_super = (group + some) % kSuperGroups == 0;
+      LinesAhead ahead(weight + bytes, bytes + (before_super ? quantized_super_bytes(kFormat) : 0),
+                       parts * (kQuantizedTile / codes.kOutputs));
       codes.take(weight, some);
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t wanted = part * rows, first = wanted + rows <= size ? wanted : size - rows;
@@ -276,10 +283,15 @@ void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRo
           tiles.template store<1>(sums + kTileOfSums, kTileRowBytes);
           tiles.template store<2>(sums + 2 * kTileOfSums, kTileRowBytes);
           tiles.template store<3>(sums + 3 * kTileOfSums, kTileRowBytes);
-          waiting = {sums,           x.rounded + block * x.rounded_stride + row + first,
-                     weight,         some,
-                     wanted - first, rows,
-                     output,         y + first * kQuantizedTile};
+          waiting = {sums,
+                     x.rounded + block * x.rounded_stride + row + first,
+                     weight,
+                     its_ends.of_group(group),
+                     some,
+                     wanted - first,
+                     rows,
+                     output,
+                     y + first * kQuantizedTile};
         }
       }
       weight += bytes;

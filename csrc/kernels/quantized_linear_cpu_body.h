@@ -278,11 +278,44 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 
 #endif
 
-// The scales of 4 bits of the outputs from `output` on.
+// Distance of prefetches in bytes: with 4096 and with 16384 two to eight rows take longer.
+inline constexpr int64_t kAhead = 8192;
+
+// The scales of the groups of a super-block at int4, and then their minima: 64 outputs for each.
+struct SuperEnds {
+  static constexpr int64_t kMinima = kSuperGroups * kQuantizedTile;
+  alignas(64) float values[2 * kMinima];
+  const float* of_group(int64_t group) const { return values + group % kSuperGroups * kQuantizedTile; }
+};
+
+// Decodes what precedes the codes of a super-block, at `super`. Every product but those by 2^(power - 127) is exact.
+inline void decode_ends(const uint8_t* powers, const uint8_t* super, SuperEnds& ends) {
+  constexpr int kFields = 2 * static_cast<int>(kSuperGroups);
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    const vfloat power = load_powers(powers + first);
+    const auto* factors = reinterpret_cast<const Float16*>(super) + first;
+    const vfloat of_scales = load(factors) * power, of_minima = -(load(factors + kQuantizedTile) * power);
+    vuint32 words[3];
+    for (int64_t line = first * 16; line < (first + kLanes<float>)*16; line += 64) {
+      __builtin_prefetch(super + line + kAhead);
+    }
+    for (int i = 0; i < 3; ++i) words[i] = (vuint32)load_words(super + (4 + 4 * i) * kQuantizedTile + 4 * first);
+#pragma GCC unroll 16
+    for (int i = 0; i < kFields; ++i) {
+      const int word = 6 * i / 32, shift = 6 * i % 32;
+      vuint32 field = words[word] >> shift;
+      if (shift > 26) field |= words[word + 1] << (32 - shift);
+      const vfloat factor = i < kSuperGroups ? of_scales : of_minima;
+      store(ends.values + i * kQuantizedTile + first, to_float((vint32)(field & 63)) * factor);
+    }
+  }
+}
+
+// The scales of a group of 4 bits of the outputs from `output` on: `scales` are its bytes at mxfp4, `ends` is
+// SuperEnds::of_group at int4.
 template <WeightFormat kFormat>
-PYMOE_INLINE vfloat load_scales(const uint8_t* ends, int64_t output) {
-  if constexpr (kFormat == WeightFormat::kMxfp4) return load_powers(ends + output);
-  return load(reinterpret_cast<const BFloat16*>(ends) + output);
+PYMOE_INLINE vfloat load_scales(const uint8_t* scales, const float* ends, int64_t output) {
+  return kFormat == WeightFormat::kMxfp4 ? load_powers(scales + output) : load(ends + output);
 }
 
 // The factor of a block's scaled sums; those of mxfp4 are of twice the weights.
@@ -313,13 +346,13 @@ constexpr int vectors_beside(int rows) {
 #endif
 
 // y[r][outputs] += the products of a block: `groups` <= 4 groups of 32 inputs. `weight` is the block's first group in a
-// tile, `x` and `rounded` are the block of the first of kRows rows, `y` is (kRows, 64).
+// tile, `ends` its scales (int4), `x` and `rounded` are the block of the first of kRows rows, `y` is (kRows, 64).
 template <WeightFormat kFormat, int kRows>
-void multiply_block(const uint8_t* PYMOE_RESTRICT weight, int64_t groups, const int8_t* PYMOE_RESTRICT x,
-                    const RoundedBlock* PYMOE_RESTRICT rounded, float* PYMOE_RESTRICT y) {
+void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RESTRICT ends, int64_t groups,
+                    const int8_t* PYMOE_RESTRICT x, const RoundedBlock* PYMOE_RESTRICT rounded,
+                    float* PYMOE_RESTRICT y) {
   constexpr int kVectors = vectors_beside<kFormat>(kRows), kWidth = kLanes<float>;
   constexpr int64_t kWordBytes = kQuantizedTile * 4;
-  constexpr int64_t kAhead = 8192;  // bytes: with 4096 and with 16384 two to eight rows take longer
   constexpr int64_t kEnds = quantized_ends_bytes(kFormat);
   constexpr int64_t kWords = bits_of(kFormat);                          // of a group
   const int64_t sums_of = kFormat == WeightFormat::kInt8 ? groups : 1;  // groups that are added up as integers
@@ -363,15 +396,15 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, int64_t groups, const 
           for (int v = 0; v < kVectors; ++v) total[r][v] = to_float(sums[r][v].value() - rounded[r].zero);
         }
       } else {
-        const uint8_t* ends = weight + group * quantized_group_bytes(kFormat);
+        const uint8_t* scales = weight + group * quantized_group_bytes(kFormat);
+        const float* its_ends = ends + group * kQuantizedTile;
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
-          const vfloat scale = load_scales<kFormat>(ends, (vector + v) * kWidth);
+          const vfloat scale = load_scales<kFormat>(scales, its_ends, (vector + v) * kWidth);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) total[r][v] = total[r][v] + to_float(sums[r][v].value()) * scale;
           if constexpr (kFormat == WeightFormat::kInt4) {
-            const vfloat minimum =
-                load(reinterpret_cast<const BFloat16*>(ends) + kQuantizedTile + (vector + v) * kWidth);
+            const vfloat minimum = load(its_ends + SuperEnds::kMinima + (vector + v) * kWidth);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) total[r][v] = total[r][v] + rounded[r].sums[group] * minimum;
           }
@@ -391,7 +424,7 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, int64_t groups, const 
 }
 
 template <WeightFormat kFormat>
-using MultiplyBlock = void (*)(const uint8_t*, int64_t, const int8_t*, const RoundedBlock*, float*);
+using MultiplyBlock = void (*)(const uint8_t*, const float*, int64_t, const int8_t*, const RoundedBlock*, float*);
 
 // Returns the function for `rows` rows, 1 <= rows <= kMostRows.
 template <WeightFormat kFormat>
@@ -425,20 +458,25 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
   const int64_t groups = quantized_groups(inputs);
   alignas(64) float y[kChunk * kQuantizedTile];
+  SuperEnds ends;  // of int4
   for (int64_t chunk = 0; chunk < x.count; chunk += kChunk) {
     const int64_t size = x.count - chunk < kChunk ? x.count - chunk : kChunk;
     const int64_t parts = (size + kMostRows<kFormat> - 1) / kMostRows<kFormat>;
     memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));
     const uint8_t* weight = tile + quantized_head_bytes(kFormat);
     for (int64_t group = 0; group < groups; group += kBlockGroups) {
+      if (kFormat == WeightFormat::kInt4 && group % kSuperGroups == 0) {
+        decode_ends(tile, weight, ends);
+        weight += quantized_super_bytes(kFormat);
+      }
       const int64_t block = group / kBlockGroups;
       const int8_t* codes = x.codes + block * x.codes_stride + chunk * kRoundedBytes;
       const RoundedBlock* rounded = x.rounded + block * x.rounded_stride + chunk;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
       for (int64_t part = 0, r = 0; part < parts; ++part) {
         const int64_t together = (size - r) / (parts - part);  // so that parts are as equal as possible
-        multiply_block_for<kFormat>(together)(weight, some, codes + r * kRoundedBytes, rounded + r,
-                                              y + r * kQuantizedTile);
+        multiply_block_for<kFormat>(together)(weight, ends.of_group(group), some, codes + r * kRoundedBytes,
+                                              rounded + r, y + r * kQuantizedTile);
         r += together;
       }
       weight += some * quantized_group_bytes(kFormat);

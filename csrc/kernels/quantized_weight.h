@@ -3,10 +3,15 @@
 // Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts follow one another:
 //
 //     int8    64 scales (fp32), then for every 4 inputs: 64 outputs x 4 codes;         w = scale * (code - 128)
-//     int4    for every 32 inputs: 64 scales and 64 minima (bf16), then for every 8 inputs: 64 outputs x 4 bytes;
-//             byte b holds the code of input b in its lower half, of input b + 4 above;  w = scale * code + minimum
+//     int4    64 powers of two p (e8m0), then for every 256 inputs a super-block: 64 factors d and 64 factors e (fp16),
+//             3 x 64 words of 32 bits, and for every 8 of its inputs: 64 outputs x 4 bytes; byte b holds the code of
+//             input b in its lower half, of input b + 4 above;    w = 2^(p - 127) * d * s * code - 2^(p - 127) * e * m
 //     mxfp4   for every 32 inputs: 64 scales (e8m0), then codes (e2m1) as those of int4;  w = 2^(scale - 127) * value
 //     fp8     for every 128 inputs: 64 scales (fp32), then for every input 64 codes (e4m3);  w = scale * value
+//
+// The three words of an output are 96 bits, from the lowest bit of the first word on: 8 scales s and then 8 minima m of
+// 6 bits, one for each group of 32 inputs of the super-block. They are zero for groups that the last super-block lacks,
+// which has no codes for these either.
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
 // inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
@@ -25,6 +30,7 @@ namespace pymoe {
 inline constexpr int64_t kQuantizedTile = 64;   // outputs
 inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale (and a minimum) at 4 bits
 inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise at fp8
+inline constexpr int64_t kSuperGroups = 8;      // int4: number of groups of a super-block
 
 // The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes.
 enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14, kFp8 = 18 };
@@ -35,21 +41,28 @@ constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantized
 constexpr int64_t fp8_blocks(int64_t inputs) { return (inputs + kFp8Block - 1) / kFp8Block; }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
-// The bytes of the scales (and minima) of a group of inputs in a tile.
+// The bytes of the scales of a group of inputs in a tile.
 constexpr int64_t quantized_ends_bytes(WeightFormat format) {
-  return kQuantizedTile * (format == WeightFormat::kInt4 ? 2 * 2 : format == WeightFormat::kMxfp4 ? 1 : 0);
+  return format == WeightFormat::kMxfp4 ? kQuantizedTile : 0;
 }
-// The bytes of a group of inputs in a tile, without those that a tile (int8) or a block (fp8) has only once.
+// The bytes of a group of inputs in a tile, without those that a tile (int8), a super-block (int4) or a block (fp8) has
+// only once.
 constexpr int64_t quantized_group_bytes(WeightFormat format) {
   return quantized_ends_bytes(format) + kQuantizedTile * kQuantizedGroup * bits_of(format) / 8;
 }
 constexpr int64_t quantized_head_bytes(WeightFormat format) {
-  return format == WeightFormat::kInt8 ? kQuantizedTile * 4 : 0;
+  return kQuantizedTile * (format == WeightFormat::kInt8 ? 4 : format == WeightFormat::kInt4 ? 1 : 0);
+}
+// The bytes of a super-block of int4 in a tile before its codes.
+constexpr int64_t quantized_super_bytes(WeightFormat format) {
+  return format == WeightFormat::kInt4 ? kQuantizedTile * (2 + 2 + 12) : 0;
 }
 // fp8: the bytes of a tile before a block, which begins with its scales.
 constexpr int64_t fp8_block_begin(int64_t block) { return block * kQuantizedTile * (4 + kFp8Block); }
 constexpr int64_t quantized_tile_bytes(WeightFormat format, int64_t inputs) {
-  const int64_t bytes = quantized_head_bytes(format) + quantized_groups(inputs) * quantized_group_bytes(format);
+  const int64_t groups = quantized_groups(inputs), supers = (groups + kSuperGroups - 1) / kSuperGroups;
+  const int64_t bytes =
+      quantized_head_bytes(format) + supers * quantized_super_bytes(format) + groups * quantized_group_bytes(format);
   return format == WeightFormat::kFp8 ? bytes + fp8_blocks(inputs) * kQuantizedTile * 4 : bytes;
 }
 

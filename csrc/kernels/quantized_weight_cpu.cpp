@@ -13,14 +13,14 @@
 namespace pymoe::cpu {
 namespace {
 
-// values[i][j] = weight[expert, output + j, input + i] in fp32, and zero past the outputs.
+// values[i][j] = weight[expert, output + j, input + i] in fp32, and zero past the outputs, for at most 256 inputs.
 template <typename T>
 void gather(const QuantizeWeightArguments& a, int64_t expert, int64_t output, int64_t input, int64_t inputs,
             float* values) {
   constexpr float kLargest = 0x1p100f;
   const int64_t outputs = std::min(kQuantizedTile, a.outputs - output);
   const T* from = static_cast<const T*>(a.weight) + expert * a.strides[0] + output * a.strides[1];
-  if (outputs < kQuantizedTile) std::memset(values, 0, sizeof(float) * kQuantizedTile * kQuantizedGroup);
+  if (outputs < kQuantizedTile) std::memset(values, 0, sizeof(float) * static_cast<size_t>(kQuantizedTile * inputs));
   bool finite = true;
   for (int64_t j = 0; j < outputs; ++j) {
     const T* row = from + j * a.strides[1] + input * a.strides[2];
@@ -45,34 +45,39 @@ void gather(const QuantizeWeightArguments& a, int64_t expert, int64_t output, in
 template <typename T>
 void quantize(const QuantizeWeightArguments& a) {
   const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.format, a.inputs);
-  const auto quantize_group_4 = PYMOE_SELECT_ISA(quantize_group_4);
+  const auto quantize_super_4 = PYMOE_SELECT_ISA(quantize_super_4);
+  const auto powers_from_largest = PYMOE_SELECT_ISA(powers_from_largest);
   const auto quantize_group_mxfp4 = PYMOE_SELECT_ISA(quantize_group_mxfp4);
   const auto quantize_group_8 = PYMOE_SELECT_ISA(quantize_group_8);
   const auto raise_to_largest = PYMOE_SELECT_ISA(raise_to_largest);
   const auto scale_from_largest = PYMOE_SELECT_ISA(scale_from_largest);
   parallel_tasks(a.experts * tiles, [&](int64_t task) {
     const int64_t expert = task / tiles, output = task % tiles * kQuantizedTile;
-    alignas(64) float values[kQuantizedGroup * kQuantizedTile];
-    uint8_t* tile = a.packed + task * bytes;
-    const auto for_groups = [&](const auto& body) {
-      uint8_t* group = tile + quantized_head_bytes(a.format);
-      for (int64_t input = 0; input < a.inputs; input += kQuantizedGroup) {
-        const int64_t inputs = std::min(kQuantizedGroup, a.inputs - input);
+    uint8_t* const tile = a.packed + task * bytes;
+    alignas(64) float values[kSuperGroups * kQuantizedGroup * kQuantizedTile];
+    const auto for_groups = [&](int64_t groups, const auto& body) {
+      uint8_t* part = tile + quantized_head_bytes(a.format);
+      for (int64_t input = 0; input < a.inputs; input += groups * kQuantizedGroup) {
+        const int64_t inputs = std::min(groups * kQuantizedGroup, a.inputs - input);
         gather<T>(a, expert, output, input, inputs, values);
-        body(inputs, group);
-        group += quantized_group_bytes(a.format);
+        body(inputs, part);
+        part += groups * quantized_group_bytes(a.format) + quantized_super_bytes(a.format);
       }
     };
-    if (a.format != WeightFormat::kInt8) {
-      const auto quantize_group = a.format == WeightFormat::kInt4 ? quantize_group_4 : quantize_group_mxfp4;
-      for_groups([&](int64_t inputs, uint8_t* group) { quantize_group(values, inputs, group); });
+    if (a.format == WeightFormat::kMxfp4) {
+      for_groups(1, [&](int64_t inputs, uint8_t* group) { quantize_group_mxfp4(values, inputs, group); });
       return;
     }
-    alignas(64) float scales[kQuantizedTile] = {};
-    for_groups([&](int64_t inputs, uint8_t*) { raise_to_largest(values, inputs, scales); });
-    scale_from_largest(scales);
-    std::memcpy(tile, scales, sizeof(scales));
-    for_groups([&](int64_t inputs, uint8_t* group) { quantize_group_8(values, inputs, scales, group); });
+    alignas(64) float largest[kQuantizedTile] = {};
+    for_groups(1, [&](int64_t inputs, uint8_t*) { raise_to_largest(values, inputs, largest); });
+    if (a.format == WeightFormat::kInt4) {
+      powers_from_largest(largest, tile);
+      for_groups(kSuperGroups, [&](int64_t inputs, uint8_t* part) { quantize_super_4(values, inputs, largest, part); });
+      return;
+    }
+    scale_from_largest(largest);
+    std::memcpy(tile, largest, sizeof(largest));
+    for_groups(1, [&](int64_t inputs, uint8_t* group) { quantize_group_8(values, inputs, largest, group); });
   });
 }
 

@@ -7,6 +7,7 @@
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr float kSmallestStep = 0x1p-100f;
+inline constexpr int kCandidates = 6;
 
 PYMOE_INLINE vfloat clamp(vfloat value, float low, float high) {
   value = value > low ? value : broadcast(low);
@@ -22,19 +23,6 @@ PYMOE_INLINE vfloat round_to_integer(vfloat value) {
   return (value + magic) - magic;
 }
 
-PYMOE_INLINE vfloat round_to_bf16(vfloat value) {
-  const vuint32 bits = (vuint32)value;
-  return (vfloat)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
-}
-
-// Rounds to bf16, towards plus infinity (kUp) or minus infinity.
-template <bool kUp>
-PYMOE_INLINE vfloat round_away(vfloat value) {
-  const vint32 bits = (vint32)value;
-  const vint32 away = ((bits & 0xffff) != 0) & (kUp ? value > 0 : value < 0);
-  return (vfloat)((bits & ~0xffff) + (away & 0x10000));
-}
-
 // The inverse of a step, or 0 if the step is 0.
 PYMOE_INLINE vfloat inverse_of(vfloat step) {
   const vint32 some = step > 0;
@@ -47,32 +35,36 @@ PYMOE_INLINE vfloat nearest_code(vfloat value, vfloat minimum, vfloat inverse) {
   return round_to_integer(clamp((value - minimum) * inverse, 0, 15));
 }
 
-inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vfloat minimum) {
+// The errors of a grid for a group of `count` inputs, squared and added up; `sum_of_codes` gets the sum of the codes.
+inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vfloat minimum, vfloat& sum_of_codes) {
   const vfloat inverse = inverse_of(scale);
-  vfloat error{};
+  vfloat error{}, codes{};
   for (int64_t i = 0; i < count; ++i) {
-    const vfloat value = load(values + i * kQuantizedTile);
-    const vfloat miss = value - (scale * nearest_code(value, minimum, inverse) + minimum);
+    const vfloat value = load(values + i * kQuantizedTile), code = nearest_code(value, minimum, inverse);
+    const vfloat miss = value - (scale * code + minimum);
     error = error + miss * miss;
+    codes = codes + code;
   }
+  sum_of_codes = codes;
   return error;
 }
 
-// Scale and minimum of a group of `count` inputs.
+// Scale and minimum of a group of `count` inputs, before they are rounded; the minimum is not positive.
 inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat& minimum) {
-  vfloat least = load(values), greatest = least;
-  for (int64_t i = 1; i < count; ++i) {
+  vfloat least{}, greatest = load(values);
+  for (int64_t i = 0; i < count; ++i) {
     least = min(least, load(values + i * kQuantizedTile));
     greatest = max(greatest, load(values + i * kQuantizedTile));
   }
-  least = least + 0.0f;  // no negative zero
-  minimum = round_away<false>(least);
-  scale = round_away<true>((greatest - minimum) / 15.0f);
+  const vfloat reach = greatest - least;
+  minimum = least;
+  scale = reach / 15.0f;
   scale = scale >= kSmallestStep ? scale : vfloat{};
-  vfloat error = squared_error(values, count, scale, minimum);
-  const vfloat reach = greatest - least, inverse_reach = inverse_of(reach >= kSmallestStep ? reach : vfloat{});
+  vfloat unused;
+  vfloat error = squared_error(values, count, scale, minimum, unused);
+  const vfloat inverse_reach = inverse_of(reach >= kSmallestStep ? reach : vfloat{});
   const auto n = static_cast<float>(count);
-  for (int candidate = 0; candidate < 8; ++candidate) {
+  for (int candidate = 0; candidate < kCandidates; ++candidate) {
     const vfloat steps = inverse_reach * static_cast<float>(14.0 + 0.4 * candidate);
     vfloat codes{}, squares{}, above{}, products{};
     for (int64_t i = 0; i < count; ++i) {
@@ -85,16 +77,37 @@ inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat&
     }
     vfloat determinant = n * squares - codes * codes;
     determinant = determinant > 0 ? determinant : broadcast(1.0f);
-    const vfloat new_scale = round_to_bf16((n * products - above * codes) / determinant);
-    const vfloat new_minimum = round_to_bf16(least + (squares * above - codes * products) / determinant);
+    const vfloat fitted_minimum = least + (squares * above - codes * products) / determinant;
+    const vint32 positive = fitted_minimum > 0;  // a grid from zero on fits best
+    const vfloat from_zero = (products + least * codes) / (squares > 0 ? squares : broadcast(1.0f));
+    const vfloat new_scale = positive ? from_zero : (n * products - above * codes) / determinant;
+    const vfloat new_minimum = positive ? vfloat{} : fitted_minimum;
     const vint32 usable = (inverse_reach > 0) & (new_scale >= kSmallestStep);
     const vfloat tried_scale = usable ? new_scale : scale, tried_minimum = usable ? new_minimum : minimum;
-    const vfloat new_error = squared_error(values, count, tried_scale, tried_minimum);
+    const vfloat new_error = squared_error(values, count, tried_scale, tried_minimum, unused);
     const vint32 better = usable & (new_error < error);
     scale = better ? tried_scale : scale;
     minimum = better ? tried_minimum : minimum;
     error = better ? new_error : error;
   }
+}
+
+// The power of two (e8m0) of a row at int4: over it the largest magnitude is below 2^20, so that factors are far from
+// the ends of fp16.
+PYMOE_INLINE vint32 power_for(vfloat largest) {
+  const vint32 power = ((vint32)largest >> 23) - 19;
+  return power > 0 ? power : vint32{};
+}
+
+// Rounds the greatest of a super-block's scales (or minima) over 63 to fp16.
+PYMOE_INLINE vfloat factor_of(vfloat greatest, uint8_t* out) {
+  auto* half = reinterpret_cast<Float16*>(out);
+  store(half, greatest / 63.0f);
+  return load(half);
+}
+
+PYMOE_INLINE vfloat nearest_field(vfloat value, vfloat inverse) {
+  return round_to_integer(clamp(value * inverse, 0, 63));
 }
 
 // Writes the codes of 4 bits of input i and of the outputs from `first` on.
@@ -104,25 +117,81 @@ PYMOE_INLINE void put_codes_4(uint8_t* words, int64_t i, int64_t first, vint32 c
   for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
 }
 
-// A group of 32 inputs of a tile at int4, of which `count` exist.
-inline void quantize_group_4(const float* values, int64_t count, uint8_t* out) {
-  auto* ends = reinterpret_cast<BFloat16*>(out);
-  uint8_t* words = out + quantized_ends_bytes(WeightFormat::kInt4);
-  memset(words, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup / 2));
+// Puts an integer of 6 bits into field `i` of a super-block's words.
+PYMOE_INLINE void put_field(vuint32 (&words)[3], int64_t i, vfloat value) {
+  const auto bits = (vuint32) __builtin_convertvector(value, vint32);
+  const int64_t word = 6 * i / 32, shift = 6 * i % 32;
+  words[word] |= bits << static_cast<int>(shift);
+  if (shift > 26) words[word + 1] |= bits >> static_cast<int>(32 - shift);
+}
+
+// A super-block of a tile at int4, of which `count` inputs exist: `largest` are the largest magnitudes of its rows,
+// `out` is where the super-block begins. Divides the values by the rows' powers of two, in place.
+inline void quantize_super_4(float* values, int64_t count, const float* largest, uint8_t* out) {
+  const int64_t groups = quantized_groups(count);
+  uint8_t* const codes = out + quantized_super_bytes(WeightFormat::kInt4);
+  memset(codes, 0, static_cast<size_t>(groups * quantized_group_bytes(WeightFormat::kInt4)));
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
-    vfloat scale, minimum;
-    fit_group(values + first, count, scale, minimum);
-    store(ends + first, scale);
-    store(ends + kQuantizedTile + first, minimum);
-    const vfloat inverse = inverse_of(scale);
+    const auto inverse_power = (vfloat)((254 - power_for(load(largest + first))) << 23);
     for (int64_t i = 0; i < count; ++i) {
-      const vfloat code = nearest_code(load(values + first + i * kQuantizedTile), minimum, inverse);
-      put_codes_4(words, i, first, __builtin_convertvector(code, vint32));
+      float* value = values + i * kQuantizedTile + first;
+      store(value, load(value) * inverse_power);
     }
+    const auto group_of = [&](int64_t g) { return values + g * kQuantizedGroup * kQuantizedTile + first; };
+    const auto inputs_of = [&](int64_t g) {
+      return count - g * kQuantizedGroup < kQuantizedGroup ? count - g * kQuantizedGroup : kQuantizedGroup;
+    };
+    vfloat scales[kSuperGroups], minima[kSuperGroups], greatest_scale{}, greatest_minimum{};  // minima without sign
+    for (int64_t g = 0; g < groups; ++g) {
+      fit_group(group_of(g), inputs_of(g), scales[g], minima[g]);
+      minima[g] = 0.0f - minima[g];  // no negative zero
+      greatest_scale = max(greatest_scale, scales[g]);
+      greatest_minimum = max(greatest_minimum, minima[g]);
+    }
+    const vfloat d = factor_of(greatest_scale, out + 2 * first);
+    const vfloat dmin = factor_of(greatest_minimum, out + 2 * (kQuantizedTile + first));
+    const vfloat inverse_d = inverse_of(d), inverse_dmin = inverse_of(dmin);
+    vuint32 words[3] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* group = group_of(g);
+      const int64_t inputs = inputs_of(g);
+      const vfloat rounded = nearest_field(scales[g], inverse_d);
+      vfloat scale = rounded, minimum = nearest_field(minima[g], inverse_dmin);
+      vfloat sum_of_codes, unused, sum{};
+      vfloat error = squared_error(group, inputs, d * scale, -(dmin * minimum), sum_of_codes);
+      for (int64_t i = 0; i < inputs; ++i) sum = sum + load(group + i * kQuantizedTile);
+      for (int side = -1; side <= 1; side += 2) {  // the neighbours, each with the minimum that fits it best
+        const vfloat new_scale = clamp(rounded + static_cast<float>(side), 0, 63);
+        const vfloat below = ((d * new_scale) * sum_of_codes - sum) / static_cast<float>(inputs);
+        const vfloat new_minimum = nearest_field(below, inverse_dmin);
+        const vfloat new_error = squared_error(group, inputs, d * new_scale, -(dmin * new_minimum), unused);
+        const vint32 better = new_error < error;
+        scale = better ? new_scale : scale;
+        minimum = better ? new_minimum : minimum;
+        error = better ? new_error : error;
+      }
+      put_field(words, g, scale);
+      put_field(words, kSuperGroups + g, minimum);
+      const vfloat step = d * scale, from = -(dmin * minimum), inverse = inverse_of(step);
+      for (int64_t i = 0; i < inputs; ++i) {
+        const vfloat code = nearest_code(load(group + i * kQuantizedTile), from, inverse);
+        put_codes_4(codes + g * quantized_group_bytes(WeightFormat::kInt4), i, first,
+                    __builtin_convertvector(code, vint32));
+      }
+    }
+    for (int i = 0; i < 3; ++i) memcpy(out + (4 + 4 * i) * kQuantizedTile + 4 * first, &words[i], sizeof(words[i]));
   }
 }
 
-// The same at mxfp4.
+// Writes the powers of two of a tile at int4.
+inline void powers_from_largest(const float* largest, uint8_t* out) {
+  for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
+    const vint32 power = power_for(load(largest + first));
+    for (int lane = 0; lane < kLanes<float>; ++lane) out[first + lane] = static_cast<uint8_t>(power[lane]);
+  }
+}
+
+// A group of 32 inputs of a tile at mxfp4, of which `count` exist.
 inline void quantize_group_mxfp4(const float* values, int64_t count, uint8_t* out) {
   uint8_t* words = out + quantized_ends_bytes(WeightFormat::kMxfp4);
   memset(words, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup / 2));

@@ -111,6 +111,10 @@ GROUP = 32
 """Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
 BLOCK = 128
 """Number of inputs that share a scale in FP8, and of outputs in the files of checkpoints."""
+SUPER = 8
+"""Number of groups in a super-block of int4, which share the factors of their scales and minima."""
+SUPER_BYTES = TILE * (2 + 2 + 12)
+"""Bytes of a super-block in a tile before its codes."""
 
 
 def up(value: int, multiple: int) -> int:
@@ -123,7 +127,9 @@ def bytes_of_tile(number: int, input_features: int) -> int:
     inputs = up(input_features, GROUP)
     if number in (8, 18):
         return TILE * ((1 if number == 8 else up(inputs, BLOCK) // BLOCK) * 4 + inputs)
-    return TILE * (inputs // GROUP * (4 if number == 4 else 1) + inputs // 2)
+    if number == 4:
+        return TILE * (1 + inputs // 2) + up(inputs, SUPER * GROUP) // (SUPER * GROUP) * SUPER_BYTES
+    return TILE * (inputs // GROUP + inputs // 2)
 
 
 def packed_shape(number: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:

@@ -18,12 +18,19 @@ from pymoe.nn.plain_calls import attached_to
 from pymoe.nn.quantized_experts import QuantizedExperts, quantize_experts
 from pymoe.nn.router import Router
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files: the layout of packed bytes, and the names of tensors and options."""
+OLD_INT4 = ", whose integers of 4 bits have another layout: quantise the original weights again"
+"""What errors say of files of version 1, which differs in nothing else."""
 
 _ROUTER = ("top_k", "score", "renormalize", "bias_update_rate", "num_groups", "topk_groups", "scale")
 _KEY = "pymoe"
 """Key of the file's metadata under which the layer's options are, as JSON."""
+
+
+def is_read(version: object, *formats: tuple[object, object]) -> bool:
+    """Return whether files of a version are read if they hold weights of these formats, each with its bits."""
+    return version == FORMAT or (version == 1 and ("int", 4) not in formats)
 
 
 def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
@@ -78,7 +85,7 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
         ImportError: the package safetensors is not installed.
         OSError: there is no such file.
         ValueError: the file is of another kind or version, holds weights of an unknown format, is cut short, or its
-            tensors do not match its options.
+            tensors do not match its options. Files of version 1 are refused only if they hold integers of 4 bits.
     """
     safetensors = _safetensors()
     try:
@@ -86,12 +93,13 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
             described = json.loads((file.metadata() or {}).get(_KEY, "{}"))
     except (safetensors.SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"load_quantized: expected a whole file of save_quantized, got {path}: {error}") from error
-    if described.get("version") != FORMAT:
+    version, bits = described.get("version"), described.get("bits")
+    form = described.get("format", "int")  # files of earlier versions hold integers
+    if not is_read(version, (form, bits)):
         raise ValueError(
             f"load_quantized: expected a file of save_quantized of version {FORMAT}, got {path} with "
-            f"{described.get('version', 'none')}"
+            f"{'none' if version is None else version}{OLD_INT4 if version == 1 else ''}"
         )
-    bits, form = described["bits"], described.get("format", "int")  # files of earlier versions hold integers
     try:
         check_format("load_quantized", bits, form)
     except (TypeError, ValueError) as error:

@@ -2,7 +2,10 @@
 
 **int8**: one scale for each output row; ``w = scale * (code - 128)`` with codes 1 to 255.
 **int4**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with
-codes 0 to 15. Both are bfloat16, so that a weight takes 5 bits in all.
+codes 0 to 15. They are integers of 6 bits, s and m, times two float16 factors that the 8 groups of a super-block
+share, and times a power of two of the row: ``scale = 2**(p - 127) * d * s``, ``minimum = -2**(p - 127) * dmin * m``.
+Super-blocks with p = 127 are the blocks of llama.cpp's Q4_K. A weight takes 4.5 bits in all if super-blocks are full,
+and a row 8 bits for p.
 **mxfp4**: a scale for each group of 32 inputs of an output row; ``w = 2**(scale - 127) * value``, where a code holds
 the sign of a value in its upper bit and its magnitude in the other three: 0, 1/2, 1, 3/2, 2, 3, 4 or 6 (e2m1). A weight
 takes 4.25 bits in all. The scale is a byte (e8m0), and 255 is NaN. This is MXFP4 of the OCP Microscaling Formats (MX)
@@ -15,11 +18,14 @@ those of DeepSeek-V3 have one scale for 128 outputs and 128 inputs, which the ou
 Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
 
     int8     64 scales (float32), then for every 4 inputs: 64 outputs x 4 codes
-    int4     for every 32 inputs: 64 scales, 64 minima (bfloat16), then for every 8 inputs: 64 outputs x 4 bytes,
-             where byte b holds the code of input b in its lower half and that of input 4 + b in its upper half
+    int4     64 powers p (bytes), then for every 256 inputs: 64 d, 64 dmin (float16), 3 x 64 words of 32 bits, and for
+             every 8 of them: 64 outputs x 4 bytes, where byte b holds the code of input b in its lower half and that
+             of input 4 + b in its upper half
     mxfp4    for every 32 inputs: 64 scales (bytes), then codes as those of int4
     fp8      for every 128 inputs: 64 scales (float32), then for every input: 64 codes
 
+The three words of an output are 96 bits, from the lowest bit of the first word on: 8 integers s and then 8 integers m.
+If the last super-block has fewer than 8 groups, they are zero for the others, which have no codes either.
 The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
 inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
 """
@@ -34,7 +40,20 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from pymoe._common.contracts import check_pack_weight, check_quantize_weight, check_quantized
-from pymoe._common.types import BLOCK, FORMATS, GROUP, TILE, QuantizedWeight, WeightFormat, number_of, packed_shape, up
+from pymoe._common.types import (
+    BLOCK,
+    FORMATS,
+    GROUP,
+    SUPER,
+    SUPER_BYTES,
+    TILE,
+    QuantizedWeight,
+    WeightFormat,
+    bytes_of_tile,
+    number_of,
+    packed_shape,
+    up,
+)
 
 ZERO = 128
 """Code of zero at 8 bits."""
@@ -42,8 +61,10 @@ LARGEST = 2.0**100
 """Largest magnitude of a weight."""
 SMALLEST_STEP = 2.0**-100
 """Least step of a grid: a row or group with a smaller step is constant, namely zero or its minimum."""
-CANDIDATES = 8
+CANDIDATES = 6
 """Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
+LARGEST_FIELD = 63
+"""Largest of the integers of 6 bits that stand for scales and minima at int4."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes of mxfp4."""
 LARGEST_E4M3 = 448.0
@@ -65,14 +86,17 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     """Round the weights of E linear layers to 8 or 4 bits.
 
     The weights are rounded to float32 first. With 8 bits the scale of an output row is its largest magnitude over 127,
-    and every weight is within half a scale of its value. With 4 bits a group of 32 inputs starts from a minimum just
-    below its least weight and a scale that just reaches its greatest, which leaves every weight within half a scale.
-    A search over eight narrower and wider grids, each fitted by least squares, replaces this grid if the sum of squared
-    errors becomes smaller. On normally distributed weights the error is 0.7 % (8 bits) or 7.0 % (4 bits; 7.8 % without
-    the search) of the weights' norm. The grids follow ``make_qkx2_quants`` of llama.cpp.
+    and every weight is within half a scale of its value. With 4 bits the grid of a group of 32 inputs goes from its
+    least weight, or from zero if that is positive, to its greatest. A search over six narrower and wider grids, each
+    fitted by least squares, replaces this grid if the sum of squared errors becomes smaller. Then scales and minima are
+    rounded to integers of 6 bits times the largest of their super-block over 63. Of each rounded scale and its two
+    neighbours, with minima that fit them, the one with the smallest sum of squared errors is taken. On normally
+    distributed weights the error is 0.7 % (8 bits) or 7.1 % (4 bits) of the weights' norm. The search follows
+    ``make_qkx2_quants``, and the super-blocks ``quantize_row_q4_K_ref`` of llama.cpp.
 
-    Rows whose largest magnitude is below 127 * 2**-100 become zero, and groups whose range is below 15 * 2**-100 become
-    constant: their minimum.
+    Rows whose largest magnitude is below 127 * 2**-100 become zero with 8 bits. With 4 bits, super-blocks that are much
+    smaller than the largest weight of their row lose precision, below 2**-24 of it, and then become constant, below
+    2**-34.
 
     With the format "mxfp" the scale of a group of 32 inputs is the greatest power of two that is at most a quarter of
     its largest magnitude (2**-127 at least), and weights become the nearest values of their grid, of which 6 scales is
@@ -104,7 +128,7 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     check_quantize_weight(weight, bits, format)
     weight = weight.detach()
     check_values(weight)
-    pack = {8: _pack_rows, 4: _pack_groups, 14: _pack_mxfp4, 18: _pack_fp8}[FORMATS[format, bits]]
+    pack = {8: _pack_rows, 4: _pack_int4, 14: _pack_mxfp4, 18: _pack_fp8}[FORMATS[format, bits]]
     _, outputs, inputs = weight.shape
     return QuantizedWeight(pack(weight.float()), bits, outputs, inputs, format)
 
@@ -228,9 +252,10 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     if number == 18:
         values, scale = _blocks_of_tiles(packed, inputs)
         return values.view(torch.float8_e4m3fn).float(), scale, None
-    heads, groups = _groups_of_tiles(packed, 2, torch.bfloat16)
-    scale, minimum = heads.float().unbind(3)
-    return groups.flatten(2).float(), scale, minimum
+    codes, factors, fields, powers = _unpack_supers(packed, inputs // GROUP)
+    ends = (factors * power_of_two(powers)[..., None, None])[..., None] * fields
+    scales, minima = ends.transpose(2, 3).flatten(3)[..., : inputs // GROUP].unbind(2)
+    return codes.flatten(2).float(), scales, -minima
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
@@ -240,14 +265,55 @@ def power_of_two(exponents: Tensor) -> Tensor:
     return (bits << 23 | torch.where(ends, 1 << 22, 0).int()).view(torch.float32)
 
 
-def _groups_of_tiles(packed: Tensor, heads: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor]:
-    """Return what precedes the codes of each group, (E, rows, groups, heads), and the codes (E, rows, groups, 32)."""
+def _unpack_supers(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the parts of a weight at int4 with so many groups, in B super-blocks.
+
+    Returns:
+        codes (E, rows, groups, 32) uint8, factors (E, rows, B, 2) float32, the integers of 6 bits (E, rows, B, 2, 8)
+        float32, and the powers (E, rows) uint8.
+    """
+    experts, tiles, size = packed.shape
+    supers, rows = up(groups, SUPER) // SUPER, (experts, tiles * TILE)
+    whole = SUPER_BYTES + SUPER * TILE * GROUP // 2
+    by_super = F.pad(packed[:, :, TILE:], (0, TILE + supers * whole - size)).view(experts, tiles, supers, whole)
+    factors = by_super[..., : 4 * TILE].reshape(-1).view(torch.float16).view(experts, tiles, supers, 2, TILE)
+    words = by_super[..., 4 * TILE : SUPER_BYTES].reshape(-1).view(torch.int32).view(experts, tiles, supers, 3, TILE)
+    bits = words[..., None, :] >> torch.arange(32, dtype=torch.int32, device=packed.device)[:, None] & 1
+    sixes = bits.reshape(experts, tiles, supers, 2, SUPER, 6, TILE).float()
+    fields = (sixes * 2.0 ** torch.arange(6, device=packed.device)[:, None]).sum(5)  # exact in any order
+    _, codes = _groups_of_tiles(by_super[..., SUPER_BYTES:].flatten(2), 0)
+    return (
+        codes[:, :, :groups],
+        factors.permute(0, 1, 4, 2, 3).reshape(*rows, supers, 2).float(),
+        fields.permute(0, 1, 5, 2, 3, 4).reshape(*rows, supers, 2, SUPER),
+        packed[:, :, :TILE].reshape(rows),
+    )
+
+
+def _pack_supers(codes: Tensor, factors: Tensor, fields: Tensor, powers: Tensor) -> Tensor:
+    """Undo :func:`_unpack_supers`, for whole tiles of rows."""
+    experts, rows, groups, _ = codes.shape
+    tiles, supers = rows // TILE, factors.shape[2]
+    halves = factors.half().view(experts, tiles, TILE, supers, 2).permute(0, 1, 3, 4, 2)
+    bits = (fields.int()[..., None] >> torch.arange(6, dtype=torch.int32, device=codes.device) & 1).flatten(3)
+    words = (bits.unflatten(3, (3, 32)).long() << torch.arange(32, device=codes.device)).sum(4)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    words = words.view(experts, tiles, TILE, supers, 3).permute(0, 1, 3, 4, 2)
+    head = torch.cat([_bytes(halves.flatten(3)), _bytes(words.flatten(3))], dim=3)
+    filled = F.pad(codes, (0, 0, 0, supers * SUPER - groups)).to(torch.uint8)
+    by_super = _groups_in_tiles(filled[..., :0], filled).view(experts, tiles, supers, SUPER * TILE * GROUP // 2)
+    whole = torch.cat([head, by_super], dim=3).flatten(2)[..., : bytes_of_tile(4, groups * GROUP) - TILE]
+    return torch.cat([powers.view(experts, tiles, TILE), whole], dim=2)
+
+
+def _groups_of_tiles(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes before the codes of each group, (E, rows, groups, heads), and codes (E, rows, groups, 32)."""
     experts, tiles, _ = packed.shape
-    head_bytes = heads * TILE * dtype.itemsize
+    head_bytes = heads * TILE
     group_bytes = head_bytes + TILE * GROUP // 2
     groups = packed.shape[2] // group_bytes
     by_group = packed.reshape(experts, tiles, groups, group_bytes)
-    first = by_group[..., :head_bytes].reshape(-1).view(dtype).view(experts, tiles, groups, heads, TILE)
+    first = by_group[..., :head_bytes].reshape(experts, tiles, groups, heads, TILE)
     halves = by_group[..., head_bytes:].reshape(experts, tiles, groups, GROUP // 8, TILE, 4)
     codes = torch.stack([halves & 15, halves >> 4], dim=5)  # (E, tiles, groups, 4, 64, 2, 4)
     rows = (experts, tiles * TILE, groups)
@@ -262,7 +328,7 @@ def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
     first = heads.view(*shape, heads.shape[3]).permute(0, 1, 3, 4, 2).flatten(3)
     lower, upper = codes.view(*shape, GROUP // 8, 2, 4).unbind(5)
     halves = (lower | upper << 4).permute(0, 1, 3, 4, 2, 5)
-    return torch.cat([_bytes(first), halves.flatten(3)], dim=3).flatten(2)
+    return torch.cat([first, halves.flatten(3)], dim=3).flatten(2)
 
 
 def _blocks_of_tiles(packed: Tensor, input_features: int) -> tuple[Tensor, Tensor]:
@@ -307,15 +373,32 @@ def _pack_rows(wide: Tensor) -> Tensor:
     return torch.cat([_bytes(scale), quads.flatten(2)], dim=2)
 
 
-def _pack_groups(wide: Tensor) -> Tensor:
-    experts, outputs, inputs = wide.shape
+def _pack_int4(wide: Tensor) -> Tensor:
+    _, outputs, inputs = wide.shape
+    wide = F.pad(wide, (0, 0, 0, up(outputs, TILE) - outputs))
+    largest = wide.abs().amax(dim=2) if inputs else wide.new_zeros(wide.shape[:2])
+    powers = ((largest.view(torch.int32) >> 23) - 19).clamp(min=0)  # the largest over its power of two is below 2**20
+    wide = wide * (254 - powers << 23).view(torch.float32)[..., None]
     whole, rest = divmod(inputs, GROUP)
-    parts = [_quantize_groups(wide[:, :, : whole * GROUP].reshape(experts, outputs, whole, GROUP))]
+    parts = [wide[:, :, : whole * GROUP].unflatten(2, (whole, GROUP))]
     if rest:
-        parts.append(_quantize_groups(wide[:, :, None, whole * GROUP :]))
-    ends = torch.stack([torch.cat([part[i] for part in parts], dim=2) for i in (0, 1)], dim=3)
-    codes = torch.cat([F.pad(part[2], (0, GROUP - part[2].shape[3])) for part in parts], dim=2)
-    return _groups_in_tiles(ends.to(torch.bfloat16), codes.to(torch.uint8))
+        parts.append(wide[:, :, None, whole * GROUP :])
+    scales, minima = (torch.cat(ends, dim=2) for ends in zip(*(_fit_groups(part) for part in parts), strict=True))
+    ends = torch.stack([scales, 0 - minima])  # minima without their sign
+    groups, supers = ends.shape[3], up(inputs, SUPER * GROUP) // (SUPER * GROUP)
+    by_super = F.pad(ends, (0, supers * SUPER - groups)).unflatten(3, (supers, SUPER))
+    factors = (by_super.amax(dim=4) / LARGEST_FIELD).half().float()
+    its_factors = factors.repeat_interleave(SUPER, dim=3)[..., :groups]
+    fields, codes, first = [], [], 0
+    for part in parts:
+        some = slice(first, first := first + part.shape[2])
+        rounded = _round_groups(part, ends[..., some], its_factors[..., some])
+        fields.append(rounded[0])
+        codes.append(F.pad(rounded[1], (0, GROUP - part.shape[3])))
+    filled = F.pad(torch.cat(fields, dim=3), (0, supers * SUPER - groups)).unflatten(3, (supers, SUPER))
+    return _pack_supers(
+        torch.cat(codes, dim=2), factors.permute(1, 2, 3, 0), filled.permute(1, 2, 3, 0, 4), powers.to(torch.uint8)
+    )
 
 
 def _pack_mxfp4(wide: Tensor) -> Tensor:
@@ -348,46 +431,76 @@ def _bytes(values: Tensor) -> Tensor:
     return values.reshape(-1).view(torch.uint8).view(*sizes, last * values.element_size())
 
 
-def _quantize_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scale (E, N, G), minimum (E, N, G) and codes (E, N, G, count) of groups (E, N, G, count).
+def _fit_groups(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and minima (E, N, G) of groups (E, N, G, count), before they are rounded.
 
     Every step is one IEEE operation on elements, and sums run in the order of the inputs, so a kernel gets the same
-    bits.
+    bits. The same holds for :func:`_round_groups`.
     """
-    least, greatest = values.amin(dim=3) + 0.0, values.amax(dim=3)  # no negative zero
-    minimum = _round_away(least, up=False)
-    scale = _round_away((greatest - minimum) / 15, up=True)
-    scale = torch.where(scale >= SMALLEST_STEP, scale, 0)
-    best = (scale, minimum, *_codes(values, scale, minimum))
-    above = values - least[..., None]
+    least, greatest = values.amin(dim=3).clamp(max=0), values.amax(dim=3)
     reach = greatest - least
+    scale = reach / 15
+    scale = torch.where(scale >= SMALLEST_STEP, scale, 0)
+    best = scale, least, _codes(values, scale, least)[1]
+    above = values - least[..., None]
     inverse_reach = _inverse(torch.where(reach >= SMALLEST_STEP, reach, 0))
     for candidate in range(CANDIDATES):
         steps = inverse_reach * (14.0 + 0.4 * candidate)
-        fitted = _fit(above, torch.round(above * steps[..., None]).clamp(0, 15))
-        scale, minimum = fitted[0].bfloat16().float(), (least + fitted[1]).bfloat16().float()
+        scale, minimum = _fit(above, torch.round(above * steps[..., None]).clamp(0, 15), least)
         usable = (inverse_reach > 0) & (scale >= SMALLEST_STEP)
         scale = torch.where(usable, scale, best[0])
         minimum = torch.where(usable, minimum, best[1])
-        codes, error = _codes(values, scale, minimum)
-        better = usable & (error < best[3])
-        trial = (scale, minimum, codes, error)
+        error = _codes(values, scale, minimum)[1]
+        better = usable & (error < best[2])
+        trial = scale, minimum, error
+        best = tuple(torch.where(better, new, old) for new, old in zip(trial, best, strict=True))  # type: ignore[assignment]
+    return best[:2]
+
+
+def _round_groups(values: Tensor, ends: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the integers of 6 bits (2, E, N, G) and the codes (E, N, G, count) of groups (E, N, G, count).
+
+    Args:
+        values: the groups' weights.
+        ends: (2, E, N, G) their scales and minima, the minima without their sign.
+        factors: (2, E, N, G) the factors of their super-blocks.
+    """
+    d, dmin = factors
+    inverse_d, inverse_dmin = _inverse(factors)
+    rounded, minimum = _nearest_field(ends[0], inverse_d), _nearest_field(ends[1], inverse_dmin)
+    codes, error = _codes(values, d * rounded, -(dmin * minimum))
+    sum_codes, sum_values, count = _sum(codes), _sum(values), float(values.shape[3])
+    best = rounded, minimum, codes, error
+    for side in (-1, 1):
+        scale = (rounded + side).clamp(0, LARGEST_FIELD)
+        minimum = _nearest_field((d * scale * sum_codes - sum_values) / count, inverse_dmin)
+        trial = scale, minimum, *_codes(values, d * scale, -(dmin * minimum))
+        better = trial[3] < best[3]
         best = tuple(  # type: ignore[assignment]
             torch.where(better if new.dim() == 3 else better[..., None], new, old)
             for new, old in zip(trial, best, strict=True)
         )
-    return best[:3]
+    return torch.stack(best[:2]), best[2]
 
 
-def _fit(above: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and minimum that fit ``scale * codes + minimum`` to ``above`` by least squares."""
+def _nearest_field(values: Tensor, inverse: Tensor) -> Tensor:
+    return torch.round(values * inverse).clamp(0, LARGEST_FIELD)
+
+
+def _fit(above: Tensor, codes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale and minimum that fit ``scale * codes + minimum`` to ``above + least`` by least squares.
+
+    If the minimum is positive, it is zero instead, and the scale fits that.
+    """
     count = float(codes.shape[3])
     sum_codes, sum_squares = _sum(codes), _sum(codes * codes)
     sum_values, sum_products = _sum(above), _sum(above * codes)
     determinant = count * sum_squares - sum_codes * sum_codes
     determinant = torch.where(determinant > 0, determinant, 1)
+    minimum = least + (sum_squares * sum_values - sum_codes * sum_products) / determinant
+    from_zero = (sum_products + least * sum_codes) / torch.where(sum_squares > 0, sum_squares, 1)
     scale = (count * sum_products - sum_values * sum_codes) / determinant
-    return scale, (sum_squares * sum_values - sum_codes * sum_products) / determinant
+    return torch.where(minimum > 0, from_zero, scale), torch.where(minimum > 0, 0, minimum)
 
 
 def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
@@ -409,10 +522,3 @@ def _sum(values: Tensor) -> Tensor:
     for value in values.unbind(-1):
         total = total + value
     return total
-
-
-def _round_away(value: Tensor, *, up: bool) -> Tensor:
-    """Round float32 to bfloat16, towards plus infinity or towards minus infinity; the result is float32."""
-    bits = value.contiguous().view(torch.int32)
-    away = ((bits & 0xFFFF) != 0) & ((value > 0) if up else (value < 0))
-    return ((bits & -0x10000) + torch.where(away, 0x10000, 0).int()).view(torch.float32)

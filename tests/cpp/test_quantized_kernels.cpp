@@ -59,7 +59,11 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
         exponent == 0 ? std::ldexp(code & 7, -9) : std::ldexp(8 + (code & 7), exponent - 10);  // no NaN is expected
     return (code < 128 ? size : -size) * static_cast<double>(scale);
   }
-  const uint8_t* group = tile + input / kQuantizedGroup * quantized_group_bytes(format);
+  const int64_t number = input / kQuantizedGroup;
+  const uint8_t* super =
+      tile + quantized_head_bytes(format) +
+      number / kSuperGroups * (quantized_super_bytes(format) + kSuperGroups * quantized_group_bytes(format));
+  const uint8_t* group = super + quantized_super_bytes(format) + number % kSuperGroups * quantized_group_bytes(format);
   const int64_t in_group = input % kQuantizedGroup;
   const uint8_t both =
       group[quantized_ends_bytes(format) + in_group / 8 * 4 * kQuantizedTile + lane * 4 + in_group % 4];
@@ -68,10 +72,20 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
     constexpr double kValues[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
     return std::ldexp(code < 8 ? kValues[code] : -kValues[code - 8], group[lane] - 127);
   }
-  BFloat16 scale, minimum;
-  memcpy(&scale, group + 2 * lane, sizeof(scale));
-  memcpy(&minimum, group + 2 * (kQuantizedTile + lane), sizeof(minimum));
-  return static_cast<double>(to_accumulate(scale)) * code + to_accumulate(minimum);
+  Float16 d, dmin;
+  memcpy(&d, super + 2 * lane, sizeof(d));
+  memcpy(&dmin, super + 2 * (kQuantizedTile + lane), sizeof(dmin));
+  const auto field = [&](int64_t i) {
+    int found = 0;
+    for (int64_t bit = 6 * i; bit < 6 * i + 6; ++bit) {
+      const uint8_t byte = super[4 * kQuantizedTile + bit / 32 * 4 * kQuantizedTile + 4 * lane + bit % 32 / 8];
+      found |= (byte >> bit % 8 & 1) << (bit - 6 * i);
+    }
+    return found;
+  };
+  const double scale = static_cast<double>(to_accumulate(d)) * field(number % kSuperGroups);
+  const double minimum = static_cast<double>(to_accumulate(dmin)) * field(kSuperGroups + number % kSuperGroups);
+  return std::ldexp(scale * code - minimum, tile[lane] - 127);
 }
 
 template <typename T>
@@ -85,7 +99,7 @@ void check_weight(Sizes s, WeightFormat format) {
     worst = std::fmax(worst, std::fabs(came_back - to_accumulate(weight[static_cast<size_t>(i)])));
   }
   CHECK(worst <= (format == kInt8   ? 4.0 / 127 / 2 * 1.01
-                  : format == kInt4 ? 8.0 / 15
+                  : format == kInt4 ? 10.0 / 15
                   : format == kFp8  ? 4.0 / 16 * 1.01
                                     : 1.0));  // weights lie in [-4, 4]
 }

@@ -191,17 +191,17 @@ def test_apply_experts_refuses_what_does_not_fit(changes, error, match):
 
 @BITS
 def test_the_summary_counts_layers_and_bytes(bits):
-    model = torch.nn.Sequential(MoE(64, 128, 4, 2), torch.nn.Linear(64, 64), MoE(64, 128, 2, 1)).eval()
+    model = torch.nn.Sequential(MoE(256, 256, 4, 2), torch.nn.Linear(256, 256), MoE(256, 256, 2, 1)).eval()
     model.append(model[0])  # the layer is used twice and quantised once
     done = quantize_experts(model, bits)
     assert done.layers == 2
-    assert done.bytes_before == 4 * 6 * 3 * 64 * 128
-    assert done.ratio == pytest.approx({8: 3.9, 4: 6.4}[bits], rel=0.03)
+    assert done.bytes_before == 4 * 6 * 3 * 256 * 256
+    assert done.ratio == pytest.approx({8: 3.94, 4: 7.06}[bits], rel=0.01)
     assert model[3] is model[0]
     assert all(isinstance(model[i].experts, QuantizedExperts) for i in (0, 2))
     assert not any(name.startswith(("0.experts", "2.experts")) for name, _ in model.named_parameters())
     with torch.no_grad():
-        assert model(torch.randn(3, 64)).shape == (3, 64)
+        assert model(torch.randn(3, 256)).shape == (3, 256)
 
 
 def test_experts_that_two_layers_share_stay_shared():
@@ -615,11 +615,30 @@ def test_the_state_of_integers_is_not_taken_for_fp8():
 
 def test_a_state_without_sizes_holds_integers():
     """With these sizes, integers and MXFP4 have equally many bytes: only ``sizes`` tells them apart."""
-    integers = QuantizedLinear.from_weight(torch.randn(2, 64, 544), 4)
-    codes = QuantizedLinear.from_weight(torch.randn(2, 64, 640), 4, format="mxfp")
+    integers = QuantizedLinear.from_weight(torch.randn(2, 64, 512), 4)
+    codes = QuantizedLinear.from_weight(torch.randn(2, 64, 544), 4, format="mxfp")
     old = integers.state_dict()
+    assert old["packed"].shape == codes.packed.shape
     del old["sizes"]
     integers.load_state_dict(old)
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match=r"expected bits, output and input features \[14, 64, 640\], got None"):
+        with pytest.raises(RuntimeError, match=r"expected bits, output and input features \[14, 64, 544\], got None"):
             codes.load_state_dict(old, strict=strict)
+
+
+@pytest.mark.parametrize("inputs", [32, 256, 300, 544, 2048])
+def test_a_state_with_4_bits_in_the_layout_of_earlier_versions_is_refused(inputs):
+    """A group of 32 inputs had a scale and a minimum in bfloat16.
+
+    A tile had an even multiple of 64 bytes, and now has an odd one: no weight has the size of an old one.
+    """
+    layer = QuantizedLinear.from_weight(torch.randn(2, 64, inputs), 4)
+    state = layer.state_dict()
+    state["packed"] = torch.zeros(2, 1, 64 * 20 * ((inputs + 31) // 32), dtype=torch.uint8)
+    for some in (state, {"packed": state["packed"]}):
+        with pytest.raises(RuntimeError, match="size mismatch for packed"):
+            layer.load_state_dict(some)
+    assert layer.packed.shape[2] // 64 % 2 == 1
+    weight = layer.quantized_weight._replace(packed=state["packed"])
+    with pytest.raises(ValueError, match=r"weight.packed must have size"):
+        pymoe.ops.quantized_linear(torch.zeros(1, inputs), weight, torch.tensor([0, 1, 1], dtype=torch.int32))

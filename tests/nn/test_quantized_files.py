@@ -130,7 +130,11 @@ def edit(path, change=None, **described):
 
 
 EDITS = {
-    "version": ({"version": 2}, "of version 1, got .*layer with 2"),
+    "version": ({"version": 3}, "of version 2, got .*layer with 3$"),
+    "old integers": (
+        {"version": 1},
+        "of version 2, got .*layer with 1, whose integers of 4 bits have another layout: ",
+    ),
     "bits": ({"bits": 8}, "the tensors that its options need, got .*layer: .*size mismatch"),
     "another format": ({"format": "mxfp"}, "its options need, got .*layer: .*size mismatch"),
     "unknown format": (
@@ -157,18 +161,33 @@ def test_a_file_that_does_not_fit_is_refused(name, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_file_from_before_there_were_formats_holds_integers(bits, tmp_path):
-    moe = quantised(bits)
+def test_a_file_from_before_there_were_formats_holds_integers(tmp_path):
+    moe = quantised(8)
     moe.router.row_invariant = True
     path = tmp_path / "layer"
     save_quantized(moe, path)
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["pymoe"])
     assert metadata.pop("format") == "int"
+    metadata["version"] = 1
     save_file(load_file(path), path, metadata={"pymoe": json.dumps(metadata)})
     x = torch.randn(9, 40)
     assert_same_bits(load_quantized(path)(x), moe(x), "y")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [(8, "int"), (4, "mxfp")], ids=str)
+def test_files_of_version_1_are_read_unless_they_hold_integers_of_4_bits(form, tmp_path):
+    moe = quantised(*form)
+    moe.router.row_invariant = True
+    path = tmp_path / "layer"
+    save_quantized(moe, path)
+    edit(path, version=1)
+    x = torch.randn(9, 40)
+    assert_same_bits(load_quantized(path)(x), moe(x), "y")
+    save_quantized(load_quantized(path), path)
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["pymoe"])["version"] == 2
 
 
 def test_other_files_are_refused(tmp_path):
@@ -183,5 +202,5 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"load_quantized: expected a whole file of save_quantized, got .*layer"):
         load_quantized(path)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"expected a file of save_quantized of version 1, got .*layer with none"):
+    with pytest.raises(ValueError, match=r"expected a file of save_quantized of version 2, got .*layer with none"):
         load_quantized(path)

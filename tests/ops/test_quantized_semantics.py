@@ -9,10 +9,10 @@ from specs.quantized_weight import FORMATS
 from specs.samples import tied
 
 import pymoe
-from pymoe._common.types import GROUP, up
+from pymoe._common.types import GROUP, TILE, up
 from pymoe.bench.operators import offsets_of, random_counts
 from pymoe.reference.quantized_linear import BLOCK, LARGEST_CODE, round_rows
-from pymoe.reference.quantized_weight import unpack
+from pymoe.reference.quantized_weight import _pack_supers, _unpack_supers, power_of_two, unpack
 
 pytestmark = pytest.mark.only_on("cpu")
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
@@ -54,7 +54,11 @@ def test_every_weight_is_within_half_a_step_at_8_bits(kind):
 
 def weights_of(kind):
     weight = normal(2, 70, 100)
-    if kind == "far":
+    if kind == "positive":
+        weight = weight.abs() + 0.5
+    elif kind == "negative":
+        weight = -weight.abs() - 0.5
+    elif kind == "far":
         weight = weight / 64 + 8
     elif kind == "outliers":
         weight[:, :, ::37] *= 50
@@ -67,15 +71,74 @@ def weights_of(kind):
     return weight
 
 
-@pytest.mark.parametrize("kind", ["normal", "far", "outliers", "tied", "constant", "tiny"])
+@pytest.mark.parametrize("kind", ["normal", "far", "outliers", "tied", "constant", "tiny", "positive", "negative"])
 def test_the_error_of_a_group_at_4_bits_is_at_most_that_of_rounding_between_its_ends(kind):
     weight = weights_of(kind)
     groups = by_group(weight)
-    least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    # Scale and minimum are bfloat16, and the grid covers the group: it may begin lower by a step of that dtype.
-    step = ((greatest - least) + 2.0**-7 * least.abs()) / 15 * (1 + 2.0**-7)
-    error = by_group(round_trip(weight, 4)) - groups
-    assert bool((error.square().sum(-1) <= GROUP * (step[..., 0] / 2).square() * (1 + 1e-4)).all())
+    least, greatest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
+    packed = pymoe.ops.quantize_weight(weight, 4)
+    _, factors, _, powers = _unpack_supers(packed.packed, 4)
+    d, dmin = (factors * power_of_two(powers)[..., None, None])[:, : weight.shape[1], 0].unsqueeze(1).unbind(-1)
+    # Scales and minima are rounded to the nearest multiple of their factors: a grid of 16 values moves by this much.
+    moved = (dmin / 2 + 15 * d / 2).transpose(1, 2)
+    most = (greatest - least)[..., 0] / 30 + moved
+    error = by_group(pymoe.ops.dequantize_weight(packed)) - groups
+    assert bool((error.square().sum(-1) <= GROUP * most.square() * (1 + 1e-3)).all())
+
+
+def test_minima_at_4_bits_are_never_positive():
+    for kind in ("normal", "positive", "negative", "far", "constant"):
+        _, scale, minimum = unpack(pymoe.ops.quantize_weight(weights_of(kind), 4))
+        assert bool((minimum <= 0).all())
+        assert bool((scale >= 0).all())
+        if kind in ("negative", "constant"):
+            assert bool((minimum < 0).any())
+
+
+def test_a_power_of_two_of_a_row_changes_only_the_power_at_4_bits():
+    """Rows from 2**-99 to 2**100 lose nothing to the small range of float16."""
+    weight = normal(1, 64, 600).clamp(-3.9, 3.9)
+    exponents = torch.linspace(-80, 98, 64).round()
+    expected, scaled = (pymoe.ops.quantize_weight(w, 4).packed for w in (weight, weight * 2.0 ** exponents[:, None]))
+    assert torch.equal(scaled[..., TILE:], expected[..., TILE:])
+    assert torch.equal(scaled[..., :TILE].float(), expected[..., :TILE] + exponents)
+    assert relative(round_trip(weight * 2.0**-94, 4) * 2.0**94 - weight, weight) < 0.0725
+
+
+def test_super_blocks_of_one_row_do_not_depend_on_each_other_at_4_bits():
+    """Also the last one, which has fewer groups and inputs, and one that is 2**20 times smaller."""
+    for inputs in (256, 288, 300, 545, 1000):
+        weight = normal(2, 70, inputs, seed=inputs)
+        weight[:, :, 256:512] *= 2.0**-20
+        parts = [round_trip(part, 4) for part in weight.split(256, dim=2)]
+        assert_same_bits(round_trip(weight, 4), torch.cat(parts, dim=2), f"{inputs} inputs")
+
+
+def test_every_block_of_q4_k_is_held_bit_for_bit():
+    """llama.cpp's dequantize_row_q4_K computes ``(d * s) * code - dmin * m`` in float32."""
+    random = torch.Generator().manual_seed(0)
+    sizes = 1, 64, 3
+    factors = torch.randint(0, 1 << 16, (*sizes, 2), generator=random).to(torch.uint16).view(torch.float16)
+    factors = torch.where(factors.isfinite(), factors, 0.5).float()
+    fields = torch.randint(0, 64, (*sizes, 2, 8), generator=random).float()
+    codes = torch.randint(0, 16, (*sizes, 8, 32), generator=random).float()
+    scales, minima = (factors[..., None] * fields).unbind(3)
+    expected = scales[..., None] * codes - minima[..., None]
+    packed = _pack_supers(codes.flatten(2, 3), factors, fields, torch.full((1, 64), 127, dtype=torch.uint8))
+    assert packed.shape[2] == 64 * (1 + 3 * 256 * 4.5 / 8)  # 4.5 bits a weight, and a byte a row
+    weight = pymoe.ops.QuantizedWeight(packed, 4, 64, 768)
+    assert torch.equal(pymoe.ops.dequantize_weight(weight), expected.flatten(2))
+    for came_back, original in zip(_unpack_supers(packed, 24), (codes.flatten(2, 3), factors, fields), strict=False):
+        assert torch.equal(came_back.float(), original)
+
+
+@BACKENDS
+@pytest.mark.parametrize("exponent", [-100, -60, 0, 60, 97])
+def test_products_at_4_bits_are_right_for_weights_of_every_size(backend, exponent):
+    weight = backend.quantize_weight(normal(1, 70, 300, seed=1).clamp(-3.9, 3.9) * 2.0**exponent, 4)
+    x = normal(9, 300) * 2.0 ** min(100, 20 - exponent)
+    exact = x.double() @ backend.dequantize_weight(weight)[0].double().T
+    assert relative(backend.quantized_linear(x, weight, offsets_of([9])) - exact, exact) < 1e-4
 
 
 def test_codes_at_4_bits_are_the_nearest_of_their_grid():
@@ -98,10 +161,12 @@ def test_the_search_beats_rounding_between_least_and_greatest():
 
 
 @BITS
-@pytest.mark.parametrize("value", [0.0, 1.0, -0.25, 3.5, 2.0**-80, -(2.0**100)])
-def test_constant_weights_that_bfloat16_holds_come_back_exactly(value, bits):
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.25, 3.5, 2.0**-80, -(2.0**-120), 2.0**100, -(2.0**100)])
+def test_constant_weights_come_back_up_to_the_rounding_of_their_scale(value, bits):
     weight = torch.full((2, 3, 45), value)
-    assert bool(((round_trip(weight, bits) - weight).abs() <= abs(value) * 2**-20).all())
+    if bits == 8 and abs(value) < 2.0**-100:
+        value = weight = weight * 0
+    assert bool(((round_trip(weight, bits) - weight).abs() <= abs(value) * (2**-20 if bits == 8 else 2**-11)).all())
 
 
 @BACKENDS

@@ -13,7 +13,7 @@ from pymoe._common.types import number_of
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import offsets_of, random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
-from specs.quantized_weight import FORMATS, stored, stored_fp8, wrong_weights
+from specs.quantized_weight import FORMATS, stored, stored_fp8, super_blocks, wrong_weights
 from specs.samples import expanded, layouts, special_values, sprinkled
 
 SIZES = ((1, 1), (1, 9), (9, 1), (64, 32), (65, 33), (63, 129), (64, 128), (130, 257), (20, 600))
@@ -94,6 +94,9 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
         x = torch.randn(13, weight.input_features, generator=generator).to(dtype)
         cuts = offsets_of(random_counts(13, len(codes), generator)) if len(codes) else offsets_of([])
         yield Sample(f"stored_{name}", (x, weight, cuts))
+    for name, weight in super_blocks(generator):
+        x = torch.randn(13, weight.input_features, generator=generator).to(dtype)
+        yield Sample(name, (x, weight, offsets_of(random_counts(13, len(weight.packed), generator))))
 
 
 def _error_inputs() -> Iterator[ErrorInput]:

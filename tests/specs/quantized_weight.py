@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pymoe import reference
-from pymoe._common.types import BLOCK, up
+from pymoe._common.types import BLOCK, GROUP, TILE, QuantizedWeight, packed_shape, up
 from pymoe._common.types import FORMATS as NUMBERS
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
@@ -25,6 +25,7 @@ SIZES = (
     (2, 63, 127),
     (1, 2, 300),
     (4, 7, 96),
+    (1, 66, 545),
 )
 
 
@@ -54,6 +55,13 @@ def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[st
     if dtype in (torch.float32, torch.float64, torch.bfloat16):
         yield "smallest_steps", (base.double() * 2.0**-97).to(dtype)
         yield "largest", (base.double().sign() * 2.0**100).to(dtype)
+        wide = uniform(1, 70, 600, dtype=torch.float64, generator=generator)
+        rows = 2.0 ** torch.linspace(-140, 99, 70, dtype=torch.float64).round()
+        yield "rows_of_all_sizes", (wide * rows[:, None]).to(dtype)
+        parts = 2.0 ** torch.tensor([0.0, -8, -28, -60, 40, -90], dtype=torch.float64).repeat_interleave(100)
+        yield "super_blocks_of_all_sizes", (wide[:, :9] * parts).to(dtype)
+    yield "positive", uniform(2, 20, 300, dtype=dtype, generator=generator).abs() + 0.25
+    yield "negative", -uniform(2, 20, 300, dtype=dtype, generator=generator).abs() - 0.25
     yield from layouts(base)
     yield "expanded", expanded(base, 3)
 
@@ -69,6 +77,20 @@ def _dequantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Itera
         yield Sample(sample.name, (reference.quantize_weight(*sample.args),))
     for name, codes, scales in (*stored(generator), *stored_fp8(generator)):
         yield Sample(f"stored_{name}", (reference.pack_weight(codes, scales),))
+    for name, weight in super_blocks(generator):
+        yield Sample(name, (weight,))
+
+
+def super_blocks(generator: torch.Generator) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Yield int4 weights of random bytes, with factors and powers of a usual size: more than rounding makes."""
+    for experts, outputs, inputs in ((1, 1, 1), (2, 70, 256), (1, 64, 300), (2, 65, 545), (1, 3, 2048)):
+        shape = packed_shape(NUMBERS["int", 4], outputs, inputs, experts)
+        packed = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        packed[:, :, :TILE] = torch.randint(100, 150, packed[:, :, :TILE].shape, generator=generator)
+        for begin in range(TILE, shape[2], TILE * (16 + 8 * GROUP // 2)):
+            factors = torch.randn(*shape[:2], 2 * TILE, generator=generator).half().view(torch.uint8)
+            packed[:, :, begin : begin + 4 * TILE] = factors
+        yield f"bytes_{experts}x{outputs}x{inputs}", QuantizedWeight(packed, 4, outputs, inputs)
 
 
 def stored(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -233,7 +255,7 @@ def wrong_weights() -> Iterator[tuple[str, object, type[Exception], str]]:
     yield "weight_format", good._replace(format="mxfp"), ValueError, "weight.bits must be 4 for format 'mxfp', got 8"
     yield "weight_other_format", good._replace(bits=4, format="mxfp"), ValueError, "weight.packed must have size 2176"
     yield "weight_format_none", good._replace(format=None), TypeError, "weight.format must be a str"
-    yield "weight_other_bits", good._replace(bits=4), ValueError, "weight.packed must have size 2560"
+    yield "weight_other_bits", good._replace(bits=4), ValueError, "weight.packed must have size 3136"
     yield "weight_bits_none", good._replace(bits=None), TypeError, "weight.bits must be an int"
     yield "packed_list", good._replace(packed=[1]), TypeError, "weight.packed must be a tensor, got list"
     yield "packed_int8", good._replace(packed=good.packed.char()), TypeError, "weight.packed must have dtype uint8"

@@ -30,7 +30,7 @@ from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import fp8_files, interface, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
-from pymoe.nn.quantized_files import FORMAT
+from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
@@ -75,13 +75,13 @@ class PymoeConfig(QuantizationConfigMixin):
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
             it, which ``quantize_linears`` would round.
-        version: version of the files; there is only one.
+        version: version of the files. Those of version 1 are read unless they hold integers of 4 bits.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
     Raises:
         TypeError: ``bits`` or ``linear_bits`` is not an int, or ``format`` is not a str.
         ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version is unknown, as in files of a
-            later pymoe; or an option is unknown.
+            later pymoe or of an earlier one with integers of 4 bits; or an option is unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
@@ -99,10 +99,9 @@ class PymoeConfig(QuantizationConfigMixin):
         quant_method: str = interface.NAME,
         **other: Any,
     ) -> None:
-        if version != FORMAT:
-            raise ValueError(
-                f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}; install a pymoe that has it"
-            )
+        if not is_read(version, (format, bits), ("int", linear_bits)):
+            problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
+            raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")
         if other or quant_method != interface.NAME:
             raise ValueError(
                 f"PymoeConfig: expected bits, format, linear_bits and version, got {other or quant_method!r}"
@@ -113,7 +112,7 @@ class PymoeConfig(QuantizationConfigMixin):
         self.bits = bits
         self.format = format
         self.linear_bits = linear_bits
-        self.version = version
+        self.version = FORMAT  # of the files that this configuration is saved with
         self.quant_method = quant_method
         self.folder: Path | None = None
         """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""

@@ -168,7 +168,7 @@ def test_files_hold_weights_under_their_names_and_the_configuration(tmp_path):
     read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4, linear_bits=8))
     read.save_pretrained(tmp_path / "packed")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    expected = {"quant_method": "pymoe", "bits": 4, "format": "int", "linear_bits": 8, "version": 1}
+    expected = {"quant_method": "pymoe", "bits": 4, "format": "int", "linear_bits": 8, "version": 2}
     assert config["quantization_config"] == expected
     tensors = load_file(tmp_path / "packed" / "model.safetensors")
     for name in changed(read):
@@ -180,7 +180,7 @@ def test_files_hold_weights_under_their_names_and_the_configuration(tmp_path):
 
 
 def test_a_configuration_without_linear_bits_is_as_ever(tmp_path):
-    assert PymoeConfig(4).to_dict() == {"quant_method": "pymoe", "bits": 4, "format": "int", "version": 1}
+    assert PymoeConfig(4).to_dict() == {"quant_method": "pymoe", "bits": 4, "format": "int", "version": 2}
     cls = checkpoint("mixtral", tmp_path / "whole")
     read = cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4))
     assert not changed(read)

@@ -119,7 +119,7 @@ def test_a_folder_holds_what_save_pretrained_writes_and_nothing_else(tmp_path):
         "model.safetensors",
     }
     config = json.loads((tmp_path / "one" / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "format": "int", "version": 1}
+    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "format": "int", "version": 2}
     read.save_pretrained(tmp_path / "several", max_shard_size="100KB")
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())["weight_map"]
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
@@ -185,7 +185,13 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
         ({"bits": 4, "format": "fp8"}, ValueError, "format must be 'int', 'mxfp' or 'fp', got 'fp8'"),
         ({"bits": 4, "format": None}, TypeError, "format must be a str, got NoneType"),
         ({"bits": "4"}, TypeError, "bits must be an int"),
-        ({"version": 2}, ValueError, "expected files of version 1, got version 2; install a pymoe that has it"),
+        ({"version": 3}, ValueError, "expected files of version 2, got version 3; install a pymoe that has it"),
+        (
+            {"bits": 4, "version": 1},
+            ValueError,
+            "got version 1, whose integers of 4 bits have another layout: quantise",
+        ),
+        ({"linear_bits": 4, "version": 1}, ValueError, "of version 2, got version 1, whose integers of 4 bits"),
         ({"group": 32}, ValueError, r"expected bits, format, linear_bits and version, got \{'group': 32\}"),
         ({"quant_method": "awq"}, ValueError, "got 'awq'"),
     ],
@@ -193,6 +199,11 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
 def test_other_configurations_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         PymoeConfig(**arguments)
+
+
+def test_configurations_of_version_1_are_read_unless_they_have_integers_of_4_bits():
+    for arguments in ({"bits": 8}, {"bits": 4, "format": "mxfp"}, {"bits": 4, "format": "mxfp", "linear_bits": 8}):
+        assert PymoeConfig(**arguments, version=1).to_dict() == PymoeConfig(**arguments).to_dict()
 
 
 def edited(source, folder, edit):
@@ -224,9 +235,9 @@ def resize(tensors):
 EDITS = {
     "a missing weight": (lambda t: [t.pop(DOWN), t.pop(f"{DOWN}.sizes")], f"to have '{DOWN}', got none"),
     "missing bytes": (lambda t: t.pop(DOWN), rf"{DOWN}.*, got \[4, 64, 40\]$"),
-    "missing sizes": (lambda t: t.pop(f"{DOWN}.sizes"), rf"{DOWN}.*, got \[8, 1, 2560\]$"),
-    "other sizes": (resize, rf"{DOWN}.* \[4, 64, 40, 8, 1, 2560\], got \[4, 64, 41, 8, 1, 2560\]"),
-    "fewer experts": (lambda t: t.update({DOWN: t[DOWN][:7].clone()}), rf"{DOWN}.*, got \[4, 64, 40, 7, 1, 2560\]"),
+    "missing sizes": (lambda t: t.pop(f"{DOWN}.sizes"), rf"{DOWN}.*, got \[8, 1, 3136\]$"),
+    "other sizes": (resize, rf"{DOWN}.* \[4, 64, 40, 8, 1, 3136\], got \[4, 64, 41, 8, 1, 3136\]"),
+    "fewer experts": (lambda t: t.update({DOWN: t[DOWN][:7].clone()}), rf"{DOWN}.*, got \[4, 64, 40, 7, 1, 3136\]"),
     "another dtype": (lambda t: t.update({DOWN: t[DOWN].float()}), f"{DOWN}"),
     "two missing": (lambda t: [t.pop(n) for n in list(t) if "down_proj" in n and "experts" in n], r"\(and 1 more\)"),
 }
@@ -263,7 +274,8 @@ def test_a_configuration_that_does_not_fit_is_refused(packed):
         ("bits", 8, r"expected .* \[8, 64, 40, .* got \[4, 64, 40"),
         ("format", "mxfp", r"expected .* \[14, 64, 40, .* got \[4, 64, 40"),
         ("format", "fp8", "PymoeConfig: format must be 'int', 'mxfp' or 'fp', got 'fp8'"),
-        ("version", 2, "files of version 1, got version 2"),
+        ("version", 3, "files of version 2, got version 3"),
+        ("version", 1, "files of version 2, got version 1, whose integers of 4 bits have another layout"),
         ("groups", 16, "expected bits, format, linear_bits and version, got"),
     ):
         changed = copy.deepcopy(config)
