@@ -1,7 +1,7 @@
-"""The byte-level language model that train_lm.py and the pipelines train: settings, layers, a step of training.
+"""Defines the byte-level language model that train_lm.py and the pipelines train: settings, layers, a training step.
 
-A decoder-only transformer: RMSNorm, rotary positions, causal attention, and MoE or dense SwiGLU feed-forward layers.
-Names: B batch, C context, D width.
+It is a decoder-only transformer with RMSNorm, rotary positions, causal attention, and MoE or dense SwiGLU feed-forward
+layers. Legend: B batch, C context, D width.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ ROTARY_BASE = 10_000.0
 
 
 def setting(default: Any, text: str, group: str = "training", choices: tuple[str, ...] | None = None) -> Any:
-    """A field of Config, for which train_lm.py makes a flag."""
+    """Return a field of Config, for which train_lm.py makes a flag."""
     return field(default=default, metadata={"help": text, "group": group, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings on which the losses of a run depend: on one machine, equal configs give equal losses, bit for
-    bit.
+    """All settings on which the losses of a run depend.
+
+    On one machine, equal configs give equal losses bit for bit.
     """
 
     ffn: str = setting(
@@ -70,7 +71,7 @@ class Config:
 
     @property
     def dense_ffn_size(self) -> int:
-        """Hidden size of all experts together that process one byte."""
+        """Return the hidden size of all experts together that process one byte."""
         return (self.top_k + self.shared_experts) * self.ffn_size
 
     def learning_rate_at(self, step: int) -> float:
@@ -91,12 +92,12 @@ class LanguageModel(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        with torch.no_grad():  # the residual stream grows by 2 * layers terms: keep its variance (GPT-2)
+        with torch.no_grad():  # the residual stream sums 2 * layers terms; scale them to keep its variance (GPT-2)
             for block in self.blocks:
                 block.attention.out.weight.div_(math.sqrt(2 * config.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Bytes (B, C) int64 to logits (B, C, 256); the head is the embedding's transpose."""
+        """Map bytes (B, C) int64 to logits (B, C, 256); the head is the embedding's transpose."""
         x = self.embedding(tokens)
         length = tokens.shape[1]
         for block in self.blocks:
@@ -163,7 +164,7 @@ class Attention(nn.Module):
 
 
 def rotary_tables(context: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """The cos and sin of position * frequency, (context, head_size / 2) each (RoFormer, arXiv 2104.09864)."""
+    """Return cos and sin of position * frequency, (context, head_size / 2) each (RoFormer, arXiv 2104.09864)."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
     return angle.cos().float(), angle.sin().float()
@@ -175,7 +176,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
-    """Return the number of all parameters, and of those that process one byte: only ``top_k`` of ``num_experts``
+    """Return the number of all parameters, and the number that process one byte, with ``top_k`` of ``num_experts``
     experts.
     """
     total = active = 0
@@ -187,7 +188,7 @@ def parameter_counts(model: nn.Module, config: Config) -> dict[str, int]:
 
 
 def make_optimizer(model: nn.Module, config: Config, **options: Any) -> torch.optim.AdamW:
-    """Return AdamW, fused unless ``options`` say otherwise; matrices have weight decay, norms and biases do not."""
+    """Return AdamW, fused by default; matrices have weight decay, norms and biases have none."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -199,9 +200,7 @@ def make_optimizer(model: nn.Module, config: Config, **options: Any) -> torch.op
 def train_step(
     model: LanguageModel, optimizer: torch.optim.Optimizer, config: Config, step: int, inputs: Tensor, targets: Tensor
 ) -> float:
-    """Run forward, backward, clipping and update. MoE layers inject their balancing losses into the gradient
-    themselves.
-    """
+    """Run forward, backward, clipping and update. MoE layers inject their balancing losses into the gradient."""
     model.train()
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate_at(step)

@@ -40,7 +40,7 @@ def points(rows):
 
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # for each stage
+torch.set_num_threads(1)  # one thread for each stage
 model = Matching()
 left, right, _ = points(4)
 pipe = pymoe.pipeline(model, (left, right), {"scale": 0.5}, chunks=4)

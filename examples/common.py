@@ -145,7 +145,7 @@ class Text:
 
 
 def load_text(path: str, context: int) -> Text:
-    """Reads the file ``path``, or Python's own manual when ``path`` is empty."""
+    """Read the file ``path``, or Python's own manual if ``path`` is empty."""
     if path:
         try:
             data, name = Path(path).read_bytes(), Path(path).name
@@ -165,10 +165,10 @@ def load_text(path: str, context: int) -> Text:
 
 
 def python_manual() -> bytes:
-    """The topics of the Python manual that ``help()`` shows, joined.
+    """Return the topics of the Python manual that ``help()`` shows, concatenated.
 
-    Topics include one another: about a fifth of the text stands in it twice. Only the first copy of a paragraph stays,
-    or the held-back part would be full of sentences seen in training.
+    Topics include one another, so about a fifth of the text occurs twice. Only the first copy of a paragraph is kept,
+    since otherwise the held-back part would contain sentences seen in training.
     """
     from pydoc_data.topics import topics
 
@@ -184,17 +184,16 @@ def python_manual() -> bytes:
 
 
 class Batches:
-    """Shuffled windows of the training text; offset and order differ in every epoch."""
+    """Draws shuffled windows of the training text; offset and order differ in every epoch."""
 
     def __init__(self, data: Tensor, context: int, batch_size: int, seed: int) -> None:
         self._data, self._context, self._batch_size, self._seed = data, context, batch_size, seed
-        # One window fewer than fit, so that they fit after any offset below one window, including the last byte's
-        # target.
+        # One window fewer than the text holds, so that all windows and the last byte's target fit at any offset.
         self.windows_per_epoch = data.numel() // context - 1
         self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of step ``step`` (0-based), both (batch, context) int64."""
+        """Return inputs and targets of step ``step`` (0-based), both (batch, context) int64."""
         first = step * self._batch_size
         starts = torch.stack([self._start(index) for index in range(first, first + self._batch_size)])
         windows = self._data[starts[:, None] + torch.arange(self._context + 1)].long()
@@ -211,9 +210,9 @@ class Batches:
 
 
 def validation_windows(data: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Consecutive windows over the held-back text, (windows, context): each byte is predicted once.
+    """Return consecutive windows of the held-back text, (windows, context), so that each byte is predicted once.
 
-    A byte sees only the earlier bytes of its window; a remainder that fills no window is left out.
+    A byte is predicted from the earlier bytes of its window. A remainder that fills no window is left out.
     """
     count = (data.numel() - 1) // context
     flat = data[: count * context + 1].long()
@@ -234,7 +233,7 @@ class History:
 
 
 class Training(ABC):
-    """A model and its optimizer; subclasses define the inputs and the loss of a step."""
+    """Trains a model; subclasses define the inputs and the loss of a step."""
 
     name = "model alone"
 
@@ -244,7 +243,7 @@ class Training(ABC):
 
     @abstractmethod
     def batch(self, data: Any, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step."""
+        """Return inputs and targets of a step."""
 
     @abstractmethod
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -262,7 +261,7 @@ class Training(ABC):
         return total
 
     def step(self, data: Any) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         inputs, targets = self.batch(data, len(self.history.loss))
         start = time.perf_counter()
         loss = self.gradients(inputs, targets)
@@ -273,7 +272,7 @@ class Training(ABC):
 
 
 class InPipeline(Training):
-    """The same training with gradients from a pipe; subclasses define how the pipe is called."""
+    """Trains a model in a pipe; subclasses define how the pipe is called."""
 
     pipe: Pipe
     _last: Record | None = None
@@ -290,7 +289,7 @@ class InPipeline(Training):
 
     @property
     def as_run(self) -> Record:
-        """The last step as it went."""
+        """Return the record of the last step."""
         assert self._last is not None, "no step has been made"
         return self._last
 
@@ -302,13 +301,13 @@ class InPipeline(Training):
         return Record(f"{plan.title}, planned", plan.placement, plan.spans)
 
     def show_schedule(self) -> None:
-        """As planned and as run."""
+        """Print the schedule of the last step, as planned and as run."""
         for record in (self.as_planned, self.as_run):
             print(f"{record.summary()}\n{text(record, 150)}")
 
 
 def take_turns(runs: Sequence[Training], data: Any, dtype: torch.dtype, steps: int) -> None:
-    """Train every run for a number of steps, and print losses meanwhile."""
+    """Train all runs for a number of steps, taking turns, and print their losses."""
     width = max(len(run.name) for run in runs)
     print(f"\n{str(dtype).removeprefix('torch.')}    loss: {'  '.join(f'{run.name:>{width}}' for run in runs)}")
     for step in range(steps):
@@ -319,8 +318,8 @@ def take_turns(runs: Sequence[Training], data: Any, dtype: torch.dtype, steps: i
 
 
 def difference(alone: Training, pipelines: Sequence[Training]) -> dict[str, float]:
-    """Return the largest absolute differences between pipelines and model: in losses of all steps, in parameters at the
-    end.
+    """Return the largest absolute differences between pipelines and model: of losses of all steps, and of parameters at
+    the end.
     """
     return {
         "loss": max(abs(a - b) for run in pipelines for a, b in zip(alone.history.loss, run.history.loss, strict=True)),
@@ -335,7 +334,7 @@ def difference(alone: Training, pipelines: Sequence[Training]) -> dict[str, floa
 def are_equal(
     differences: Mapping[str, Mapping[str, float]], steps: Mapping[str, int], allowed: Mapping[str, float]
 ) -> dict[str, bool]:
-    """Return the checks of these differences, by dtype: each in words, with its result."""
+    """Return checks of the differences for each dtype: a sentence and its result."""
     found = {}
     for dtype, count in steps.items():
         loss, limit = differences[dtype]["loss"], allowed[dtype]
@@ -346,7 +345,7 @@ def are_equal(
 
 
 def print_step_times(record: Mapping[str, Any]) -> None:
-    """Print how long a step takes in every run, and the seconds of all runs together."""
+    """Print the seconds of a step in every run, and the total seconds."""
     width = max(map(len, record["runs"]))
     for name, run in record["runs"].items():
         print(f"{name:{width}}  a step takes {1e3 * run['median_step_seconds']:.0f} ms")

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --ep 2                # two groups of two, and DDP
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --ep 2 --kind fsdp    # ..., and FSDP
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --save runs/spread    # a checkpoint at the end
-    torchrun --nproc-per-node 2 examples/expert_parallel_lm.py --resume runs/spread  # go on, on fewer processes
+    torchrun --nproc-per-node 2 examples/expert_parallel_lm.py --resume runs/spread  # continue on fewer processes
     torchrun --nproc-per-node 4 examples/expert_parallel_lm.py --move 3 --clones 1   # hot experts: moved, and cloned
 
-Each process has its share of every batch. Layers have a shared expert and expert biases. The first process trains the
-model alone before it joins the others; the losses must be the same. Exit status 1 if they are not.
+Each process has its share of every batch. Layers have a shared expert and expert biases. Before it joins the others,
+the first process trains the model alone; the losses must be equal, otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Trained:
     """A model, its optimizer, and its training step."""
 
     def __init__(self, config: Config, options: argparse.Namespace | None = None) -> None:
-        """Make the run of one process, or one that is spread over all processes as ``options`` say."""
+        """Prepare a run in one process or, with ``options``, a run that is spread over all processes."""
         torch.manual_seed(config.seed)
         self.config, self.model = config, LanguageModel(config).double()
         self.called: nn.Module = self.model
@@ -67,7 +67,7 @@ class Trained:
         return loss.detach()
 
     def move_experts(self, ranks: int) -> None:
-        """Place experts by the loads of the last step, of all processes together."""
+        """Place experts by their loads in the last step, summed over all processes."""
         placements = {}
         for name, layer in self.model.named_modules():
             if isinstance(layer, ep.ShardedMoE):
@@ -77,12 +77,12 @@ class Trained:
         ep.redistribute(self.model, placements, self.optimizer)
 
     def state(self, steps: int) -> dict[str, Any]:
-        """Return the contents of a checkpoint: whole parameters under the model's names, wherever their parts are."""
+        """Return the contents of a checkpoint, with whole parameters under the model's names on any number of ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "steps": steps}
 
     def load(self, folder: str) -> None:
-        """Continue from a checkpoint of any number of processes."""
+        """Continue from a checkpoint, which any number of processes may have saved."""
         state = self.state(0)
         dcp.load(state, checkpoint_id=folder)
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     batches = Batches(data, config.context, config.batch_size, config.seed)
     steps = range(first := steps_in(options.resume), first + options.steps)
     alone: list[float] = []
-    if int(os.environ["RANK"]) == 0:  # before there is a group, over which biases would be updated
+    if int(os.environ["RANK"]) == 0:  # before the group exists, since biases would be updated over it
         one = Trained(config)
         alone = [one.step(number, *batches.batch(number)).item() for number in range(steps.stop)][first:]
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
@@ -142,13 +142,13 @@ def steps_in(folder: str) -> int:
     state = {"steps": 0}
     if folder:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a process without a group, which this one still is
+            warnings.simplefilter("ignore")  # torch warns in a process without a group
             dcp.load(state, checkpoint_id=folder, no_dist=True)
     return int(state["steps"])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--ep", type=number, metavar="R", help="processes that share experts (default: all)")
@@ -178,7 +178,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace, steps: range, alone: list[float], losses: list[float]) -> int:
-    """Print the losses side by side; return the exit status."""
+    """Print the losses of both runs; return the exit status."""
     groups = int(os.environ["WORLD_SIZE"]) // options.ep
     print(f"\n{groups} x {options.ep} processes, {options.kind}, float64")
     return tell_losses(alone, losses, "spread", TOLERANCE, steps.start + 1)

@@ -1,4 +1,4 @@
-"""The output of train_lm.py: a live view while it trains, and at the end a comparison, a record and a report."""
+"""Writes the output of train_lm.py: a live view of training, then a comparison of backends, a record and a report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from train_lm import Trainer
 
 WARM_UP = 1
-LOAD_BINS = 100  # the load of neighbouring steps is averaged down to this many columns
+LOAD_BINS = 100  # number of columns to which the load of neighbouring steps is averaged
 FINAL_STEPS = 20  # steps over which the final training loss is averaged
 PLAIN_LINES = 20  # over a whole run
 SPEED_WINDOW = 20  # steps over which speed and load are averaged
@@ -38,7 +38,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Display:
-    """Shows a live panel on a terminal, or a plain line now and then elsewhere."""
+    """Shows a live panel on a terminal; elsewhere it prints a plain line at intervals."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, console = trainer, Console()
@@ -86,7 +86,7 @@ class Display:
 
 
 def compare_backends(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Compare native and reference on copies with the same weights and batches, with steps in turn."""
+    """Compare native and reference operators on copies of the model, with the same batches and steps in turn."""
     config = trainer.config
     models = {name: LanguageModel(replace(config, backend=name)) for name in ("native", "reference")}
     for model in models.values():
@@ -109,16 +109,16 @@ def compare_backends(trainer: Trainer, steps: int) -> dict[str, Any]:
         "steps": steps,
         "native_bytes_per_second": trainer.bytes_per_step / statistics.median(native),
         "reference_bytes_per_second": trainer.bytes_per_step / statistics.median(reference),
-        "step_speedup": statistics.median(ratios),  # of reference seconds / native seconds, whole training step
+        "step_speedup": statistics.median(ratios),  # reference seconds / native seconds, whole training step
         "step_speedup_range": (min(ratios), max(ratios)),
-        "layer_speedup": statistics.median(layer_ratios),  # the same of one MoE layer alone
+        "layer_speedup": statistics.median(layer_ratios),  # reference seconds / native seconds, one MoE layer
         "layer_speedup_range": (min(layer_ratios), max(layer_ratios)),
-        "loss_difference": difference,  # the largest over the steps, nats per byte
+        "loss_difference": difference,  # largest difference of a step's losses, nats per byte
     }
 
 
 def layer_speedups(models: dict[str, LanguageModel], trainer: Trainer, repeats: int) -> list[float]:
-    """Time forward and backward of the middle MoE layer, on the rows that it gets in training."""
+    """Time forward and backward of the middle MoE layer on rows from training; return reference / native ratios."""
     layers = {name: model.moe_layers()[len(model.blocks) // 2] for name, model in models.items()}
     seen: list[Tensor] = []
     hook = layers["native"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -136,7 +136,7 @@ def layer_speedups(models: dict[str, LanguageModel], trainer: Trainer, repeats: 
 
 
 def make_record(trainer: Trainer, **found: Any) -> dict[str, Any]:
-    """Return everything that is needed to repeat the run and draw every plot, without host names and paths."""
+    """Return all data that is needed to repeat the run and to draw all plots, without host names and paths."""
     config, history, build = trainer.config, trainer.history, pymoe.build_info()
     seconds = statistics.median(history.seconds)
     return {
@@ -160,7 +160,7 @@ def make_record(trainer: Trainer, **found: Any) -> dict[str, Any]:
             "tokens_per_second": trainer.bytes_per_step / seconds,
         },
         "timings": {
-            "wall_seconds": found.pop("wall_seconds"),  # from start to report; of a resumed run, its last part
+            "wall_seconds": found.pop("wall_seconds"),  # from start to report; in a resumed run, since it was resumed
             "training_seconds": sum(history.seconds),
             "median_step_seconds": seconds,
         },
@@ -173,7 +173,7 @@ def make_record(trainer: Trainer, **found: Any) -> dict[str, Any]:
 
 
 def binned_load(load: list[Tensor]) -> dict[str, Any] | None:
-    """Return the mean relative load (1 = an even share) per bin of steps, layer and expert."""
+    """Return the mean relative load, where 1 is an even share, for each bin of steps, layer and expert."""
     if not load:
         return None
     stacked = torch.stack(load).double()

@@ -22,12 +22,12 @@ def served_expert(name):
 
 backends = [served_expert(name) for name in ("first", "second", "third")]
 mixture = pymoe.MixtureOfExpertBackends(backends, top_k=2, forward_timeout=5, backward_timeout=5, max_experts=4)
-optimizer = torch.optim.Adam(mixture.parameters(), 3e-3)  # the gate; each expert has an optimizer of its own
+optimizer = torch.optim.Adam(mixture.parameters(), 3e-3)  # for the gate; each expert has its own optimizer
 
 with pymoe.Runtime(backends, num_workers=2) as runtime:
     for step in range(301):
         if step == 100:
-            runtime.remove(backends[1], drain=False)  # "second" is dead, and nobody tells the mixture
+            runtime.remove(backends[1], drain=False)  # "second" is dead, and the mixture is not notified
         if step == 200:
             backends.append(served_expert("fourth"))
             runtime.add(backends[-1])

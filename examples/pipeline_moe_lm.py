@@ -4,11 +4,11 @@
     python examples/pipeline_moe_lm.py --stages 3 --schedule zero-bubble
     python -m pymoe.pipe.schedules                     # what each schedule plans
 
-The model is an nn.Sequential of embedding, blocks with MoE layers, and a head whose weight is the embedding's. It is
-cut into stages with a thread of its own each. MoE layers in all stages have auxiliary losses and expert biases. Both
+The model is an nn.Sequential of an embedding, blocks with MoE layers, and a head that shares the embedding's weight. It
+is cut into stages, each with its own thread. MoE layers in all stages have auxiliary losses and expert biases. Both
 runs start from the same weights and read the same micro-batches, first in float64, then in float32; their losses must
-be the same. The run ends with checks, and exit status 1 if one fails; it leaves a record and a picture of the last
-step in runs/pipeline_moe_lm.
+be equal. At the end the program checks the results, and exits with status 1 if a check fails. It writes a record and a
+picture of the last step to runs/pipeline_moe_lm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pymoe.pipe.schedules import Record, names, png, text
 
 
 class PositionedBlock(nn.Module):
-    """A block with the rotary tables, so that it takes one tensor and returns one."""
+    """A block that holds the rotary tables, so that it takes one tensor and returns one."""
 
     def __init__(self, block: Block, cos: Tensor, sin: Tensor) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PositionedBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and logits from the embedding's transpose."""
+    """Applies the last norm, and computes logits with the embedding's transpose."""
 
     def __init__(self, norm: nn.Module, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Run:
-    """A model and its optimizer; subclasses compute gradients in different ways."""
+    """Trains a model; subclasses compute gradients in different ways."""
 
     def __init__(self, config: Config, micro_batches: int, dtype: torch.dtype) -> None:
         torch.manual_seed(config.seed)
@@ -93,11 +93,11 @@ class Run:
         self.history = History()
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
-        """Leaves the gradients in the parameters and returns the mean loss."""
+        """Leave the gradients in the parameters, and return the mean loss."""
         raise TypeError(f"{type(self).__name__} does not say how gradients are made")
 
     def step(self, batches: Batches) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         step = len(self.history.loss)
         inputs, targets = batches.batch(step)
         for group in self.optimizer.param_groups:
@@ -113,7 +113,7 @@ class Run:
 
 
 class Plain(Run):
-    """Runs forward and backward of one micro-batch after the other."""
+    """Runs forward and backward of one micro-batch after another."""
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> float:
         set_aux_loss_scale(self.model, 1 / self.micro_batches)
@@ -126,7 +126,7 @@ class Plain(Run):
 
 
 class Pipelined(Run):
-    """The same in a pipeline, which weights the auxiliary losses of the MoE layers by itself."""
+    """Trains in a pipeline, which also weights the auxiliary losses of the MoE layers."""
 
     def __init__(self, config: Config, micro_batches: int, dtype: torch.dtype, stages: int, schedule: str) -> None:
         super().__init__(config, micro_batches, dtype)
@@ -140,7 +140,7 @@ class Pipelined(Run):
 
     @property
     def picture(self) -> Record:
-        """Draw the schedule of the last step, as it ran."""
+        """Return the record of the last step."""
         record = self.pipe.last_run
         assert record is not None, "no step has been made"
         return record
@@ -156,7 +156,7 @@ class Difference:
 
 
 def difference(a: Run, b: Run) -> Difference:
-    """Return the differences of all steps' losses, and of the present parameters and expert biases."""
+    """Return the differences of all steps' losses, and of the current parameters and expert biases."""
     parameters = zip(a.model.parameters(), b.model.parameters(), strict=True)
     biases = zip(expert_biases(a.model), expert_biases(b.model), strict=True)
     return Difference(
@@ -173,13 +173,14 @@ def expert_biases(model: nn.Module) -> list[Tensor]:
 
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4}
-"""Nats per byte. In float32, rounding may change an expert that a byte is sent to, and losses from there on."""
+"""Permitted differences of losses, in nats per byte. In float32, rounding may change the expert that a byte is sent to,
+and so all later losses."""
 
 
 def main(argv: list[str]) -> int:
     """Train; return 0 if all checks hold."""
     options = parse(argv)
-    torch.set_num_threads(1)  # for each stage, and for the plain loop
+    torch.set_num_threads(1)  # one thread for each stage and for the plain loop
     start = time.perf_counter()
     config = Config(
         width=options.width,
@@ -204,7 +205,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--stages", type=number, default=2, metavar="P", help="of the pipeline, 6 at most (default: 2)")
@@ -231,7 +232,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def both(
     config: Config, batches: Batches, options: argparse.Namespace, dtype: torch.dtype, steps: int
 ) -> tuple[Plain, Pipelined]:
-    """Run the same steps by both, in turn."""
+    """Run the same steps in both runs, in turn."""
     plain = Plain(config, options.micro_batches, dtype)
     pipelined = Pipelined(config, options.micro_batches, dtype, options.stages, options.schedule)
     print(f"\n{str(dtype).removeprefix('torch.')}   loss: plain loop  pipeline   difference   step: plain  pipeline")
@@ -283,7 +284,7 @@ def as_record(
     found: dict[str, Difference],
     checks: dict[str, bool],
 ) -> dict[str, Any]:
-    """Return the measurements for the JSON file."""
+    """Return the record for the JSON file."""
     asked = {name: value for name, value in vars(options).items() if name not in ("out", "text")}
     return {
         "what": "pymoe examples/pipeline_moe_lm.py",

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 examples/pipeline_torchrun.py                   # four stages
     torchrun --nproc-per-node 4 examples/pipeline_torchrun.py --replicas 2      # two pipelines of two stages, and DDP
 
-The schedule is one of torch.distributed.pipelining's, over gloo. MoE layers in all stages have auxiliary losses and
-expert biases, and the head's weight is the embedding's, on another process. The first process trains the model alone
-before it joins the others; the losses must be the same. Exit status 1 if they are not.
+The schedule is one of torch.distributed.pipelining, over gloo. MoE layers in all stages have auxiliary losses and
+expert biases, and the head shares its weight with the embedding in another process. Before it joins the others, the
+first process trains the model alone; the losses must be equal, otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pymoe.pipe.distributed import watching
 
 
 class Place:
-    """The place of this process: which stage of which pipeline."""
+    """The position of this process: its pipeline and its stage."""
 
     def __init__(self, replicas: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -41,14 +41,14 @@ class Place:
         pipelines = [list(range(first, first + self.stages)) for first in range(0, world, self.stages)]
         twins = [list(range(stage, world, self.stages)) for stage in range(self.stages)]
         self.pipeline, _ = dist.new_subgroups_by_enumeration(pipelines)
-        self.twins, _ = dist.new_subgroups_by_enumeration(twins)  # who has the same stage
+        self.twins, _ = dist.new_subgroups_by_enumeration(twins)  # the ranks with the same stage
 
 
 class Announced(nn.Module):
-    """A stage for DistributedDataParallel, which averages gradients in a backward pass that a forward has announced.
+    """Wraps a stage for DistributedDataParallel, which averages gradients only after a call of its forward.
 
-    The forward here does nothing else: a schedule runs forwards and backwards by itself, and gradients reach the
-    parameters at the end of its step.
+    So this forward does nothing: the schedule runs the real forwards and backwards, and gradients reach the parameters
+    at the end of a step.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -56,11 +56,11 @@ class Announced(nn.Module):
         self.stage = stage
 
     def forward(self) -> None:
-        """Announce that a backward pass will come."""
+        """Tell DistributedDataParallel that a backward pass will follow."""
 
 
 class Trained:
-    """One process's part in the training of a model."""
+    """Trains the stage of this process."""
 
     def __init__(self, config: Config, place: Place, micro_batches: int, schedule: str) -> None:
         torch.manual_seed(config.seed)
@@ -80,13 +80,13 @@ class Trained:
         self.losses: list[Tensor] = []
 
     def step(self, number: int, batches: Batches) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         place = self.place
         inputs, targets = (rows.chunk(place.replicas)[place.replica] for rows in batches.batch(number))
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(number)
         losses: list[Tensor] = []
-        with self.watch:  # a process that fails here ends the others
+        with self.watch:  # if this process fails here, the others end, too
             if self.parallel is not None:
                 self.parallel()
             arguments = [inputs] if place.is_first else []
@@ -100,7 +100,7 @@ class Trained:
             self.losses.append(torch.stack(losses).detach().mean())
 
     def clip(self) -> None:
-        """Clip by the norm of the gradients of all stages, in which a shared parameter counts once."""
+        """Clip gradients by the norm over all stages; a shared parameter counts once."""
         parameters = [p for p in self.part.parameters() if p.grad is not None]
         own = [p.grad.square().sum() for p in parameters if p.grad is not None and id(p) not in self.counted_elsewhere]
         total = torch.stack([*own, torch.zeros((), dtype=torch.float64)]).sum()
@@ -108,7 +108,7 @@ class Trained:
         nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, total.sqrt())
 
     def all_losses(self) -> list[float]:
-        """Return the losses of all steps in every process, as means over the replicas."""
+        """Return the losses of all steps, averaged over the replicas, on every process."""
         place = self.place
         found = torch.stack(self.losses) if place.is_last else torch.zeros(0, dtype=torch.float64)
         if place.is_last:
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--replicas", type=number, default=1, metavar="R", help="pipelines side by side (default: 1)")
@@ -185,7 +185,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace, alone: list[float], losses: list[float]) -> int:
-    """Print the losses side by side; return the exit status."""
+    """Print the losses of both runs; return the exit status."""
     stages = int(os.environ["WORLD_SIZE"]) // options.replicas
     print(f"\n{options.replicas} x {stages} processes, {options.schedule}, float64")
     return tell_losses(alone, losses, "pipeline", TOLERANCE)

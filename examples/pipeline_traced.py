@@ -4,11 +4,11 @@
     python examples/pipeline_traced.py --architecture gpt2 --cut flops --schedule zero-bubble
     python -m pymoe.pipe.schedules                     # what each schedule plans
 
-The model is the library's own, built small from a configuration; nothing is downloaded and nothing of it is rewritten.
-pymoe.pipeline captures it, and a ready policy says where it is cut. Llama's rotary tables lead from the first stage to
-all others, and its head's weight is the embedding's: both cross the stages. All runs start from the same weights and
-read the same bytes of the Python manual, first in float64, then in float32; their losses must be the same. The run ends
-with checks, and exit status 1 if one fails; it leaves a record and pictures in runs/pipeline_traced.
+The model is a small one of the library, built from a configuration; nothing is downloaded, and no code of the model is
+changed. pymoe.pipeline captures it, and a split policy chooses the cuts. All stages use Llama's rotary tables from the
+first stage, and the head shares the embedding's weight. All runs start from the same weights and read the same bytes of
+the Python manual, first in float64, then in float32; their losses must be equal. At the end the program checks the
+results, and exits with status 1 if a check fails. It writes a record and pictures to runs/pipeline_traced.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ CUTS = {"parameters": split_into_equal_parameters, "flops": split_by_flops, "tim
 
 
 class Run(Training):
-    """The library's model by itself."""
+    """Trains the library's model without a pipeline."""
 
     def __init__(self, options: Namespace, dtype: torch.dtype) -> None:
         torch.manual_seed(options.seed)
@@ -116,7 +116,7 @@ class Run(Training):
 
 
 class Pipelined(InPipeline, Run):
-    """The same in a pipeline of ``stages``."""
+    """Trains the library's model in a pipeline of ``stages`` stages."""
 
     def __init__(self, options: Namespace, dtype: torch.dtype, stages: int) -> None:
         super().__init__(options, dtype)
@@ -139,7 +139,7 @@ class Pipelined(InPipeline, Run):
 
     @property
     def parameters_of_stages(self) -> list[int]:
-        """Numbers of each stage; a shared parameter counts in every stage that has it."""
+        """Return the number of parameters of each stage; a shared parameter counts in every stage that has it."""
         stages = map(self.pipe.get_stage_module, range(self.pipe.num_stages))
         return [sum(parameter.numel() for parameter in stage.parameters()) for stage in stages]
 
@@ -152,7 +152,7 @@ FALL = 0.9
 
 
 def make_record(options: Namespace, exact: Runs, runs: Runs, seconds: float) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements."""
     versions = {name: pymoe.build_info()[name] for name in ("pymoe", "torch", "python")}
     return {
         "what": "pymoe examples/pipeline_traced.py",
@@ -169,7 +169,7 @@ def make_record(options: Namespace, exact: Runs, runs: Runs, seconds: float) -> 
 
 
 def run_record(run: Run) -> dict[str, Any]:
-    """One run in float32."""
+    """Return the measurements of one run in float32."""
     found: dict[str, Any] = {
         "loss": run.history.loss,
         "step_seconds": [round(value, 5) for value in run.history.seconds],
@@ -187,7 +187,7 @@ def run_record(run: Run) -> dict[str, Any]:
 
 
 def busy(run: Pipelined) -> list[float]:
-    """Return the seconds that each stage computed in the last step."""
+    """Return each stage's seconds of computing in the last step."""
     seconds = [0.0] * run.pipe.num_stages
     for worker in run.as_run.spans:
         for span in worker:
@@ -196,7 +196,7 @@ def busy(run: Pipelined) -> list[float]:
 
 
 def same_weights(run: Pipelined) -> bool:
-    """Return whether the pipe's state loads into a plain model, under its names, and is the same there."""
+    """Return whether the pipe's state loads into a plain model, under the model's names and with equal values."""
     options = run.options
     other = new_model(options.architecture, options.width, options.layers, options.context)
     other = other.to(next(run.model.parameters()).dtype)
@@ -219,7 +219,7 @@ def same_outputs(run: Pipelined) -> float:
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Return the checks of the runs: each in words, with its result."""
+    """Return the checks of the runs: for each a sentence and its result."""
     options, runs = record["options"], record["runs"]
     steps = {"float64": options["exact_steps"], "float32": options["steps"]}
     found = are_equal(record["differences"], steps, TOLERANCES)
@@ -237,7 +237,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-bl
 
 
 def plot(record: dict[str, Any], path: Path) -> Path:
-    """Losses of all runs, which lie on each other; below, the shares of the stages in parameters and in time."""
+    """Draw the losses of all runs, which coincide; below them, each stage's share of parameters and of time."""
     runs = record["runs"]
     figure, (curves, bars) = plt.subplots(2, 1, figsize=(7.5, 6.2), layout="constrained", height_ratios=(3, 2))
     for number, (name, one) in enumerate(runs.items()):
@@ -278,7 +278,7 @@ def plot(record: dict[str, Any], path: Path) -> Path:
 def main(argv: list[str]) -> int:
     """Train; return 0 if all checks hold."""
     options = parse(argv)
-    torch.set_num_threads(1)  # for each stage, and for the model alone
+    torch.set_num_threads(1)  # one thread for each stage and for the model alone
     start = time.perf_counter()
     try:
         data = load_text(options.text, options.context).train
@@ -306,7 +306,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama", help="(default: llama)")
@@ -330,13 +330,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.width % 32:
         parser.error(f"--width must be a multiple of 32, got {options.width}")
-    if options.rows < 2 * options.micro_batches:  # the library's code asks whether a batch is a single row
+    if options.rows < 2 * options.micro_batches:  # the library's code treats a batch of one row differently
         parser.error(f"--rows must be at least 2 for each of {options.micro_batches} micro-batches, got {options.rows}")
     return options
 
 
 def train(options: argparse.Namespace, batches: Batches, dtype: torch.dtype, steps: int) -> tuple[Run, list[Pipelined]]:
-    """Run the same steps by the model alone and by every pipeline, in turn."""
+    """Train the model alone and every pipeline on the same steps, in turn."""
     pipelines = [Pipelined(options, dtype, stages) for stages in options.stages]
     alone = Run(options, dtype)
     take_turns([alone, *pipelines], batches, dtype, steps)

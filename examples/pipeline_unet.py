@@ -4,11 +4,11 @@
     python examples/pipeline_unet.py --schedule zero-bubble --checkpoint always
     python -m pymoe.pipe.schedules                     # what each schedule plans
 
-The network finds the strokes of handwritten digits (those that scikit-learn brings along), several to a picture:
-turned, shifted, faint, under noise. Its skips lead from every level on the way down to the same level on the way up,
-across the stages between. It is cut where balance_by_time says. All runs start from the same weights and see the same
-micro-batches, first in float64, then in float32; their losses must be the same. The run ends with checks, and exit
-status 1 if one fails; it leaves a record, what the network sees, and pictures of the last step in runs/pipeline_unet.
+The network finds the strokes of handwritten digits (from scikit-learn), several in each picture: rotated, shifted,
+faint and noisy. Skip connections lead from every level of the encoder to the same level of the decoder, past the stages
+in between. balance_by_time chooses the cuts. All runs start from the same weights and see the same micro-batches, first
+in float64, then in float32; their losses must be equal. At the end the program checks the results, and exits with
+status 1 if a check fails. It writes a record, example predictions and pictures of the last step to runs/pipeline_unet.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from pymoe.pipe.skip import Namespace, pop, skippable, stash
 matplotlib.use("Agg")
 
 HELD_BACK = 360
-DIGITS = 3  # in a picture
-SCALES = 2.2, 3.4  # how many times as wide as a digit a picture is
+DIGITS = 3  # number of digits in a picture
+SCALES = 2.2, 3.4  # width of a picture divided by the width of a digit: smallest and largest
 NOISE = 0.25
 
 
 class Pictures:
-    """Composites of the 1797 images of 8 x 8 pixels, 360 of which are held back. The order is that of ``seed``."""
+    """Draws composites of the 1797 images of 8 x 8 pixels, 360 of which are held back; ``seed`` determines them."""
 
     def __init__(self, size: int, seed: int) -> None:
         images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 16
@@ -74,11 +74,11 @@ class Pictures:
         self.size, self.seed = size, seed
 
     def draw(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Noisy pictures (rows, 1, size, size), and 1 where a stroke is, else 0, of the same shape."""
+        """Return noisy pictures (rows, 1, size, size), and targets of the same shape: 1 on a stroke, else 0."""
         return self._composites(self.train, torch.Generator().manual_seed(self.seed * 1_000_003 + step), rows)
 
     def draw_held_back(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The same of the digits that are held back; always the same ones."""
+        """Return pictures and targets from held-back digits, which are the same in every call."""
         return self._composites(self.held_back, torch.Generator().manual_seed(0), rows)
 
     def _composites(self, images: Tensor, random: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class Convolution(nn.Sequential):
 
 @skippable(stash=["features"])
 class Down(nn.Module):
-    """Halves height and width, and stashes its input for the way up."""
+    """Halves height and width, and stashes its input for the decoder."""
 
     def forward(self, x: Tensor) -> Any:
         yield stash("features", x)
@@ -118,7 +118,7 @@ class Down(nn.Module):
 
 @skippable(pop=["features"])
 class Up(nn.Module):
-    """Doubles height and width, and appends the channels of the way down to its own."""
+    """Doubles height and width, and appends the channels that the encoder stashed."""
 
     def forward(self, x: Tensor) -> Any:
         features = yield pop("features")
@@ -126,12 +126,12 @@ class Up(nn.Module):
 
 
 def unet(width: int, levels: int) -> nn.Sequential:
-    """Pictures (N, 1, H, W) to logits of the same shape; H and W are multiples of 2 ** levels."""
+    """Return a network from pictures (N, 1, H, W) to logits of that shape; 2 ** levels must divide H and W."""
     return nn.Sequential(OrderedDict(_layers(width, levels)))
 
 
 def _layers(width: int, levels: int) -> Iterator[tuple[str, nn.Module]]:
-    namespaces = [Namespace() for _ in range(levels)]  # each level's "features" are its own
+    namespaces = [Namespace() for _ in range(levels)]  # so that every level can stash under the name "features"
     channels = 1
     for level, namespace in enumerate(namespaces):
         wide = width << level
@@ -151,7 +151,7 @@ def _layers(width: int, levels: int) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Run(Training):
-    """The network in a plain loop."""
+    """Trains the network in a plain loop."""
 
     name = "plain loop"
 
@@ -178,12 +178,12 @@ class Run(Training):
 
     @property
     def batches_counted(self) -> set[int]:
-        """By the batch norms."""
+        """Return the number of batches that the batch norms have counted."""
         return {int(layer.num_batches_tracked) for layer in self.model.modules() if isinstance(layer, nn.BatchNorm2d)}
 
 
 class Pipelined(InPipeline, Run):
-    """The same in a pipeline of ``stages``, whose batch norms keep the statistics of whole mini-batches."""
+    """Trains the network in a pipeline of ``stages`` stages; batch norms track statistics of whole mini-batches."""
 
     def __init__(self, options: argparse.Namespace, dtype: torch.dtype, stages: int) -> None:
         super().__init__(options, dtype)
@@ -210,7 +210,7 @@ FALL = 0.9
 
 
 def make_record(options: argparse.Namespace, data: Pictures, exact: Runs, runs: Runs, seconds: float) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements."""
     pictures, strokes = data.draw_held_back(JUDGED)
     return {
         "what": "pymoe examples/pipeline_unet.py",
@@ -226,7 +226,7 @@ def make_record(options: argparse.Namespace, data: Pictures, exact: Runs, runs: 
 
 
 def run_record(run: Run, pictures: Tensor, strokes: Tensor) -> dict[str, Any]:
-    """One run in float32."""
+    """Return the measurements of one run in float32."""
     found = {
         "loss": run.history.loss,
         "step_seconds": [round(value, 5) for value in run.history.seconds],
@@ -254,13 +254,13 @@ def run_record(run: Run, pictures: Tensor, strokes: Tensor) -> dict[str, Any]:
 
 
 def overlap(predicted: Tensor, strokes: Tensor) -> float:
-    """Return the number of pixels in both, divided by the number in either: 0 to 1."""
+    """Return the intersection over union of predicted and true strokes, from 0 to 1."""
     found, true = predicted > 0.5, strokes > 0.5
     return float((found & true).sum() / (found | true).sum())
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Return the checks of the runs: each in words, with its result."""
+    """Return the checks of the runs: for each a sentence and its result."""
     options, runs = record["options"], record["runs"]
     steps = {"float64": options["exact_steps"], "float32": options["steps"]}
     found = are_equal(record["differences"], steps, TOLERANCES)
@@ -288,7 +288,7 @@ SHOWN = 6
 
 
 def plot(record: dict[str, Any], data: Pictures, run: Run, path: Path) -> Path:
-    """Held-back pictures, what ``run`` finds in them, where strokes are; below that the losses of all runs."""
+    """Draw held-back pictures with predicted and true strokes, and below them the losses of all runs."""
     pictures, strokes = data.draw_held_back(SHOWN)
     rows = {"seen": pictures, "found": run.predict(pictures), "true": strokes}
     figure = plt.figure(figsize=(7.5, 6.8), layout="constrained")
@@ -302,7 +302,7 @@ def plot(record: dict[str, Any], data: Pictures, run: Run, path: Path) -> Path:
     axes = curves.subplots()
     for number, (name, one) in enumerate(record["runs"].items()):
         label = f"{name}: {1e3 * one['median_step_seconds']:.0f} ms a step"
-        style = ("-", "--", ":", "-.")[number % 4]  # the curves lie on each other
+        style = ("-", "--", ":", "-.")[number % 4]  # the curves coincide
         axes.plot(one["loss"], style, lw=3 - 0.6 * min(number, 3), color=COLORS[number % 4], label=label)
     axes.set_xlabel(f"training step ({record['options']['rows']} pictures each)")
     axes.set_ylabel("loss (nats per pixel)")
@@ -318,7 +318,7 @@ def plot(record: dict[str, Any], data: Pictures, run: Run, path: Path) -> Path:
 def main(argv: list[str]) -> int:
     """Train; return 0 if all checks hold."""
     options = parse(argv)
-    torch.set_num_threads(1)  # for each stage, and for the plain loop
+    torch.set_num_threads(1)  # one thread for each stage and for the plain loop
     start = time.perf_counter()
     data = Pictures(options.size, options.seed)
     try:
@@ -341,7 +341,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     number = at_least(1)
     parser.add_argument("--stages", type=number, nargs="+", default=[2, 4], metavar="P", help="(default: 2 4)")
@@ -371,7 +371,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, data: Pictures, dtype: torch.dtype, steps: int) -> tuple[Run, list[Pipelined]]:
-    """Run the same steps by the plain loop and by every pipeline, in turn."""
+    """Train by the plain loop and by every pipeline on the same steps, in turn."""
     pipelines = [Pipelined(options, dtype, stages) for stages in options.stages]
     alone = Run(options, dtype)
     take_turns([alone, *pipelines], data, dtype, steps)

@@ -2,8 +2,8 @@
 
     python examples/plot_runs.py runs/moe-native runs/dense --output runs/moe-dense.png
 
-A run is its folder or its record.json. Where two runs differ in the backend alone, the distance of their loss curves
-is printed as well.
+A run is given by its folder or its record.json. If two runs differ only in the backend, the distance between their loss
+curves is printed, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # t
 STYLES = ("-", "--", "-.", ":")
 SMOOTHING = 50
 DPI = 130
-SPANS = (10, 30, 100)  # steps over which two curves are compared, besides all of them
+SPANS = (10, 30, 100)  # numbers of first steps for which two curves are compared, in addition to all steps
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def print_distance(first: dict[str, Any], second: dict[str, Any], names: str) ->
 
 
 def plot_loss(record: dict[str, Any], path: Path) -> Path:
-    """Draw training and validation bits per byte over the steps."""
+    """Draw bits per byte in training and validation over the steps."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     bits = [loss / math.log(2) for loss in record["loss"]]
     steps = range(1, len(bits) + 1)
@@ -195,7 +195,7 @@ def smooth(values: list[float]) -> list[float]:
 
 def _loss_axes(axes: Axes, bits: list[float]) -> None:
     axes.set_ylabel("bits per byte")
-    # The first steps fall from 8 bits; cut there, or the rest of the curve would be flat.
+    # The loss begins at 8 bits; without a limit, the rest of the curve would look flat.
     axes.set_ylim(min(bits) * 0.9, min(max(bits), 2.5 * min(bits)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

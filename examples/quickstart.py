@@ -19,7 +19,7 @@ for step in range(151):
     x = torch.randn(512, 8)
     loss = nn.functional.mse_loss(model(x), x.sort(dim=1).values)  # learn to sort
     optimizer.zero_grad()
-    loss.backward()  # the router's z loss is in the gradients already
+    loss.backward()  # includes the gradient of the router's z loss
     optimizer.step()
     update_expert_biases(model)  # keeps the experts equally busy, without an auxiliary loss
     if step % 50 == 0:

@@ -3,10 +3,10 @@
     python examples/record_loads.py loads.npz
     python -m pymoe.ep simulate --hidden 128 --ffn 256 --experts 16 --choices 4 --tokens 256 --ranks 4 --load loads.npz
 
-The model is that of train_lm.py in small, and its text is the same. The last steps are recorded; then the balance and
-the rows on the wire that these gates would give on 2, 4 and 8 ranks are printed, and the placement that makes 4 ranks
-even. ``pymoe.ep.redistribute(model, placements, optimizer)`` moves the experts of a model on ranks so, between two
-steps, as expert_parallel_lm.py does.
+The model is a small version of the one in train_lm.py, trained on the same text. The last steps are recorded. Then the
+program prints the balance and the rows sent on 2, 4 and 8 ranks under these choices, and the placement of experts that
+balances 4 ranks. ``pymoe.ep.redistribute(model, placements, optimizer)`` moves the experts of a model to such a
+placement between two steps, as expert_parallel_lm.py does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def placements(recorder: LoadRecorder, ranks: int) -> dict[str, Placement]:
-    """Return, for every layer, the placement by the load of the last recorded step."""
+    """Return a placement for every layer, computed from the load of the last recorded step."""
     choices = dict(zip(recorder.layers, recorder.steps[-1], strict=True))
     loads = {name: torch.bincount(one.flatten(), minlength=recorder.experts) for name, one in choices.items()}
     return {name: place(load, ranks) for name, load in loads.items()}

@@ -76,7 +76,7 @@ def train(servers, ports, folder):
     mixture = pymoe.MixtureOfExpertBackends(
         backends, top_k=2, forward_timeout=5, backward_timeout=5, on_too_few="fallback"
     )
-    optimizer = torch.optim.Adam(mixture.parameters(), 3e-3)  # the gate; each expert has an optimizer of its own
+    optimizer = torch.optim.Adam(mixture.parameters(), 3e-3)  # for the gate; each expert has its own optimizer
     for step in range(options.steps + 1):
         if step == options.steps // 3:
             servers["right"].kill()
@@ -86,7 +86,7 @@ def train(servers, ports, folder):
             servers["right"] = start("right", ports["right"], folder)
             deadline = time.monotonic() + options.wait
             while not connections[1].reachable and time.monotonic() < deadline:
-                time.sleep(0.05)  # for the output below alone: the mixture could go on training
+                time.sleep(0.05)  # only for the output below; the mixture could continue to train
             print("the server right is back, with its last checkpoint")
         x = torch.randn(64, 8)
         loss = nn.functional.mse_loss(mixture(x), x.sort(dim=1).values)  # learn to sort

@@ -1,14 +1,14 @@
-"""A training script and an inference load share four experts for a minute, and the experts learn meanwhile.
+"""Serves four experts to a training loop and an inference load at the same time, for a minute.
 
     python examples/serve_experts.py                   # with a live view of the experts' pools
     python examples/serve_experts.py --seconds 20 --plain
     python -m pymoe.runtime.top                        # the same view, from another terminal
 
-The experts are served: a runtime gathers what everybody asks for into batches. An ordinary training loop calls them as
-modules of its model, which predicts the next byte of a text (the Python manual that the interpreter carries); their
-gradients and updates happen on the server's side. Threads and coroutines ask the same model about text that it is not
-trained on. The run ends with checks (the loss fell, that of the unseen text too, the experts did it, nothing was lost,
-batches formed) and exit status 1 if one fails; it leaves a record and a picture in runs/serve_experts.
+A runtime serves the experts, and combines the requests of all clients into batches. An ordinary training loop calls the
+experts as modules of its model, which predicts the next byte of a text (the interpreter's Python manual); the backends
+compute the experts' gradients and update the experts. Threads and coroutines run the same model on unseen text. At the
+end the program checks that the losses on both texts fell, that the experts caused this, that no request was lost and
+that batches formed. It exits with status 1 if a check fails, and writes a record and a picture to runs/serve_experts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pymoe.runtime import BatchTensorProto, ExpertBackend, ExpertClient, PoolSta
 matplotlib.use("Agg")
 
 EXPERTS = 4
-CONTEXT = 8  # bytes that a prediction looks back on
+CONTEXT = 8  # number of earlier bytes from which a byte is predicted
 BYTES = 256
 
 
@@ -57,17 +57,16 @@ def served_experts(width: int, ffn: int, learning_rate: float) -> list[ExpertBac
         optimizer = torch.optim.Adam(expert.parameters(), lr=learning_rate)
         row = BatchTensorProto(width)
         backends.append(
-            # A step as long as the mean asks for, however many requests happened to meet in a batch.
+            # With "mean", the size of a step does not depend on the number of requests in a batch.
             ExpertBackend(f"expert{i}", expert, optimizer, args_schema=(row,), gradient_reduction="mean")
         )
     return backends
 
 
 class NextByte(nn.Module):
-    """Bytes to logits of the next one; in between each row goes to the expert that its last byte belongs to.
+    """Predicts the next byte; the last byte of a row determines the row's expert.
 
-    That choice is a fixed one (a "hash layer"), so that the example is about serving and not about routing: the
-    library's learned router is ``pymoe.nn.MoE``.
+    This fixed choice (a "hash layer") keeps the example simple; ``pymoe.nn.MoE`` has a learned router.
     """
 
     def __init__(self, experts: Sequence[ExpertClient], width: int) -> None:
@@ -78,36 +77,36 @@ class NextByte(nn.Module):
         self.experts = nn.ModuleList(experts)
 
     def forward(self, contexts: Tensor) -> Tensor:
-        """(rows, CONTEXT) int64 to (rows, BYTES)."""
+        """Map contexts (rows, CONTEXT) int64 to logits (rows, BYTES)."""
         x, rows = self.read(contexts)
         calls = [expert.submit(x[own]) for expert, own in zip(self.experts, rows, strict=True)]
         return self.write(x, rows, [call.result() for call in calls])
 
     async def forward_async(self, contexts: Tensor) -> Tensor:
-        """The same, for coroutines."""
+        """Compute the same as :meth:`forward`, for coroutines."""
         x, rows = self.read(contexts)
         calls = (expert.call_async(x[own]) for expert, own in zip(self.experts, rows, strict=True))
         return self.write(x, rows, await asyncio.gather(*calls))
 
     def read(self, contexts: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the experts' inputs, and which rows belong to which expert; an expert may have none."""
+        """Return the experts' inputs, and the rows of each expert, which may be none."""
         x = self.mix(self.embedding(contexts).flatten(1))
         expert = contexts[:, -1] % EXPERTS
         return x, [(expert == i).nonzero().flatten() for i in range(EXPERTS)]
 
     def write(self, x: Tensor, rows: list[Tensor], outputs: Sequence[Tensor]) -> Tensor:
-        """The predictions."""
+        """Return the logits, from the experts' inputs and outputs."""
         return self.head(x.index_add(0, torch.cat(rows), torch.cat(tuple(outputs))))
 
 
 class Windows:
-    """Random places of a text: what stands before, and the byte that comes next."""
+    """Draws random contexts from a text, each with its next byte."""
 
     def __init__(self, text: Tensor, seed: int) -> None:
         self.text, self.random = text, torch.Generator().manual_seed(seed)
 
     def draw(self, rows: int) -> tuple[Tensor, Tensor]:
-        """(rows, CONTEXT) and (rows,), both int64."""
+        """Return contexts (rows, CONTEXT) and next bytes (rows,), both int64."""
         starts = torch.randint(len(self.text) - CONTEXT, (rows, 1), generator=self.random)
         window = self.text[starts + torch.arange(CONTEXT + 1)].long()
         return window[:, :-1], window[:, -1]
@@ -118,15 +117,15 @@ LARGEST_QUESTION = 4  # rows
 
 @dataclass
 class History:
-    """What was seen over time; times in seconds since the start, losses in nats per byte."""
+    """The measurements of a run; times are in seconds since the start, losses in nats per byte."""
 
     start: float = field(default_factory=time.perf_counter)
     trained: list[tuple[float, float]] = field(default_factory=list)
     """(time, loss of the batch) of every training step."""
     asked: list[tuple[float, float, float]] = field(default_factory=list)
-    """(time, loss, seconds until the answer) of every question about the unseen text."""
+    """(time, loss, seconds until the answer) of every call on unseen text."""
     pools: list[tuple[float, dict[str, PoolStats]]] = field(default_factory=list)
-    """(time, recent numbers of every pool)."""
+    """(time, recent statistics of every pool)."""
 
     def now(self) -> float:
         return time.perf_counter() - self.start
@@ -135,7 +134,7 @@ class History:
 def train(
     model: NextByte, text: Tensor, history: History, *, seconds: float, steps: int, rows: int, learning_rate: float
 ) -> None:
-    """An ordinary training loop: nothing in it knows that the experts live elsewhere."""
+    """Run an ordinary training loop, which does not depend on where the experts are."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     windows = Windows(text, seed=0)
     while history.now() < seconds and len(history.trained) < steps:
@@ -148,9 +147,9 @@ def train(
 
 
 class Load:
-    """Asks about the unseen text from ``threads`` threads and ``coroutines`` coroutines, until it is stopped.
+    """Runs the model on unseen text in ``threads`` threads and ``coroutines`` coroutines, until it is stopped.
 
-    Each pauses for ``pause`` seconds between an answer and its next question.
+    Each of them pauses for ``pause`` seconds after an answer.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class Load:
 
 
 class Watch:
-    """Notes the pools' numbers every ``interval`` seconds."""
+    """Records the pools' statistics every ``interval`` seconds."""
 
     def __init__(self, runtime: Runtime, history: History, interval: float) -> None:
         self.reader, self.history, self.interval = StatsReader(runtime.pools, recent=True), history, interval
@@ -229,7 +228,7 @@ class Watch:
 
 
 FALL = 0.9  # a loss fell if its last tenth is below this share of its first
-POINTS = 120  # of a curve in the record
+POINTS = 120  # number of points of a curve in the record
 
 
 def make_record(
@@ -241,7 +240,7 @@ def make_record(
     untrained: Sequence[nn.Module],
     model: NextByte,
 ) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements."""
     build = pymoe.build_info()
     trained = [loss for _, loss in history.trained]
     asked = [loss for _, loss, _ in history.asked]
@@ -280,7 +279,7 @@ def make_record(
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Return the checks of a run: each in words, with its result."""
+    """Return the checks of a run: for each a sentence and its result."""
     training, unseen, ended = record["training_loss"], record["unseen_loss"], record["unseen_loss_at_the_end"]
     now, before = ended["with the experts as they are"], ended["with the experts as they were"]
     pools = record["pools"].values()
@@ -302,7 +301,7 @@ def checks(record: dict[str, Any]) -> dict[str, bool]:
 
 
 def held_back_loss(model: NextByte, experts: Sequence[nn.Module], windows: tuple[Tensor, Tensor]) -> float:
-    """Return the loss of the model with these experts, called directly."""
+    """Return the model's loss on held-back windows, calling the given experts directly."""
     contexts, targets = windows
     with torch.no_grad():
         x, rows = model.read(contexts)
@@ -311,7 +310,7 @@ def held_back_loss(model: NextByte, experts: Sequence[nn.Module], windows: tuple
 
 
 def pool_record(one: PoolStats) -> dict[str, Any]:
-    """Return a pool's numbers, without the histograms of times."""
+    """Return a pool's statistics, without the histograms of times."""
     return {
         "queued": one.queued,
         "submitted": one.submitted,
@@ -393,7 +392,7 @@ def plot(record: dict[str, Any], path: Path) -> Path:
 
 
 def whole_intervals(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the last point if little time had passed since the one before: its rates are those of a few requests."""
+    """Return the points without the last one if its interval was short, since it counts only a few requests."""
     if len(points) < 3:
         return points
     usual = points[1]["seconds"] - points[0]["seconds"]
@@ -401,7 +400,7 @@ def whole_intervals(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tidy(axes: Axes) -> None:
-    """Less ink."""
+    """Draw a faint grid, and no frame at the top and on the right."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -455,7 +454,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of training (default: 60)")
     parser.add_argument("--steps", type=at_least(1), default=10**9, metavar="N", help="at most (default: no limit)")
@@ -485,7 +484,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def view(runtime: Runtime, plain: bool) -> contextlib.AbstractContextManager[None]:
-    """The pools, drawn while the run goes on: often in a terminal, now and then elsewhere."""
+    """Return a context that shows the pools' statistics: twice a second in a terminal, every 10 s elsewhere."""
     if plain:
         return contextlib.nullcontext()
     return top.live(runtime, interval=0.5 if sys.stdout.isatty() else 10.0)

@@ -32,7 +32,7 @@ def block(inputs):
 
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # for each stage
+torch.set_num_threads(1)  # one thread for each stage
 model = nn.Sequential(Remember(), block(8), block(256), block(256), Recall(), block(264), nn.Linear(256, 8))
 balance = balance_by_time(2, model, torch.randn(64, 8), timeout=0.2)
 pipe = pymoe.Pipe(model, chunks=8, checkpoint="never", deferred_batch_norm=True, balance=balance)

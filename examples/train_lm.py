@@ -60,7 +60,7 @@ from torch import Tensor
 
 @dataclass
 class LongHistory(History):
-    """Also the load of the experts; and validations, which are not made in every step."""
+    """Adds the load of the experts, and the validations, which only some steps have."""
 
     load: list[Tensor] = field(default_factory=list)  # (layers, experts) int32 slots; empty for a dense model
     validation_step: list[int] = field(default_factory=list)  # steps made when each validation ran
@@ -96,7 +96,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> None:
-        """Notes the bits per byte over all held-back text, once a step."""
+        """Record the bits per byte over all held-back text, at most once per step."""
         history = self.history
         if history.validation_step and history.validation_step[-1] == self.steps_done:
             return
@@ -120,7 +120,7 @@ class CheckpointError(Exception):
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Write next to the old checkpoint and rename, so that an interrupted save leaves the old one whole."""
+    """Write a new file and rename it, so that an interrupted save leaves the old checkpoint intact."""
     history = trainer.history
     tensors = {f"model.{name}": value for name, value in trainer.model.state_dict().items()}
     for name, parameter in trainer.model.named_parameters():
@@ -229,7 +229,9 @@ def train(trainer: Trainer, folder: Path, arguments: argparse.Namespace) -> bool
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Ctrl-C (or SIGTERM) asks to stop after the step in hand, and is listed; a second one stops at once."""
+    """Yield a list of received signals: Ctrl-C or SIGTERM requests a stop after the current step; a second one stops at
+    once.
+    """
     made: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -288,7 +290,7 @@ GROUPS: dict[str, tuple[tuple[str, Any, Any, str | None, str], ...]] = {
         ("--sample-top-k", COUNT, 20, "K", "draw from the K likeliest bytes"),
     ),
 }  # fmt: skip
-"""Flag, type, default, what stands for its value, help."""
+"""For each group, its flags: flag, type, default, placeholder of the value, help."""
 NUMBERS = (
     ("be at least 1", lambda value: value >= 1,
      "layers width heads context ffn_size num_experts top_k steps batch_size"),
@@ -296,7 +298,7 @@ NUMBERS = (
      "threads warmup shared_experts aux_loss_coef bias_update_rate weight_decay"),
     ("be positive", lambda value: value > 0, "learning_rate grad_clip"),
 )  # fmt: skip
-"""Return the conditions on fields of Config."""
+"""Conditions on fields of Config: description, test, names of fields."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -310,7 +312,7 @@ def make_parser() -> argparse.ArgumentParser:
         name: parser.add_argument_group(f"{name} (stored in the checkpoint)")
         for name in dict.fromkeys(item.metadata["group"] for item in fields(Config))
     }
-    for item in fields(Config):  # one that is not given leaves no attribute
+    for item in fields(Config):  # a flag that is not given sets no attribute
         shown = "" if item.default == "" else f" (default: {item.default})"
         choices = item.metadata["choices"]
         groups[item.metadata["group"]].add_argument(
@@ -383,7 +385,7 @@ def prepare(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> t
 
 
 def new_folder(parser: argparse.ArgumentParser, wished: Path | None, name: str) -> Path:
-    """``wished`` if no run is in it, else the first of runs/name, runs/name-2, ... that is free."""
+    """Return ``wished`` if it holds no run; without it, the first free folder of runs/name, runs/name-2, ..."""
     if wished:
         if (wished / FILE_NAME).exists():
             parser.error(f"--out {wished} already holds a run: continue it with --resume {wished}, or choose another")

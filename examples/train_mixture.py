@@ -3,11 +3,11 @@
     python examples/train_mixture.py                   # both runs: about a minute on 2 cores
     python examples/train_mixture.py --steps 200 --slow 1000
 
-The experts live in a runtime, each with an optimizer of its own; the model between them asks two of four for every
-image. In the second run one expert is 100 times slower from the start, and the runtime of another drops it half way.
-Nobody tells the model: it goes on with the answers that come, and its steps stay within their timeouts. The data are
-those that scikit-learn brings along. The run ends with checks, and exit status 1 if one fails; it leaves a record and a
-picture in runs/train_mixture.
+A runtime serves the experts, each with its own optimizer; the model calls two of the four for every image. In the
+second run one expert is 100 times slower from the start, and the runtime drops another one halfway. The model is not
+notified: it continues with the answers that arrive, and its steps stay within their timeouts. The data come with
+scikit-learn. At the end the program checks the results, and exits with status 1 if a check fails. It writes a record
+and a picture to runs/train_mixture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HELD_BACK = 360
 
 
 class Digits:
-    """1797 images of 8 x 8 pixels from scikit-learn, 360 of them held back; batches in an order that ``seed`` says."""
+    """The 1797 images of 8 x 8 pixels from scikit-learn, 360 of them held back; ``seed`` determines the batches."""
 
     def __init__(self, seed: int) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -60,7 +60,7 @@ class Digits:
         self.random = torch.Generator().manual_seed(seed)
 
     def draw(self, rows: int) -> tuple[Tensor, Tensor]:
-        """A batch of images (rows, 64) and labels (rows,)."""
+        """Return a batch of images (rows, 64) and labels (rows,)."""
         x, y = self.train
         index = torch.randint(len(y), (rows,), generator=self.random)
         return x[index], y[index]
@@ -89,7 +89,7 @@ def served_experts(count: int, width: int, learning_rate: float) -> list[ExpertB
 
 
 class Classifier(nn.Module):
-    """Pixels to logits of the ten digits, through the mixture. Its parameters are all but the experts'."""
+    """Maps pixels to logits of the ten digits, through the mixture. The experts' parameters are not among its own."""
 
     def __init__(self, mixture: MixtureOfExpertBackends, width: int) -> None:
         super().__init__()
@@ -102,21 +102,21 @@ class Classifier(nn.Module):
         return self.head(x + self.mixture(x))
 
 
-SLOW, DYING = 3, 2  # which experts
+SLOW, DYING = 3, 2  # indices of experts
 
 
 @dataclass
 class History:
-    """What a run was like."""
+    """The measurements of a run."""
 
     loss: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Of each training step."""
+    """Seconds of each training step."""
     accuracy: list[tuple[int, float]] = field(default_factory=list)
-    """(step, share of the held-back images)."""
+    """(step, share of held-back images that are classified correctly)."""
     backends: dict[str, BackendStats] = field(default_factory=dict)
     at_death: dict[str, BackendStats] = field(default_factory=dict)
-    """As ``backends`` when one died; empty in a healthy run."""
+    """The value of ``backends`` at the time when one died; empty in a healthy run."""
     pools: dict[str, PoolStats] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
 
@@ -125,9 +125,9 @@ def run(options: Namespace, *, slow_by: float, one_dies: bool, step_done: Callab
     """Train from the same initial state.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         slow_by: additional seconds that a pass of one expert takes.
-        one_dies: whether one is dropped by its runtime after half of the steps.
+        one_dies: whether the runtime drops one expert after half of the steps.
         step_done: called after every step.
     """
     torch.manual_seed(options.seed)
@@ -139,7 +139,7 @@ def run(options: Namespace, *, slow_by: float, one_dies: bool, step_done: Callab
         forward_timeout=options.timeout,
         backward_timeout=options.timeout,
         timeout_after_k_min=options.patience,
-        on_too_few="fallback",  # an image both of whose experts are out goes around them
+        on_too_few="fallback",  # an image without an answer of its two experts skips the mixture
         detect_anomalies=True,
         aux_loss_coef=0.01,
     )
@@ -174,7 +174,7 @@ def run(options: Namespace, *, slow_by: float, one_dies: bool, step_done: Callab
 
 @torch.no_grad()
 def accuracy(model: Classifier, digits: Digits) -> float:
-    """Return the accuracy on the held-back images, with the answers that come in time."""
+    """Return the accuracy on the held-back images, with the answers that arrive in time."""
     images, labels = digits.held_back
     model.eval()
     right = (model(images).argmax(1) == labels).float().mean().item()
@@ -186,7 +186,7 @@ FALL = 0.8  # a loss fell if its last tenth is below this share of its first
 
 
 def make_record(options: Namespace, slow_by: float, healthy: History, faulty: History) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements."""
     build = pymoe.build_info()
     return {
         "what": "pymoe examples/train_mixture.py",
@@ -203,7 +203,7 @@ def make_record(options: Namespace, slow_by: float, healthy: History, faulty: Hi
 
 
 def run_record(history: History) -> dict[str, Any]:
-    """One run."""
+    """Return the measurements of one run."""
     seconds = sorted(history.seconds)
     return {
         "loss": {"first": tenth(history.loss, first=True), "last": tenth(history.loss, first=False)},
@@ -232,12 +232,12 @@ def run_record(history: History) -> dict[str, Any]:
 
 
 def backend_record(one: BackendStats) -> dict[str, Any]:
-    """Return the mixture's counts for an expert, in each pass."""
+    """Return the mixture's counts for an expert and each pass."""
     return {way: getattr(one, way)._asdict() for way in ("forward", "backward")}
 
 
 def checks(record: dict[str, Any]) -> dict[str, bool]:
-    """Return the checks of the runs: each in words, with its result."""
+    """Return the checks of the runs: for each a sentence and its result."""
     found = {}
     limit = 2e3 * record["options"]["timeout"]
     for name in ("healthy", "faulty"):
@@ -319,7 +319,7 @@ def plot(record: dict[str, Any], path: Path) -> Path:
 
 
 def smooth(values: list[float], share: float = 0.9) -> list[float]:
-    """An exponential mean."""
+    """Return the exponential moving average."""
     result: list[float] = []
     for value in values:
         result.append(value if not result else share * result[-1] + (1 - share) * value)
@@ -355,7 +355,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=at_least(2), default=400, metavar="N", help="of each run (default: 400)")
     parser.add_argument("--rows", type=at_least(1), default=64, metavar="N", help="images of a step (default: 64)")
@@ -384,7 +384,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 @contextmanager
 def progress(what: str, options: argparse.Namespace) -> Iterator[Callable[[History], None]]:
-    """A bar while a run goes on, with its last loss; what it gives is to be called after every step."""
+    """Show a progress bar with the last loss during a run; yield a function to call after every step."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

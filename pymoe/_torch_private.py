@@ -49,7 +49,7 @@ NormBase = _batchnorm._NormBase
 
 # The dictionaries of hooks that run in a call of a module or in its backward pass: the hooks of all modules, and the
 # names of the dictionaries of one module. ``register_forward_hook`` and its like only give handles of single hooks.
-# A kind that a later torch adds counts as such until somebody has classified it (tests/nn/test_plain_calls.py).
+# A kind that a later version of torch adds is included until tests/nn/test_plain_calls.py classifies it.
 global_call_hooks: list[Any] = [
     hooks
     for name, hooks in vars(_module).items()

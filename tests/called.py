@@ -1,4 +1,4 @@
-"""Functions and a class that record what a call runs, in order: operators in the dispatcher, and Python functions."""
+"""Records the operators and the Python functions that a call runs, in order."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -6,7 +6,7 @@ from benchmarks.walks import entered
 
 
 class Operators(TorchDispatchMode):
-    """Inside, :attr:`names` grows by the name of every operator: ``aten.mm.default``."""
+    """Appends to :attr:`names` the name of every operator inside the context, such as ``aten.mm.default``."""
 
     def __init__(self):
         super().__init__()
@@ -18,6 +18,6 @@ class Operators(TorchDispatchMode):
 
 
 def functions_of(call):
-    """Return module and name of every function of Python that a call runs the second time."""
-    call()  # what is looked up once is there
+    """Return module and name of every Python function that the second of two calls runs."""
+    call()  # fills caches
     return [(module, code.co_name) for module, code in entered(call)]

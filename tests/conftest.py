@@ -1,9 +1,9 @@
-"""Fixtures of the whole suite, which of its tests run, and the devices that they run on.
+"""Defines fixtures of the whole suite, and selects the tests to run and their devices.
 
-Without an option pytest runs what ``make test`` runs: every test that is not slow, by the cases that represent it.
-``--level=deep`` runs what that leaves out (``make test-deep``), ``--level=exhaustive`` every case and longer stress
-(``make test-all``), ``--level=quick`` one case of every test (``make check``). Tests that are named one by one, such as
-``test_x.py::test_y``, run with all their cases.
+Without an option pytest runs the same tests as ``make test``: representative cases of every test that is not slow.
+``--level=deep`` runs the tests and cases that are then left out (``make test-deep``), ``--level=exhaustive`` every case
+and longer stress (``make test-all``), and ``--level=quick`` one case of every test (``make check``). Tests that are
+selected by name, such as ``test_x.py::test_y``, run with all their cases.
 """
 
 import importlib.util
@@ -70,13 +70,13 @@ def pytest_configure(config):
         os.environ["PYMOE_EXHAUSTIVE"] = "1"  # for limits.py in the processes that tests start
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    # A shell without job control has its background commands ignore Ctrl-C, and all that they start with them; then
-    # the tests of interrupts would wait for ever.
+    # Background commands of a shell without job control, and their children, ignore Ctrl-C; tests of interrupts would
+    # then wait forever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Before a test compiles or exports: from then on torch's CUDA build pretends to have a GPU, and its first backward
-    # pass after that has it refuse all others in children of a fork. Where tests pretend to have one, autograd must not
-    # count devices before.
+    # Run a backward pass before any test compiles or exports. After that torch's CUDA build claims to have a GPU, and a
+    # first backward pass would then make it refuse backward passes in forked children. With the pretended device,
+    # however, autograd must not count devices before the device exists.
     pretends = "pretended" in wanted_devices(config) or config.pluginmanager.hasplugin("emulated_ops")
     if torch.version.cuda is not None and not torch.cuda.is_available() and not pretends:
         torch.ones((), requires_grad=True).exp().backward()
@@ -87,7 +87,7 @@ def wanted_devices(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Add one more test per extra device. With only the CPU nothing is added, and tests keep their names."""
+    """Add a test for each further device. With only the CPU nothing is added, and tests keep their names."""
     item = metafunc.definition
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     names = [name for name in wanted_devices(metafunc.config) if folder in devices.FOLDERS and concerns(item, name)]

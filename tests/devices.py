@@ -1,18 +1,18 @@
-"""The tests of operators and layers on every device that torch sees.
+"""Runs the tests of operators and layers on every device that torch sees.
 
-Tests are written as if there were one device. Where torch sees a GPU, each test of tests/ops, tests/nn and
-tests/test_bugs.py is collected once more for it (``--device`` says otherwise), and then
+Tests are written as if there were one device. If torch sees a GPU, each test of tests/ops, tests/nn and
+tests/test_bugs.py is collected a second time for it (``--device`` overrides this). For such a test
 
 * the fixture ``device``, which every test has, is the GPU;
 * ``torch`` in the test's module makes tensors there: ``torch.randn(3, 4, generator=g)`` draws on the CPU, so that the
-  numbers are the same ones, and moves the result; what the module took from :data:`MAKERS` does so too. Nothing is
-  changed for the library under test, which must say itself where its tensors lie;
-* samples of a specification, made when tests are collected, are moved by :func:`moved`.
+  numbers are the same, and moves the result. Functions of :data:`MAKERS` that the module imported do so too. The
+  library under test sees the real ``torch``, and must place its tensors itself;
+* samples of a specification, which are made when tests are collected, are moved by :func:`moved`.
 
-``@pytest.mark.only_on("cpu")`` is for what concerns one device alone: threads, instruction sets, sanitizers.
+``@pytest.mark.only_on("cpu")`` is for tests that concern one device only: threads, instruction sets, sanitizers.
 
-``--device pretended`` needs no GPU: its tensors say that they lie on another device, refuse to meet the CPU's, and are
-computed by the CPU's kernels (see pretended.py). It proves the tests, not the kernels.
+``--device pretended`` needs no GPU: its tensors report another device, cannot be combined with CPU tensors, and are
+computed by the CPU kernels (see pretended.py). This tests the tests, not the kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAKERS = ("pymoe.bench.operators", "specs.routings", "specs.samples")
 
 
 def seen() -> list[str]:
-    """Return the devices that tests run on by default."""
+    """Return the default devices of tests."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -61,7 +61,7 @@ def moved(sample, device):
     copies: dict[int, Tensor] = {}
 
     def move(value: Tensor) -> Tensor:
-        if value.device != CPU:  # meant to lie elsewhere
+        if value.device != CPU:  # placed on another device on purpose
             return value
         if id(value) not in copies:  # a tensor that a sample holds twice stays one tensor
             copies[id(value)] = same_layout_copy(value, device).requires_grad_(value.requires_grad)
@@ -75,7 +75,7 @@ def moved(sample, device):
 
 
 class TorchOn:
-    """The module ``torch``, whose functions that make tensors make them on ``device`` where no other is named."""
+    """Wraps the module ``torch`` so that functions make tensors on ``device`` unless another device is given."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,8 +95,8 @@ class TorchOn:
 
 
 def replacements(module: ModuleType, device: torch.device) -> Iterator[tuple[ModuleType, str, object]]:
-    """Yield (module, name, value): what a test's module and helpers of tests/nn see instead of functions that make
-    CPU tensors.
+    """Yield (module, name, value) for each name to replace, in a test's module and in the helpers of tests/nn, so that
+    tensors are made on ``device``.
     """
     helpers = [sys.modules[name] for name in ("moe_layers", "naive_moe") if name in sys.modules]
     for one in (module, *helpers):

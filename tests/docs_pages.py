@@ -1,4 +1,4 @@
-"""The pages of the documentation as the tests read them: README, CONTRIBUTING, CHANGELOG and docs/."""
+"""Reads the pages of the documentation for tests: README, CONTRIBUTING, CHANGELOG and docs/."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Block:
     language: str
     text: str
     line: int
-    """Of its first line of text in the page, counted from 1."""
+    """Number of the block's first line of text in the page, counted from 1."""
     not_run: str
-    """Why the tests do not run it, from a comment in the line above; empty: they do."""
+    """The reason why the tests do not run the block, from a comment in the line above; empty if they run it."""
 
 
 def name(page: Path) -> str:
@@ -28,7 +28,7 @@ def name(page: Path) -> str:
 
 
 def blocks(text: str) -> list[Block]:
-    """Return every fenced block in a page's text."""
+    """Return the fenced blocks in a page's text."""
     found: list[Block] = []
     lines = text.splitlines()
     fence, language, begin, why = "", "", 0, ""

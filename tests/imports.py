@@ -1,4 +1,4 @@
-"""Which modules of Python sources import which, read from their text: for test_architecture.py and house.py."""
+"""Finds the imports of Python modules by parsing their sources, for test_architecture.py and house.py."""
 
 import ast
 import re
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def module_of(file):
-    """Return the name of the module in a file whose path begins at the root."""
+    """Return the name of the module in ``file``, a path relative to the root."""
     parts = Path(file).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(file, text):
-    """Find every import in the Python file ``file``: (module, at import time?), with relative names resolved."""
+    """Yield (module, whether it is imported at import time) for every import in ``file``, with absolute names."""
     package = Path(file).with_suffix("").parts
     tree = ast.parse(text)
     lazy = {
@@ -23,7 +23,7 @@ def imports(file, text):
     }
     for test in ast.walk(tree):  # an import only for the type checker never runs
         if isinstance(test, ast.If) and ast.unparse(test.test).endswith("TYPE_CHECKING"):
-            if package[-1] == "__init__":  # names that a package also offers are found when somebody asks for them
+            if package[-1] == "__init__":  # a package imports some of its names when they are first used
                 test.body = []
             lazy.update(node for statement in test.body for node in ast.walk(statement))
     for node in ast.walk(tree):
@@ -44,14 +44,17 @@ def imports(file, text):
 
 
 def modules_named_in(tree):
-    """Return the pymoe modules that strings in ``tree`` name, for ``import_module``."""
+    """Yield the pymoe modules that string constants in ``tree`` name, as arguments of ``import_module``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"pymoe(\.\w+)+", str(node.value)):
             yield node.value
 
 
 def import_graph(sources):
-    """Module to the modules that it imports, at import time or later, of ``sources`` (name to file and text)."""
+    """Return the modules that each module of ``sources`` imports, at import time or later.
+
+    ``sources`` maps module names to pairs of file and text.
+    """
     graph = {}
     for name, (file, text) in sources.items():
         found = set()
@@ -60,13 +63,13 @@ def import_graph(sources):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
         found |= {module for module, _ in imports(file, text)}
         found = {module for module in found if module in sources and module != name}
-        # An import from inside a package is none of its door: that runs first anyhow.
+        # An import of the enclosing package does not count, since its __init__ has run before.
         graph[name] = {module for module in found if not name.startswith(f"{module}.")}
     return graph
 
 
 def circles(graph):
-    """Return the sets of modules that reach each other, sorted."""
+    """Return the sorted sets of modules that import each other, directly or indirectly."""
 
     def reached(start):
         seen, todo = set(), [start]

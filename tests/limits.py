@@ -1,7 +1,7 @@
-"""How long tests wait, and how much they do.
+"""Defines time limits of tests, and their numbers of repetitions.
 
-``LONG`` is for what is meant to happen at once: a guard against hanging, never a measurement. PYMOE_TEST_TIME_SCALE
-stretches it where that is not enough, on an emulated processor for example.
+``LONG`` limits waits that should end at once; it guards against hangs and measures nothing. PYMOE_TEST_TIME_SCALE
+multiplies it, for example for an emulated processor.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ EXHAUSTIVE = os.environ.get("PYMOE_EXHAUSTIVE") == "1"
 
 
 def rounds(usual: int, exhaustive: int) -> int:
-    """Return how often a test repeats what chance decides."""
+    """Return the number of repetitions of a randomised test: ``usual``, or ``exhaustive`` in exhaustive runs."""
     return exhaustive if EXHAUSTIVE else usual

@@ -1,8 +1,8 @@
-"""What nvcc makes of the kernels: machine code for every architecture, PTX, and the compiler's report.
+"""Compiles the kernels with nvcc to machine code for every architecture and to PTX, and parses the compiler's report.
 
-Each source is compiled once for what it holds (its text, that of the headers it includes, the flags, the toolkit) and
-kept in build/cuda, one folder a source: ``sm_80.cubin`` ..., ``compute_80.ptx`` ..., ``report.txt``, ``object.o``. The
-flags are those of the build, ``csrc/nvcc_flags.py``.
+Results are kept in build/cuda, in one folder per source: ``sm_80.cubin`` ..., ``compute_80.ptx`` ..., ``report.txt``,
+``object.o``. A source is compiled again only if its text, an included header, the flags or the toolkit has changed. The
+flags are the build's, from ``csrc/nvcc_flags.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = ROOT / "build" / "cuda"
 sys.path.insert(0, str(ROOT / "csrc"))
 from nvcc_flags import FLAGS, default_arch_list, gencode, toolkit_version, version_text  # noqa: E402
 
-# The build's flags, and stricter: none of these changes the code.
+# Flags in addition to the build's; none of them changes the generated code.
 STRICT = ["-lineinfo", "-Werror=all-warnings", "-Xptxas=-v", "-Xcompiler=-Wall,-Wextra"]
 KEPT = "machine code, PTX, report, object"
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
@@ -36,7 +36,7 @@ INCLUDED = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Compiled:
-    """One source, compiled: its folder, or what the compiler complains of, and the seconds that it took now."""
+    """A compiled source: its folder, the compiler's complaint if it failed, and the seconds that compiling took now."""
 
     source: Path
     folder: Path
@@ -45,26 +45,26 @@ class Compiled:
 
     @property
     def report(self) -> str:
-        """Return what ptxas reports of each kernel for each architecture."""
+        """Return ptxas's report on each kernel for each architecture."""
         return (self.folder / "report.txt").read_text()
 
     def cubin(self, architecture: str) -> Path:
-        """Return the file of the machine code for an architecture such as ``"sm_90"``."""
+        """Return the path of the machine code for an architecture such as ``"sm_90"``."""
         return self.folder / f"{architecture}.cubin"
 
     @property
     def object(self) -> Path:
-        """Return the object file, for programs that call its host functions."""
+        """Return the path of the object file, for programs that call its host functions."""
         return self.folder / "object.o"
 
     def ptx(self, architecture: str) -> Path:
-        """Return the file of the PTX that becomes the machine code of an architecture such as ``"sm_90"``."""
+        """Return the path of the PTX from which the machine code of an architecture such as ``"sm_90"`` is made."""
         return self.folder / f"{architecture.replace('sm', 'compute')}.ptx"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas says of one kernel for one architecture; sizes in bytes."""
+    """ptxas's report on one kernel for one architecture; sizes are in bytes."""
 
     file: str
     name: str
@@ -80,7 +80,7 @@ def parse(report: str, file: str) -> list[Kernel]:
     kernels = []
     parts = ENTRY.split(report)[1:]
     for name, architecture, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        # What follows is about device functions, if there are any; the kernel's own lines come first.
+        # The kernel's own lines come first; lines about device functions may follow.
         frame, used = FRAME.search(text), USED.search(text)
         if frame is None or used is None:
             raise ValueError(f"{file}: ptxas' report of {name} is not understood:\n{text}")
@@ -95,14 +95,14 @@ def parse(report: str, file: str) -> list[Kernel]:
 
 
 def complain(complaints: list[str]) -> int:
-    """Print what is wrong, and return the exit status that says so."""
+    """Print the complaints, and return exit status 1."""
     for complaint in complaints:
         print(f"error: {complaint}")
     return 1
 
 
 def find_nvcc() -> str | None:
-    """Find nvcc on the path or in CUDA_HOME."""
+    """Return the path of nvcc, found on PATH or in CUDA_HOME; None if there is none."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
 
@@ -114,16 +114,14 @@ def architectures(nvcc: str) -> list[str]:
 
 
 def sources(root: Path = ROOT) -> list[Path]:
-    """Return every source of kernels, the largest first, so that all processors end at about the same time."""
+    """Return the kernels' sources, the largest first, so that parallel compilation ends soonest."""
     return sorted(root.glob("csrc/kernels/*.cu"), key=lambda path: -path.stat().st_size)
 
 
 def compile_all(
     nvcc: str, paths: list[Path] | None = None, *, root: Path = ROOT, folder: Path = FOLDER, flags: list[str] = FLAGS
 ) -> list[Compiled]:
-    """Compile the sources, or fetch earlier results for the same sources; run one compilation per processor at a
-    time.
-    """
+    """Compile the sources, one per processor at a time; unchanged sources are not compiled again."""
     version = toolkit_version(nvcc)
     command = [nvcc, *flags, *STRICT, *gencode(default_arch_list(version)), f"-I{root / 'csrc'}"]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -131,7 +129,7 @@ def compile_all(
 
 
 def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> Compiled:
-    """Compile a source, or find its folder; what was kept of the source's former contents is removed."""
+    """Compile a source, or find its folder from an earlier run; remove folders of its former contents."""
     start = time.monotonic()
     target = folder / f"{source.stem}-{digest(command, source, root)}"
     if target.exists():
@@ -165,7 +163,7 @@ def compile_one(command: list[str], source: Path, root: Path, folder: Path) -> C
 
 
 def digest(command: list[str], source: Path, root: Path) -> str:
-    """Return a hash of all that decides what the compiler makes of a source."""
+    """Return a hash of everything that the compiler's output for a source depends on."""
     of_environment = [os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]
     texts = [path.read_text() for path in closure(source, root)]
     parts = [version_text(command[0]), KEPT, *of_environment, *command[1:], *texts]
@@ -173,7 +171,7 @@ def digest(command: list[str], source: Path, root: Path) -> str:
 
 
 def closure(source: Path, root: Path) -> list[Path]:
-    """Return the source and the headers of ``csrc`` that it includes, through others too."""
+    """Return the source and the headers of ``csrc`` that it includes, directly or indirectly."""
     found: dict[Path, None] = {}
     left = [source]
     while left:
@@ -187,10 +185,10 @@ def closure(source: Path, root: Path) -> list[Path]:
 
 
 def demangle(names: list[str]) -> list[str]:
-    """Return the names as C++ writes them, without namespaces and parameters."""
+    """Return the demangled names, without namespaces and parameters."""
     tool = shutil.which("c++filt")
     if tool is None or not names:
         return names
-    # -p: without parameters, of which the first bracket need not be one: kernel<(Activation)0, BFloat16>.
+    # -p omits parameters. Cutting at the first bracket would be wrong: kernel<(Activation)0, BFloat16>.
     text = subprocess.run([tool, "-p"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     return [re.sub(r"\(anonymous namespace\)::|pymoe::|cuda::", "", line) for line in text.splitlines()]

@@ -1,4 +1,4 @@
-"""Builds a library for tests: pymoe's sources with other flags, in the place of one of its native modules."""
+"""Builds libraries for tests that replace a native module of pymoe: the same sources, compiled with other flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[1]
-# The flags of setup.py that decide results.
+# The flags of setup.py that affect results.
 FLAGS = " ".join(
     [
         "-std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w",
@@ -33,8 +33,9 @@ def compiler() -> str:
 
 @cache
 def stamp(of_compiler: str) -> str:
-    """Return a hash of the compiler's version and torch's, which rebuilds all: ninja sees only commands and our own
-    headers.
+    """Return a hash of the compiler's and torch's versions.
+
+    A new version must rebuild everything, but ninja only notices changed commands and changed headers of pymoe.
     """
     said = subprocess.run([*shlex.split(of_compiler), "--version"], capture_output=True, text=True, check=True).stdout
     return hashlib.sha256(f"{said}\0{torch.__version__}".encode()).hexdigest()[:16]
@@ -42,7 +43,7 @@ def stamp(of_compiler: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A file and the flags that it alone is compiled with; another ``compiler`` than C++'s knows no others."""
+    """A file, and flags for it alone. With a ``compiler`` other than the C++ compiler, these are its only flags."""
 
     file: Path
     flags: str = ""
@@ -54,14 +55,12 @@ def sources(*patterns: str) -> list[Path]:
 
 
 def merged(name: str, files: Sequence[Path]) -> Source:
-    """Return a source that includes ``files``, because their headers take longer to compile than the code after
-    them.
-    """
+    """Return one source that includes ``files``, since their headers take longer to compile than their own code."""
     path = ROOT / "build" / "merged" / "tests" / name
     text = "".join(f'#include "{file.relative_to(ROOT / "csrc")}"\n' for file in files)
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")  # another test process may compile it meanwhile
+        part = path.with_suffix(f".{os.getpid()}")  # another test process may be compiling the file
         part.write_text(text)
         part.replace(path)
     return Source(path)
@@ -73,7 +72,7 @@ def kernel_sources() -> list[Source]:
 
 
 def operator_sources() -> list[Source]:
-    """Return the operators' sources as setup.py compiles them: all that include torch's headers as one source."""
+    """Return the operators' sources; those that include torch's headers are merged into one, as in setup.py."""
     operators = sources("csrc/ops/*.cpp")
     with_torch = [file for file in operators if "<torch/csrc/stable/" in file.read_text()]
     return [merged("with_torch.cpp", with_torch), *(Source(file) for file in operators if file not in with_torch)]
@@ -93,9 +92,9 @@ def runtime_sources() -> list[Source]:
 def build_library(
     folder: Path, flags: str, sources: Sequence[Source], link_flags: str = "", name: str = "_ops"
 ) -> Path:
-    """Compile and link what changed into ``folder/name.so``; raises RuntimeError with the compiler's output."""
+    """Compile the changed files and link ``folder/name.so``; raise RuntimeError with the compiler's output."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # several test processes may ask at once
+    with open(folder / "lock", "w") as lock:  # several test processes may build at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_recipe(folder, f"{FLAGS} {flags}", sources, link_flags, name)
         ninja = Path(sys.executable).parent / "ninja"
@@ -107,7 +106,7 @@ def build_library(
 
 
 def write_recipe(folder: Path, flags: str, sources: Sequence[Source], link_flags: str, name: str) -> None:
-    """Write build.ninja, unless it is there with the same text."""
+    """Write build.ninja, unless the file already has the same text."""
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
     objects = {source: f"{source.file.parent.name}_{source.file.stem}.o" for source in sources}

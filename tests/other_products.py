@@ -1,10 +1,10 @@
-"""A plugin: torch's matrix products on the CPU round otherwise for every shape, layout and place of a row.
+"""A pytest plugin that makes the rounding of torch's CPU matrix products depend on shape, layout and position of a row.
 
     PYTHONPATH=tests pytest -p other_products tests/nn tests/runtime tests/pipe
 
-So may those of another machine's BLAS: a test that fails has compared the bits of two different products of torch. Two
-tests fail for other reasons: one counts functions of Python, and one knows a bound for products of bfloat16, which are
-off by one unit in the last place here. Processes that tests start have torch's own products.
+The BLAS of another machine may do the same, so a test that fails relies on equal bits of two different products of
+torch. Two tests fail for other reasons: one counts Python functions, and one has an error bound for bfloat16 products,
+which are off by one unit in the last place here. Child processes of tests use torch's own products.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ library = torch.library.Library("aten", "IMPL")
 
 
 def layout(matrix: Tensor) -> int:
-    """Return a number of the order of the dimensions in memory, and of where the memory begins."""
+    """Return a number that depends on the order of the dimensions in memory and on the address of the memory."""
     order = sorted(range(matrix.dim()), key=lambda dim: -matrix.stride(dim))
     return sum((dim + 1) * 3**place for place, dim in enumerate(order)) + 5 * (matrix.data_ptr() % 64 == 0)
 
 
 def rounded_otherwise(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Move elements of ``product`` by one unit in the last place, up, down or not at all, in place."""
+    """Change elements of ``product`` in place by one unit in the last place, up, down or not at all; return it."""
     if product.is_floating_point():
         primes = (7, 11, 13, 17, 19, 23)
         start = sum(size * prime for size, prime in zip((*left.shape, *right.shape), primes, strict=False))
@@ -37,7 +37,7 @@ def rounded_otherwise(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def replace(name: str, into: Callable[..., Tensor]) -> None:
-    """Have the operator ``name`` compute its product by ``into``, its form with ``out=``, and round it otherwise."""
+    """Replace the operator ``name``: compute the product by ``into``, its ``out=`` form, and change the rounding."""
 
     def product(*operands: Tensor, **factors: complex) -> Tensor:
         left, right = operands[-2:]

@@ -1,6 +1,6 @@
-// Gives torch the device guard that autograd asks for on a device that no build of torch has: one that does nothing.
-// And makes tensors that say they lie on a GPU, over memory of the host, for code that asks no more of them than that:
-// a build of torch without CUDA has no operator that takes them.
+// Registers a device guard without effect for the pretended device, since autograd requires one. Also makes tensors
+// that report a GPU but lie in host memory, for code that only looks at the device: without CUDA, torch has no operator
+// that accepts them.
 #include <ATen/core/TensorBase.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -8,7 +8,7 @@ namespace {
 C10_REGISTER_GUARD_IMPL(MAIA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MAIA>);
 }  // namespace
 
-// A new tensor of fp32 over `data`, which must outlive it; the caller owns what is returned.
+// Returns a new float32 tensor over `data`, which must outlive it; the caller owns the tensor.
 extern "C" at::TensorBase* pretended_cuda_tensor(void* data, int64_t dimensions, const int64_t* sizes, int index) {
   const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
   int64_t bytes = sizeof(float);

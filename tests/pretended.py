@@ -1,12 +1,11 @@
-"""Tensors that say they lie on another device and are computed on the CPU, to prove tests of CUDA without a GPU.
+"""Defines tensors that report another device but are computed on the CPU, to run tests for CUDA without a GPU.
 
-The device is ``maia:0``: torch knows the name, and no build has it, so nothing of torch's own stands in the way. As
-on a GPU, a pretended tensor does not meet a CPU tensor in one operation, unless that is a scalar or an index, or the
-operation is a copy. The operators of pymoe run their CPU kernels, whatever these are in the library that is loaded:
-those of the emulated library are the CUDA twins.
+The device is ``maia:0``, a name that torch knows but no build implements. As on a GPU, an operation cannot combine a
+pretended tensor with a CPU tensor, except a scalar, an index, or a copy. Operators of pymoe run the CPU kernels of the
+loaded library; in the emulated library these are the CUDA kernels.
 
-:func:`cuda_tensor` makes another kind: tensors of ``cuda:0``, as which the runtime's C++ knows them, but without an
-operator that takes them. Tests give torch those that they need (:class:`torch.library.Library`).
+:func:`cuda_tensor` makes tensors of ``cuda:0``, which the runtime's C++ code takes for CUDA tensors, but which no
+operator of torch accepts. Tests define the operators that they need (:class:`torch.library.Library`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ INDEXING = ("aten::index.", "aten::index_put", "aten::_index_put")
 
 
 class Pretended(Tensor):
-    """A tensor on :data:`DEVICE`, as far as anyone can ask; ``inner`` holds its values."""
+    """A tensor that reports :data:`DEVICE`; ``inner``, a CPU tensor, holds its values."""
 
     inner: Tensor
 
@@ -53,7 +52,7 @@ class Pretended(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
-    # What Python asks of memory; as on a GPU it is an address that one may compare.
+    # Addresses may be compared, as on a GPU.
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -71,7 +70,7 @@ class Pretended(Tensor):
         return copy
 
 
-Pretended.__name__ = "Tensor"  # as messages call it
+Pretended.__name__ = "Tensor"  # the name in messages
 
 
 def run(func, args, kwargs):
@@ -104,7 +103,7 @@ def run(func, args, kwargs):
 
 
 class Factories(TorchDispatchMode):
-    """Makes pretended tensors where their device is asked for."""
+    """Makes pretended tensors when a factory function is called with their device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
@@ -112,9 +111,7 @@ class Factories(TorchDispatchMode):
 
 @functools.cache
 def load_library() -> Path:
-    """Build and load the library that gives autograd a guard of the pretended device, which it asks for a tensor's
-    stream.
-    """
+    """Build and load the library that registers a device guard for the pretended device, which autograd requires."""
     source = Path(__file__).with_suffix(".cpp")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:8]
     library = source.parents[1] / "build" / "tests" / f"pretended-{torch.__version__}-{digest}.so"
@@ -132,7 +129,7 @@ def load_library() -> Path:
 
 
 def cuda_tensor(values: Tensor, index: int = 0) -> Tensor:
-    """Return a tensor of device ``cuda:index`` over the memory of ``values``: dense, of float32."""
+    """Return a dense float32 tensor of device ``cuda:index`` that shares the memory of ``values``."""
     assert values.is_contiguous()
     assert values.dtype == torch.float32
     make = ctypes.CDLL(str(load_library())).pretended_cuda_tensor
@@ -154,7 +151,7 @@ def wide_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def give_the_cpu_wide_products() -> torch.library.Library:
-    """Make ``torch.mm(..., out_dtype=torch.float32)``, which torch has only for GPUs, work on the CPU from now on."""
+    """Implement ``torch.mm(..., out_dtype=torch.float32)``, which torch has only for GPUs, on the CPU."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", wide_mm, "CPU")
     return library
@@ -162,7 +159,7 @@ def give_the_cpu_wide_products() -> torch.library.Library:
 
 @contextmanager
 def wide_products(device_type: str):
-    """Make routers on this type of device multiply as they do on a GPU, within the block."""
+    """Make routers on this type of device multiply as on a GPU, within the block."""
     give_the_cpu_wide_products()
     there = device_type in router_product.DEVICES
     router_product.DEVICES.add(device_type)
@@ -175,7 +172,7 @@ def wide_products(device_type: str):
 
 @contextmanager
 def pretended():
-    """Make torch have the pretended device, within the block."""
+    """Make the pretended device usable, within the block."""
     load_library()
     with wide_products(DEVICE.type), Factories():
         yield

@@ -1,4 +1,4 @@
-"""Processes of a test's own: Python scripts, and children of a fork."""
+"""Runs Python scripts and forked children of tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from limits import LONG
 
 
 def run_python(script: str, prelude: str = "", timeout: float = 2 * LONG) -> subprocess.CompletedProcess[str]:
-    """Run a script, indented as the test that holds it, behind a prelude that is not; its output as text."""
+    """Run ``prelude`` and the dedented ``script`` in a new process; return the finished process with its output."""
     command = [sys.executable, "-X", "faulthandler", "-c", prelude + textwrap.dedent(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def in_child(check: Callable[[], None]) -> int:
-    """Exit status of a forked child that runs ``check``: 1 if that raised, -14 if it hung."""
+    """Run ``check`` in a forked child; return its exit status: 0, 1 if ``check`` raised, -14 if it hung."""
     child = os.fork()
     if child == 0:
         signal.alarm(LONG)

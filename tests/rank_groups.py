@@ -1,7 +1,7 @@
-"""Processes that meet in a gloo group and run functions of the tests.
+"""Runs functions of the tests in the processes of a gloo group.
 
-Starting processes takes seconds, so those of one number serve all tests; after a failure they are started anew. A rank
-is asked by a line on its standard input, and answers with one: what the function returned, or its error.
+Starting processes takes seconds, so one group of each size serves all tests; after a failure a new group is started. A
+rank reads one request per line from its standard input, and answers each with one line: the function's result or error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-PATIENCE = 300  # seconds until ranks that do not answer are ended, also where many processes share a core
+PATIENCE = 300  # maximum seconds to wait for answers, enough for many processes on one core
 
 
 def place_of(function):
@@ -30,14 +30,14 @@ def place_of(function):
 
 
 def function_at(folder, module, name):
-    """Import and return the function, in another process."""
+    """Import and return the function that :func:`place_of` described, in another process."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return getattr(importlib.import_module(module), name)
 
 
 class Ranks:
-    """So many processes."""
+    """A group of ``world`` processes."""
 
     def __init__(self, world):
         self.world = world
@@ -56,7 +56,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function, /, **options):
-        """Return what ``function(rank, world, **options)`` returns on every rank; options are JSON."""
+        """Return the result of ``function(rank, world, **options)`` on every rank; options must be JSON values."""
         answers = self.ask(function, **options)
         failures = [answer["failure"] for answer in answers if "failure" in answer]
         if failures:
@@ -65,7 +65,7 @@ class Ranks:
         return [answer["result"] for answer in answers]
 
     def ask(self, function, /, **options):
-        """Return what run() returns, with errors: every rank's ``{"result": ...}`` or ``{"failure": text}``."""
+        """Run the function as :meth:`run` does; return ``{"result": ...}`` or ``{"failure": text}`` of every rank."""
         self.start()
         case = place_of(function)
         line = json.dumps({"case": case, "options": options}).encode() + b"\n"
@@ -91,7 +91,7 @@ class Ranks:
         return [answers[rank] for rank in range(self.world)]
 
     def close(self):
-        """End them. Returns what they said."""
+        """End the processes, and return their standard error."""
         for process in self._processes:
             process.kill()
         said = "\n".join(process.communicate()[1].decode(errors="replace")[-3000:] for process in self._processes)

@@ -1,4 +1,4 @@
-"""Processes that are ranks of a group on this machine, and may fail. Each group serves one test."""
+"""Runs the ranks of a group in processes on this machine, and lets them fail. Each group serves one test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["Ranks", "are_told", "ranks"]
 
 LIMIT = LONG // 2  # seconds: half the timeout of a group
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed", "pymoe.ep"])  # seconds, for each process otherwise
+# Otherwise importing these takes seconds in each process.
+_context.set_forkserver_preload(["pytest", "pymoe.pipe.distributed", "pymoe.ep"])
 
 
 def free_address() -> str:
@@ -29,10 +30,10 @@ def free_address() -> str:
 
 
 class Ranks:
-    """Processes, and what they report: pairs of a word and a value.
+    """The processes of a group, and their reports: pairs of a word and a value.
 
-    Each process reports through its own pipe. (If a rank were killed while it used a shared queue, the queue would stay
-    locked for all.)
+    Each process reports through its own pipe. If a rank were killed while it used a shared queue, the queue would stay
+    locked for all.
     """
 
     def __init__(self, body: Callable[..., None], count: int, **options: Any) -> None:
@@ -48,11 +49,11 @@ class Ranks:
             self._pipes[here] = rank
 
     def wait_for(self, word: str, count: int) -> dict[int, tuple[str, Any]]:
-        """Until ``count`` ranks have reported ``word``; the first such report of each."""
+        """Wait until ``count`` ranks have reported ``word``; return the first such report of each."""
         return self._collect(count, lambda what: what == word)
 
     def ends(self, count: int) -> dict[int, tuple[str, Any]]:
-        """Return how ``count`` ranks have ended: their first report that is not a "step"."""
+        """Wait until ``count`` ranks have ended; return their reports, the first ones other than "step"."""
         return self._collect(count, lambda what: what != "step")
 
     def signal(self, rank: int, number: int) -> None:
@@ -97,7 +98,7 @@ def ranks(body: Callable[..., None], count: int, **options: Any) -> Iterator[Ran
 
 
 def are_told(ends: dict[int, tuple[str, Any]], victim: int) -> list[Any]:
-    """Check that all ranks except one have ended since that one failed; return what they were told."""
+    """Check that all ranks except ``victim`` ended because it failed; return the failures that they reported."""
     assert {what for what, _ in ends.values()} == {"told"}, ends
     assert set(ends) == set(range(len(ends) + 1)) - {victim}
     assert {told[0] for _, told in ends.values()} == {victim}, ends

@@ -1,12 +1,12 @@
-"""Runs the checks of the project one after the other and ends with a summary.
+"""Runs the checks of the project one after another, and prints a summary.
 
     python tests/run_all.py [STEP ...]               # all steps, or those whose name contains a word: ``make test``
-    python tests/run_all.py --deep [STEP ...]        # what that leaves out, such as sanitizers: ``make test-deep``
+    python tests/run_all.py --deep [STEP ...]        # further steps, such as sanitizers: ``make test-deep``
     python tests/run_all.py --quick [STEP ...]       # lint, types, one case of each Python test, C++: ``make check``
     python tests/run_all.py --exhaustive [STEP ...]  # all of it, every case, longer stress: ``make test-all``
 
-tests/selection.py says which Python tests each of them runs. Each step's output goes to the terminal and to
-build/tests/STEP.log. A step that fails does not keep the others from running; the exit status is 1 if any did.
+tests/selection.py selects the Python tests of each level. Each step's output goes to the terminal and to
+build/tests/STEP.log. After a failed step the others still run; the exit status is 1 if any step failed.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ def clang_format(*options: str) -> list[str]:
 
 CPP = {".cpp", ".h", ".cu"}
 XDIST = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist=worksteal"]
-# What runs on the emulated kernels: files that begin with check_ are collected only here.
+# Tests that run on the emulated kernels; only this step collects files that begin with check_.
 EMULATED = [
     "tests/cuda_on_cpu/check_emulated.py",
     "tests/ops/test_native_equals_reference.py",
     "tests/nn/test_moe_values.py",
     "tests/nn/test_moe_losses.py",
 ]
-# In its own process: autograd counts devices before its first backward pass, and the pretended device must exist by
-# then.
+# Runs in a separate process: autograd counts devices before its first backward pass, and the pretended device must
+# exist by then.
 LAUNCHES = "tests/cuda_on_cpu/check_launches.py"
-ON_CUDA = "not narrower and not asked_for and not quantize"  # what concerns the CPU, or has no CUDA kernel
+ON_CUDA = "not narrower and not asked_for and not quantize"  # without tests of the CPU alone or without CUDA kernels
 
 
 MANY_SEEDS = "20000"
-"""Interleavings of each simulated scenario in an exhaustive run."""
+"""Number of interleavings of each simulated scenario in an exhaustive run."""
 
 
 def steps_of(level: str) -> list[Step]:
@@ -107,7 +107,7 @@ def packaging_step(name: str, about: str, level: str) -> Step:
 
 
 def usual_steps(level: str) -> list[Step]:
-    """Return what shows that the package works: lint, types, docs, Python and C++ tests, an installation."""
+    """Return the steps that test the package: lint, types, docs, Python and C++ tests, an installation."""
     return [
         Step("lint", "ruff: rules", [[PYTHON, "-m", "ruff", "check", "."]]),
         Step(
@@ -130,7 +130,7 @@ def usual_steps(level: str) -> list[Step]:
 
 
 def deep_steps(level: str) -> list[Step]:
-    """Return what looks for faults that hide: sanitizers, planted faults, PTX, machine code, all cases of grids."""
+    """Return the steps that find rare faults: sanitizers, planted faults, PTX, machine code, all cases of grids."""
     cases = [f"--level={level}"] if level == "exhaustive" else []
     return [
         *([python_step(level)] if level == "deep" else []),
@@ -174,7 +174,7 @@ def deep_steps(level: str) -> list[Step]:
     ]
 
 
-# The line of a log that says how it went.
+# The line of a log that holds the outcome.
 OUTCOME = re.compile(
     r"(\d+ passed|\d+ failed|tests passed|[Cc]hecks passed|already formatted|Success:|^Found \d+|error)"
 )
@@ -197,7 +197,7 @@ def run(step: Step) -> tuple[bool, str, float]:
             print("$ " + " ".join(command), flush=True)
             try:
                 process = start_process(command, step.environment)
-            except OSError as error:  # a tool that is not there must not keep the other steps from running
+            except OSError as error:  # a missing tool must not prevent the other steps
                 outcome, passed = f"{command[0]}: {error.strerror}", False
                 print(outcome, flush=True)
                 break

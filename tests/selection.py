@@ -1,11 +1,11 @@
-"""Which tests a run has, and how cases represent a test.
+"""Selects the tests of a run, and the cases that represent a test.
 
 | level | tests |
 |---|---|
 | quick | one case of every test that is not slow |
-| usual | of every test that is not slow the cases that represent it: those of its ``thinned`` marker, or all |
-| deep | what the usual run leaves out: slow tests, and further cases of thinned ones |
-| exhaustive | all, those that are marked ``exhaustive`` included |
+| usual | every test that is not slow: as many cases as its ``thinned`` marker says, or all |
+| deep | everything that the usual run leaves out: slow tests, and further cases of thinned tests |
+| exhaustive | all tests, including those marked ``exhaustive`` |
 
 conftest.py explains the markers.
 """
@@ -41,9 +41,9 @@ def is_slow(item):
 
 
 def representatives(items, count):
-    """Return some ``count`` cases of one test, drawn so that every value of a parameter has one.
+    """Return about ``count`` cases of one test, chosen so that every value of every parameter occurs.
 
-    That does not hold for parameters with more than ``count`` values, such as seeds.
+    For parameters with more than ``count`` values, such as seeds, not every value occurs.
     """
     if len(items) <= count:
         return items

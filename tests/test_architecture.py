@@ -1,13 +1,12 @@
-"""The directions of dependencies: which files may include and import which, read from the sources.
+"""Tests of the dependencies between files: the sources are parsed, and only the following directions are permitted.
 
 C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right may use left); no torch and no Python
         below ops and bindings.
 Python  _common -> reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} ->
-        mixture;  all of these but ep -> integrations;  nn -> bench;  runtime -> remote. _common may be used by all; it
-        and the reference import nothing else than torch. The package imports at import time torch and numpy alone;
-        what remote is made of comes with it. Of pipe, the file auxiliary.py alone knows layers of nn, whose injected
-        losses it weights; of ep, the folder simulate/ prints tables of bench. No two files import each other, nor do
-        longer circles exist.
+        mixture;  all of these except ep -> integrations;  nn -> bench;  runtime -> remote. All packages may use
+        _common; _common and reference import nothing except torch. At import time the package imports only torch and
+        numpy; remote imports its further dependencies itself. In pipe, only auxiliary.py uses nn, to weight losses that
+        layers inject; in ep, only the folder simulate/ uses bench, to print tables. There are no import circles.
 """
 
 import inspect
@@ -32,7 +31,7 @@ CPP_MAY_USE = {
     "runtime": {"core", "kernels", "runtime"},
     "bindings": {"core", "kernels", "runtime", "bindings"},
 }
-# The tests' emulator gives other compilers what these headers take from nvcc.
+# Headers that get from nvcc what the tests' emulator provides for other compilers.
 FACES_OF_CUDA = {"kernels/cuda/platform.h", "kernels/cuda/mma.h"}
 TORCH_HEADERS = re.compile(r"(torch|ATen|c10|caffe2)/")
 STABLE_TORCH_HEADERS = re.compile(r"torch/(csrc/stable|headeronly)/|torch/csrc/inductor/aoti_torch/c/shim\.h$")
@@ -67,7 +66,7 @@ PYTHON_MAY_USE = {
     },
     "autograd": {"autograd", "_errors", "_native", "_runtime", "_torch_canaries", "_torch_private", "_transforms"},
     "parallel": {"autograd", "parallel", "_errors", "_native", "_runtime", "_torch_private", "_transforms"},
-    # Names of parallel and mixture are found in runtime, too, where other programs look for them.
+    # runtime re-exports names of parallel and mixture, where users of other libraries look for them.
     "runtime/__init__": {"parallel", "mixture", "runtime", "autograd", "_errors", "_native", "_runtime"},
     "runtime": {"_common", "autograd", "runtime", "_errors", "_native", "_runtime", "_torch_private"},
     "mixture": {
@@ -96,7 +95,7 @@ PYTHON_MAY_USE = {
     },
     "pipe/auxiliary": {"nn", "pipe"},
     "remote": {"_common", "runtime", "remote", "_errors"},
-    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, if a server is asked for them
+    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, on request
     "integrations": {
         "_common",
         "reference",
@@ -285,7 +284,7 @@ def test_an_optional_package_may_be_imported_where_it_is_used():
     assert not list(python_faults("pymoe/bench/table.py", lazily))
 
 
-# What a CUDA kernel file must not contain, and why.
+# Patterns that a CUDA kernel file must not contain, with the reasons.
 FORBIDDEN_IN_KERNELS = {
     r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy\b|cudaMalloc|cudaFree": "waits for the GPU, or allocates",
     r"atomicAdd\((?:static_cast<|\()?\s*(?:float|double|__half|__nv_bfloat16)": "a float atomic: order decides results",
@@ -297,8 +296,8 @@ FORBIDDEN_IN_KERNELS = {
 }
 
 
-# Blocks of a launch run in any order, not all at once, and none waits for another or reads what it wrote: so no memory
-# model of a GPU need be trusted. tests/cuda_static looks for the same in the machine code.
+# Blocks of a launch may run in any order and not all at once, so no block may wait for another or read its results. The
+# kernels then do not depend on a GPU's memory model. tests/cuda_static checks the same in the machine code.
 BETWEEN_BLOCKS = {
     r"__threadfence(?!_block\b)|__nv_atomic_thread_fence|atomic_thread_fence": "a fence that reaches beyond the block",
     r"atomicCAS|__nv_atomic_compare_exchange": "a lock, or a loop until another thread has written",
@@ -307,11 +306,11 @@ BETWEEN_BLOCKS = {
     r"(?i)cluster": "blocks of a cluster, which may reach into each other's shared memory",
 }
 MAY_USE_CLUSTERS: dict[str, str] = {}
-"""Files, and what their blocks tell each other."""
+"""Files whose blocks may communicate, with what they communicate."""
 
 
 def communication_faults(name, text):
-    """Yield a message for each way in which blocks of csrc/kernels/``name`` could wait for or read from each other."""
+    """Yield a message for each construct in csrc/kernels/``name`` by which blocks could communicate."""
     code = re.sub(r"//.*", "", text)
     for pattern, why in BETWEEN_BLOCKS.items():
         if re.search(pattern, code) and not ("cluster" in pattern and name in MAY_USE_CLUSTERS):

@@ -93,8 +93,8 @@ def test_a_layer_does_not_ask_what_torch_2_11_cannot_trace(monkeypatch, device):
 
 @pytest.mark.only_on("cpu")
 def test_grouped_linear_of_more_experts_than_the_gpu_counts():
-    """The kernel that plans on the GPU counts experts in int32: near 2^31 experts the count overflowed, and the kernel
-    wrote before the start of its plan. No model has so many experts, but a raw operator must be safe with any
+    """The GPU kernel that makes the plan counts experts in int32. Near 2^31 experts the count overflowed, and the
+    kernel wrote before the start of the plan. No model has this many experts, but a raw operator must be safe with any
     arguments.
     """
     offsets = torch.empty((1 << 30) + 1, dtype=torch.int32)  # never touched
@@ -132,8 +132,8 @@ def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
     """The process died from a null pointer.
 
     A request larger than max_batch_size keeps the results of its slices until the last one. When the last slice shared
-    a batch with a request that raised, the failure discarded these results, and the retry in halves had nothing to add
-    its own to.
+    a batch with a request that raised, the failure discarded these results, so they were missing when the batch was
+    retried in halves.
     """
 
     def refuse_negative(x):
@@ -288,9 +288,9 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
 
 
 def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
-    """The hook of a parameter on a GPU ran for every micro-batch, and again for their sum: it was kept out by a mark on
-    the thread that had asked for the backward pass, but autograd runs a device's nodes on the device's own thread.
-    Here, a thread acts as the device's thread, with tensors that are not on the host.
+    """The hook of a parameter on a GPU ran for every micro-batch, and again for their sum. A thread-local flag of the
+    thread that started the backward pass suppressed the hook, but autograd runs a GPU's nodes on the device's own
+    thread. Here, a thread acts as the device's thread, with tensors that are not on the host.
     """
     leaf = torch.ones(2, device="meta", requires_grad=True)
     seen = []
@@ -310,8 +310,8 @@ def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, monkeypatch):
-    """A stage that repeats a forward restores the buffers that the first run saw, and afterwards the present ones.
-    Updates that another stage with the same batch norm made meanwhile were lost: of 16 updates, 5 to 8 were left.
+    """To recompute a forward, a stage restores the buffers of the first run, and afterwards the current ones. Updates
+    that another stage with the same batch norm made in between were lost: of 16 updates, 5 to 8 were left.
     """
     monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     norm = torch.nn.BatchNorm1d(4)
@@ -383,8 +383,8 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
 
 
 def test_a_child_that_is_the_first_to_import_maps_has_torch_renew_its_engine():
-    """``import pymoe`` loads maps, pipes and the runtime only at their first use. When that use was in the child of a
-    fork, nobody had noticed the fork, and the threads of the child met in torch's old engine.
+    """``import pymoe`` loads maps, pipes and the runtime only at their first use. If that use was in the child of a
+    fork, pymoe had not noticed the fork, and the threads of the child used torch's old engine.
     """
     script = """
     import sys
@@ -437,8 +437,8 @@ def test_a_compiled_layer_has_the_statistics_of_its_call():
 def test_a_rank_waits_at_exit_until_the_threads_of_gloo_are_idle(kind, tmp_path):
     """A rank aborted once it was done: "terminate called without an active exception".
 
-    A thread of gloo released its last tensor after Python had begun to end, and asked for the interpreter's lock. Here
-    a thread with gloo's name is still at work then, and it is cut short unless the exit waits for it.
+    A thread of gloo released its last tensor during finalization, and so requested the GIL. Here a thread with gloo's
+    name is still running at exit, and it is ended early unless the exit waits for it.
     """
     ran = run_python(
         f"""
@@ -476,8 +476,8 @@ def test_a_rank_waits_at_exit_until_the_threads_of_gloo_are_idle(kind, tmp_path)
 def test_a_forked_rank_waits_at_exit_where_its_parent_would_wait_too():
     """A rank that was forked from a process that had sharded a model did not wait for the threads of gloo at exit.
 
-    The function that asks for the wait remembered that it had been called, and a child inherits what it remembers, but
-    not the functions that multiprocessing calls at exit.
+    The function that registers the wait remembered that it had been called. A forked child inherits this flag, but not
+    the functions that multiprocessing calls at exit.
     """
     ran = run_python(
         """
@@ -500,7 +500,7 @@ def test_a_forked_rank_waits_at_exit_where_its_parent_would_wait_too():
 
 
 def test_a_map_inside_a_transform_is_exported_without_dynamo():
-    """While torch exported a model, a map asked for transforms and was told that there were none.
+    """While torch exported a model, a map did not detect the active transform.
 
     Its calls then ran in threads, in which vmap is not active, and torch refused their tensors.
     """

@@ -31,7 +31,7 @@ def stop(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("traced", [False, True], ids=["plain", "under a trace function"])
 def test_a_batch_that_raises_stop_iteration_does_not_end_an_await_with_its_value(traced: bool) -> None:
-    """Under a debugger or coverage the interpreter took the batch's exception for the result of ``await``."""
+    """Under a debugger or coverage, the interpreter mistook the batch's exception for the result of ``await``."""
     pool = TaskPool(stop, name="stop")
     with Runtime([pool]):
         before = sys.gettrace()

@@ -28,8 +28,8 @@ class Scaled(nn.Module):
 
 
 def test_an_attribute_was_a_constant_in_training_and_followed_in_evaluation():
-    """``model.scale = 5`` after ``pipeline()`` was ignored, without a word, by the capture that there was, while the
-    one for evaluation, made later, had it: nothing remembered which values of Python a capture had read.
+    """The existing capture silently ignored ``model.scale = 5`` after ``pipeline()``, while the capture for evaluation,
+    made later, used it. The Python values that a capture reads were not recorded.
     """
     model = Scaled()
     pipe = pipeline(model, (torch.randn(2, 4),), chunks=3)
@@ -44,8 +44,8 @@ SHIFT = 0.0
 
 
 def test_a_global_variable_that_changes_all_the_time_was_not_warned_of(monkeypatch):
-    """What is outside "of the model" was taken for a change of "mode", and such changes count for nothing: every step
-    captured the model again, and no warning ever said why.
+    """A text search took a change outside "of the model" for a change of "mode", which causes no warning. So every step
+    captured the model again without any explanation.
     """
 
     class Shifted(Scaled):
@@ -62,8 +62,8 @@ def test_a_global_variable_that_changes_all_the_time_was_not_warned_of(monkeypat
 
 
 def test_stochastic_depth_by_pythons_random_numbers_froze():
-    """A layer that is left out when ``random.random() < 0.5`` was in the graph for good, or not at all, and the user's
-    random numbers moved on by one. Nobody had looked at generators other than torch's.
+    """A layer that is skipped if ``random.random() < 0.5`` was always or never in the graph, and the user's random
+    stream advanced by one number. Only torch's generators were watched.
     """
 
     class Depth(Scaled):
@@ -79,8 +79,8 @@ def test_stochastic_depth_by_pythons_random_numbers_froze():
 
 
 def test_hooks_ran_once_in_the_capture_and_never_again():
-    """Forward hooks are Python, and ran when ``torch.export`` did: one registered before was called once, one
-    registered after never, and neither said so. Layers with hooks are called as they are now, and hooks are watched.
+    """Forward hooks ran only during ``torch.export``: a hook registered before was called once, and one registered
+    after it never, without a warning. Layers with hooks are now opaque calls, and hooks are watched.
     """
     for after in (False, True):
         model, log = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
@@ -95,8 +95,9 @@ def test_hooks_ran_once_in_the_capture_and_never_again():
 
 
 def test_lists_and_counters_of_a_layer_were_lost():
-    """Appending and counting in a forward happened once, in the capture, and was undone; after a warning the pipe went
-    on without it. Such a layer is now called as it is, and a whole model that does this is refused.
+    """Lists and counters that a forward changes were changed once, during the capture, and restored; after a warning
+    the pipe continued without these changes. Such a layer is now an opaque call, and a model that does this itself is
+    refused.
     """
 
     class Counting(nn.Linear):
@@ -130,8 +131,8 @@ def test_a_generator_of_its_own_was_a_cryptic_type_error():
 
 
 def test_a_remembered_result_stayed_a_tensor_without_values():
-    """A function with ``functools.lru_cache`` that a forward calls kept the FakeTensor of the capture, and the model
-    itself failed from then on.
+    """A function with ``functools.lru_cache`` that a forward calls kept a FakeTensor from the capture, so that later
+    calls of the model failed.
     """
     import functools
 
@@ -150,8 +151,8 @@ def test_a_remembered_result_stayed_a_tensor_without_values():
 
 
 def test_half_of_a_model_stayed_in_the_old_precision():
-    """``x.to(x.dtype)``, as norms of language models have it, held the dtype of the capture: after ``pipe.bfloat16()``
-    the graph computed in float32, or failed.
+    """``x.to(x.dtype)``, as in norms of language models, was fixed to the dtype of the capture: after
+    ``pipe.bfloat16()`` the graph computed in float32, or failed.
     """
 
     class Norm(nn.Module):
@@ -167,8 +168,8 @@ def test_half_of_a_model_stayed_in_the_old_precision():
 
 
 def test_boundaries_that_others_write_were_ignored():
-    """Calls of ``pymoe.pipe_split`` and of torch's own ``pipe_split`` in a graph were no boundaries, and the model
-    became one stage without a word.
+    """Calls of ``pymoe.pipe_split`` and of torch's ``pipe_split`` in a graph were ignored, so the model silently became
+    one stage.
     """
     torchs = pytest.importorskip("torch.distributed.pipelining")
 
@@ -224,9 +225,9 @@ SHARED = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}
 
 
 def test_a_capture_before_the_first_backward_pass_left_children_of_a_fork_without_gradients():
-    """``torch.export`` makes tensors without values, for which a build of torch for CUDA pretends to have a GPU on
-    machines without one. The first backward pass after it started a thread for that GPU, and torch refused every
-    backward pass in children of a fork. A build for CPUs never did.
+    """``torch.export`` makes fake tensors, for which a CUDA build of torch claims to have a GPU on machines without
+    one. The first backward pass after the export started a thread for that GPU, and from then on torch refused backward
+    passes in forked children. CPU builds were not affected.
     """
     script = """
     import warnings

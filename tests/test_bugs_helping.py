@@ -81,8 +81,8 @@ CLIENTS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_that_helps_keeps_its_state_to_itself(client: str, nested: bool) -> None:
     """A client that ran a batch while it waited ran other clients' requests under its own hooks, transforms and depth:
-    two thirds of their gradients were wrong, or failed. Context variables came along, too. A batch that waits for
-    another pool must help whatever it has switched on, and had the same effect.
+    two thirds of their gradients were wrong, or failed. Context variables were visible, too. The same happened with a
+    batch that waits for another pool, which must help in any state.
     """
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
@@ -131,7 +131,7 @@ def test_a_worker_of_parallel_calls_that_helps_keeps_its_state_to_itself() -> No
     holds, sees = TaskPool(hold, name="holds", linger=0), TaskPool(see, name="sees", linger=0)
     with Runtime([holds, sees], num_workers=1), parallel_workers(1):
         holding = holds.submit_task(torch.ones(1, 1))
-        assert taken.wait(LONG)  # so that nobody else can run the other pool's batch
+        assert taken.wait(LONG)  # so that no other thread can run the other pool's batch
         for manager in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode()):
             with manager:
                 future = run_in_background(lambda: sees.submit_task(torch.ones(1, 1)).result())

@@ -11,10 +11,10 @@ import pymoe
 @pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_buffer_that_dispatch_fills_is_known_to_have_changed(backend, raw):
-    """``dispatch(out=buffer)`` wrote to the buffer past autograd, which goes by a tensor's version.
+    """``dispatch(out=buffer)`` wrote to the buffer without increasing its version, by which autograd detects changes.
 
-    A backward pass through an earlier use of the buffer then took the new contents for the old ones, and gradients
-    were wrong without an error. Compiled with the eager backend the same held.
+    A backward pass through an earlier use of the buffer then used the new contents, so gradients were wrong without an
+    error. The same happened when compiled with the eager backend.
     """
     routing = pymoe.ops.build_routing(torch.tensor([[0, 1], [1, 0]]), 2)
     x, buffer, weight = torch.rand(2, 3), torch.ones(4, 3), torch.ones(4, 3, requires_grad=True)
@@ -83,8 +83,8 @@ def test_what_vjp_returned_is_called_after_its_transform(name):
     ids=["grad", "vmap", "functionalize", "both"],
 )
 def test_statistics_that_are_asked_for_inside_a_transform_outlive_it(transform):
-    """Statistics asked for inside a transform were computed as part of it: ``vmap`` raised, and ``grad`` left its
-    wrappers in the layer, which no ``copy.deepcopy``, pickle or numpy could read.
+    """Statistics that were read inside a transform were computed as part of it: ``vmap`` raised, and ``grad`` left
+    wrapped tensors in the layer, which ``copy.deepcopy``, pickle and numpy refuse.
     """
     torch.manual_seed(0)
     layer, x = pymoe.nn.MoE(8, 8, 4, 2), torch.randn(5, 8)

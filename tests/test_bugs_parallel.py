@@ -43,9 +43,9 @@ def cast_to_nothing(weight: nn.Linear) -> float:
 
 @pytest.mark.parametrize("helps", [False, True], ids=["on a worker", "on the thread that waits"])
 def test_a_background_call_that_outlives_its_autocast_block_leaves_no_casts_behind(helps: bool) -> None:
-    """Calls had autocast's flags set without being in a block, so nobody cleared the cache of casts at their end.
+    """Calls had autocast's flags set without being in a block, so the cache of casts was not cleared at their end.
 
-    The cache belongs to the process: layers went on with the weights of the step before.
+    The cache belongs to the process, so later layers used the weights of the previous step.
     """
     layer, x, release = nn.Linear(8, 8), torch.randn(6, 8), threading.Event()
     with parallel_workers(1):
@@ -331,9 +331,9 @@ def test_isolated_passes_in_the_words_of_older_code() -> None:
 
 @pytest.mark.parametrize("how", ["calls", "pipe"])
 def test_workers_heed_the_number_of_torchs_threads(how: str) -> None:
-    """A matrix product that a thread began with was shared by as many threads as there are processors.
+    """If a thread's first operation was a matrix product, it used as many threads as there are processors.
 
-    They spin while they wait for each other: on one processor a step of a pipe took 0.65 s instead of 0.002 s.
+    These spin while they wait for each other: on one processor, a step of a pipe took 0.65 s instead of 0.002 s.
     """
     script = """
         import os, threading, time

@@ -36,9 +36,9 @@ def train(model, forward, steps=4):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_the_casts_of_a_repeated_forward_are_those_of_its_own_weights(checkpoint):
-    """A repetition in the backward pass switched autocast on by its flag and began no level of it, so nobody threw away
-    the casts of weights that autocast keeps for the length of a level: the next forward took them for the weights, and
-    so did evaluations. Training went on with weights that were a step behind, in the default mode.
+    """A recomputation in the backward pass set autocast's flag without entering a block, so the casts of weights that
+    autocast caches within a block were not cleared. The next forward and evaluations used these casts: by default,
+    training continued with weights that were a step behind.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -73,8 +73,8 @@ def test_no_cast_of_a_weight_outlives_a_backward_pass(threads, monkeypatch):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 def test_what_a_module_keeps_of_a_checkpointed_forward_has_its_history(checkpoint, schedule):
-    """The first run of a checkpointed forward made no graph, and ``parametrize.cached()`` kept the weights that it had
-    derived: forwards that needed a graph got them without a history, and their parameters no gradients.
+    """The first run of a checkpointed forward made no graph, and ``parametrize.cached()`` cached the weights that it
+    computed. Later forwards got these weights without a history, so their parameters got no gradients.
     """
     torch.manual_seed(0)
     model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 4))).double()
@@ -116,7 +116,7 @@ class Hooked(Gradient):
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)
 @pytest.mark.parametrize("layer", [Gradient, Hooked])
 def test_a_stage_may_ask_for_gradients_and_hooks(layer, checkpoint):
-    """The first run of a checkpointed forward had gradients off: "element 0 of tensors does not require grad"."""
+    """The first run of a checkpointed forward disabled gradients: "element 0 of tensors does not require grad"."""
     torch.manual_seed(0)
     model = nn.Sequential(layer(), nn.Tanh(), layer()).double()
     plain, mine = copy.deepcopy(model), copy.deepcopy(model)
@@ -128,8 +128,8 @@ def test_a_stage_may_ask_for_gradients_and_hooks(layer, checkpoint):
 
 
 def test_ctrl_c_as_a_worker_starts_waits_for_it_and_leaves_torchs_generators(monkeypatch):
-    """An interrupt came between a worker's start and the note of it: the step returned while the worker still ran,
-    and ``torch.random`` kept the replacements of its generators.
+    """An interrupt came after a worker's start and before the start was recorded. The step returned while the worker
+    was running, and ``torch.random`` kept the replacements of its generators.
     """
 
     class Slow(nn.Linear):

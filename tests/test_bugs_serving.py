@@ -35,7 +35,7 @@ from pymoe.runtime.top import drawing
 
 
 class Asks(nn.Module):
-    """A module that uses a layer itself and also asks an expert made of the same layer."""
+    """A module that uses a layer, and also calls a served expert that consists of the same layer."""
 
     def __init__(self, layer: nn.Module, backend: ExpertBackend) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_pools_that_wait_for_each_other_say_so(count: int) -> None:
     with Runtime(pools, num_workers=count):
         futures = [pool.submit_task(torch.ones(1, 1)) for pool in pools]
         errors = [error for future in futures if (error := future.exception(LONG)) is not None]
-    assert len(errors) == 1  # after one gives up, the others go on
+    assert len(errors) == 1  # after one request failed, the others can continue
     assert isinstance(errors[0], RuntimeError)
     assert all(f"'pool {number}'" in str(errors[0]) for number in range(count))
 
@@ -119,8 +119,9 @@ class Shares(nn.Module):
 
 
 def test_outputs_in_the_same_memory() -> None:
-    """Each output was detached on its own, so autograd did not know that two shared memory: after an edit of one in
-    place the other's gradient was computed with old values. An edit of a part of a parameter changed the server's.
+    """Each output was detached separately, so autograd did not know that two outputs shared memory: after an in-place
+    edit of one, the gradient of the other was computed with old values. An edit of a returned part of a parameter
+    changed the server's parameter.
     """
     expert = Shares()
     backend = ExpertBackend(
@@ -171,7 +172,7 @@ def test_gradients_in_the_same_memory() -> None:
 
 
 def test_a_shutdown_before_start_has_returned_ends_run() -> None:
-    """``start`` forgot an earlier shutdown: ``run`` waited for another one, and ``ready`` stayed set."""
+    """``start`` discarded an earlier shutdown, so ``run`` waited for another one, and ``ready`` stayed set."""
     runtime = Runtime(TaskPool(lambda x: x, name="pool"))
     runtime._observers.start = runtime.shutdown  # type: ignore[method-assign]
     runs = threading.Thread(target=runtime.run, daemon=True)

@@ -1,4 +1,4 @@
-"""One rule applies to all options that are numbers of seconds."""
+"""Tests that all options in seconds accept and refuse the same values."""
 
 from __future__ import annotations
 

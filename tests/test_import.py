@@ -1,4 +1,4 @@
-"""``import pymoe`` loads operators and layers, but starts no thread and loads no further package."""
+"""Tests that ``import pymoe`` loads operators and layers, starts no thread, and loads no further package."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def measured():
-    """Return what an import reported."""
+    """Return the report of a process that imports pymoe."""
     command = [sys.executable, "-c", MEASURE]
     run = subprocess.run(command, cwd=Path(pymoe.__file__).parents[1], capture_output=True, text=True, check=True)
     return json.loads(run.stdout)
@@ -44,7 +44,7 @@ def test_import_starts_no_thread(measured):
 def test_import_loads_torch_and_numpy_alone(measured):
     """The import loads none of the packages that only benchmarks and examples need, such as rich or matplotlib."""
     packages = {name for name in measured["packages"] if not name.startswith("_sysconfigdata")}  # Python's own, too
-    # Nobody had asked for torch's counter of FLOPs, which looks for triton; CUDA builds of torch install triton.
+    # triton is loaded if torch's FLOP counter is imported, and CUDA builds of torch install triton.
     assert packages - set(sys.stdlib_module_names) <= {"pymoe", "torch", "triton"}
 
 

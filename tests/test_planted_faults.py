@@ -1,4 +1,4 @@
-"""Every fault that tests/mutants plants still fits the sources: its text is there exactly once."""
+"""Tests that every fault of tests/mutants fits the sources: its text must occur exactly once."""
 
 import runpy
 import sys
@@ -50,7 +50,7 @@ def test_one_that_is_not_noticed_fails_the_run(monkeypatch, tmp_path, capsys, no
 
 
 def test_a_cuda_fault_is_linked_with_the_emulated_tests_alone(tmp_path):
-    """Where all targets had been built, main.cpp.o of the plain tests came along, and no fault's tests were linked."""
+    """If all targets had been built, main.cpp.o of the plain tests was linked, too, and linking failed."""
     fault = next(fault for fault in CUDA if fault.tests == "combine")
     kernels = ("combine_cuda.cu", "combine_backward_cuda.cu")
     expected = [

@@ -1,4 +1,4 @@
-"""A run leaves out what is for longer runs, and keeps cases that represent a grid."""
+"""Tests that a run leaves out the tests of longer runs, and keeps representative cases of a grid."""
 
 import itertools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Private names of torch are tested before a result depends on them: a name that exists but does nothing raises.
+"""Tests that canaries raise if a private name of torch exists but does nothing.
 
 Each name of pymoe/_torch_private.py is exercised by a canary, or is listed in NOT_EXERCISED with the reason.
 """
@@ -188,7 +188,7 @@ def test_a_level_of_forward_mode_that_is_kept_elsewhere_is_told(function, monkey
 
 
 def test_names_are_tried_while_the_process_is_at_a_level_of_forward_mode():
-    """The first operator of a process was refused there: the canary entered a level of its own, within the other."""
+    """The first operator of a process was refused inside a dual level, since the canary entered a nested one."""
     with torch.autograd.forward_ad.dual_level():
         canaries.transforms.__wrapped__()
 
@@ -245,7 +245,7 @@ def test_what_relies_on_a_name_calls_its_canary_first(use, monkeypatch):
 
 
 def test_threads_that_try_names_at_the_same_time_do_not_disturb_each_other():
-    """A class counted the calls of all of them: a map in several threads failed now and then in its first calls."""
+    """One class counted the calls of all threads, so a map in several threads sometimes failed in its first calls."""
     failures = []
     interval = sys.getswitchinterval()
 

@@ -1,6 +1,6 @@
-"""The private names of torch that pymoe uses exist, and occur only in pymoe/_torch_private.py.
+"""Tests that the private names of torch that pymoe uses exist, and occur only in pymoe/_torch_private.py.
 
-After an update of torch the first test says what is missing: the name, and the versions in which it was last seen.
+After an update of torch, the first test reports the missing names, with the last versions that had them.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Starts an example over several processes."""
+"""Starts an example in several processes."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def torchrun(example, processes, *options):
-    """Run the example; its exit status and what it prints."""
+    """Run the example; return its exit status and its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(

@@ -1,8 +1,8 @@
-"""Runs a command beside processes that keep every core busy: tests must not depend on having the machine to themselves.
+"""Runs a command while other processes keep every core busy, since tests must also pass on a busy machine.
 
     python tests/under_load.py [--processes 12] [--rounds 3] -- COMMAND [ARGUMENT ...]
 
-The exit status is that of the first round that fails, else 0.
+The exit status is 0, or the status of the first round that fails.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import subprocess
 import sys
 import time
 
-# Each busy process also allocates and writes memory, so that caches are shared as well as cores. It ends by itself when
-# the process that started it is gone.
+# Each busy process also writes memory, so that caches are contended as well as cores. It ends after its parent.
 BUSY = """
 import os
 parent = os.getppid()
@@ -28,7 +27,7 @@ while number % 1000 or os.getppid() == parent:
 
 
 def run_under_load(command: list[str], processes: int) -> tuple[int, float]:
-    """Run ``command`` beside ``processes`` busy ones: its exit status, and the load average it ended with."""
+    """Run ``command`` beside ``processes`` busy processes; return its exit status and the load average at its end."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         status = subprocess.run(command, check=False).returncode
@@ -41,7 +40,7 @@ def run_under_load(command: list[str], processes: int) -> tuple[int, float]:
 
 
 def main() -> int:
-    """Run the rounds one after the other."""
+    """Run the rounds one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=12, help="busy processes beside the command (default: 12)")
     parser.add_argument("--rounds", type=int, default=1, help="how often the command runs (default: 1)")

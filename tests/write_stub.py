@@ -1,7 +1,7 @@
 """Writes the type stub of pymoe._runtime: ``python tests/write_stub.py [FOLDER]`` (default: the package's own folder).
 
-The stub is generated from the built module by pybind11-stubgen and laid out by ruff, so that it is equal wherever it
-is written. The compiler's version, a fact of the build, is left out.
+The stub is generated from the built module by pybind11-stubgen and formatted by ruff, so that it is the same on every
+machine. The compiler's version, which depends on the build, is left out.
 """
 
 from __future__ import annotations

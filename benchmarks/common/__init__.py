@@ -1,1 +1,1 @@
-"""Code that all benchmarks share: runs and their files, targets, pictures, and processes that answer lines of JSON."""
+"""Code that benchmarks share: runs and their files, targets, pictures, and child processes that exchange JSON lines."""

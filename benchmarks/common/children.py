@@ -1,6 +1,6 @@
-"""Processes that are asked by a line of JSON on their standard input and answer with one on their standard output.
+"""Runs child processes that answer each line of JSON on their standard input with a line on their standard output.
 
-The side of a child needs the standard library alone.
+This file imports only the standard library, since children run in other environments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ANSWER_LIMIT_S = 600.0
-"""Seconds after which a child that does not answer counts as hung; on a busy machine, starting alone takes minutes."""
+"""Maximum seconds to wait for a child's answer; on a busy machine, starting a child takes minutes."""
 
 
 class ChildError(RuntimeError):
@@ -30,8 +30,8 @@ class Child:
     Args:
         command: the program and its arguments.
         variables: variables of its environment, in addition to this process's.
-        limit: seconds that an answer may take.
-        quiet: throw away what it writes to standard error.
+        limit: maximum seconds to wait for an answer.
+        quiet: whether to discard the child's standard error.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Child:
         return self.answer()
 
     def receive(self) -> bool:
-        """Read what is there; return whether a whole line has come."""
+        """Read the available output; return whether a whole line has arrived."""
         assert self.process.stdout is not None
         part = os.read(self.process.stdout.fileno(), 1 << 16)
         if not part:
@@ -81,7 +81,7 @@ class Child:
         return b"\n" in self._received
 
     def take(self) -> Any:
-        """Return the line that has come."""
+        """Return the line that has arrived, parsed."""
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
@@ -126,9 +126,9 @@ def answers(children: Sequence[Child]) -> list[Any]:
 
 
 def serve(start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Call ``start``, and answer every request with what it returned until the input ends.
+    """Call ``start``, and answer every request with the function that it returns, until the input ends.
 
-    What libraries print goes to standard error. An exception becomes an answer that says ``"failure"``.
+    Output of libraries goes to standard error. An exception is answered by a dictionary with ``"failure"``.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

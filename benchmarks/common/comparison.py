@@ -13,13 +13,14 @@ Item = TypeVar("Item")
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the Frobenius norm of the difference divided by the norm of ``expected``; 0 only if all elements are
-    equal.
+    """Return the Frobenius norm of the difference divided by the norm of ``expected``.
+
+    The result is 0 only if all elements are equal.
     """
     if torch.equal(found, expected):
         return 0.0
     error = float((found - expected).norm() / expected.norm())
-    return sys.float_info.min if error == 0 else error  # squares of tiny differences are 0
+    return sys.float_info.min if error == 0 else error  # the squares of tiny differences underflow to 0
 
 
 def verdict(error: float, tolerance: float) -> str:

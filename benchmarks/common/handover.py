@@ -1,4 +1,4 @@
-"""The lower bound on handing work from thread to thread: the seconds until the other thread continues."""
+"""Measures the seconds that handing work from one thread to another takes at least."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def between_threads(turns: int) -> float:
 
 
 def to_worker(turns: int) -> float:
-    """Return the seconds to or from a worker of the runtime."""
+    """Return the seconds that a handover to or from a worker of the runtime takes."""
     with WorkerPool(1) as pool:
         pool.submit(int).result()
         start = time.perf_counter()

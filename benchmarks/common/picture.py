@@ -1,4 +1,4 @@
-"""Pictures of runs: panels with a common look, lines with quartiles, and a caption that names the machine."""
+"""Draws pictures of runs: panels of equal style, lines with quartiles, and a caption that names the machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Record = dict[str, Any]
 def picture(
     file: Path, rows: int, columns: int, size: tuple[float, float], title: str, result: Record, **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Give a figure and its (rows, columns) panels; write ``file`` when the block ends.
+    """Yield a figure and its (rows, columns) panels; write ``file`` when the block ends.
 
-    Raise ImportError if matplotlib is missing. ``options`` are those of :func:`matplotlib.pyplot.subplots`.
+    ``options`` are passed to :func:`matplotlib.pyplot.subplots`. Raises ImportError if matplotlib is missing.
     """
     plt = pyplot()
     figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)

@@ -1,7 +1,7 @@
-"""A run of a benchmark: its options, its record, and its files: NAME.json, NAME.md, and NAME.png where it draws one.
+"""Handles the options, the record and the files of a run: NAME.json, NAME.md and, if the run draws, NAME.png.
 
-The JSON is raw material and stays out of the repository; ``benchmarks/results/`` keeps tables and pictures of chosen
-runs, which say how they were made.
+The JSON files are not committed; ``benchmarks/results/`` holds the tables and pictures of selected runs, which state
+how they were made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parser_of(module: str, about: str) -> argparse.ArgumentParser:
 
 
 def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
-    """Return a parser for an option: names out of ``known`` with ``separator`` between them."""
+    """Return a function that parses a list of names out of ``known``, separated by ``separator``."""
     names = list(known)
 
     def parsed(text: str) -> list[str]:
@@ -49,12 +49,12 @@ def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list
 
 
 class Run:
-    """The record of a run, ``result``, which is saved as often as something has been measured.
+    """Holds the record of a run, ``result``, and saves it after each measurement.
 
     Args:
         module: the benchmark, ``benchmarks.module``.
         output: the folder for its files.
-        settings: how much is measured.
+        settings: the number of rounds and other settings.
         parts: the lists and dictionaries that the benchmark fills.
     """
 
@@ -96,7 +96,7 @@ def illustrate(result: Record, draw: Callable[[Record, Path], None], stem: Path)
 
 
 def machine(result: Record, threads: str = "one torch thread") -> str:
-    """Return what computed, for the caption of a picture."""
+    """Return the machine and the versions, for the caption of a picture."""
     facts = result["environment"]
     return f"{facts['cpu']}, {facts['cores']} cores, {threads}, torch {facts['torch']}, {facts['date'][:10]}"
 

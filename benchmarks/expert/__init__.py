@@ -1,1 +1,1 @@
-"""The parts of benchmarks/expert_parallel.py."""
+"""Parts of benchmarks/expert_parallel.py."""

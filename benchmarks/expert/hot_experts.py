@@ -1,4 +1,4 @@
-"""A skewed load on two processes, where some experts get most rows: unchanged, with clones, and with experts moved."""
+"""Measures a skewed load on two processes: with experts as they are, with clones, and with experts moved."""
 
 from __future__ import annotations
 

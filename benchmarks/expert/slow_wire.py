@@ -1,8 +1,8 @@
-"""How much of a slow wire is hidden: exchanges that take as long as a wire would, and experts that take as long as
-told.
+"""Measures how much of the time of a slow wire is overlapped with computation, using a simulated wire.
 
-A virtual wire carries one exchange of a process after another, so many rows a second, and costs no processor: an
-exchange is done at once and handed over when the wire would be done with it. Experts sleep.
+The simulated wire carries the exchanges of a process one after another, at a fixed number of rows per second. It uses
+no processor time: an exchange is done at once, and its rows are handed over when the wire would have finished. Experts
+sleep for a given time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 512, 64, 8, 2
 
 
 class Wire:
-    """A virtual wire that replaces the exchanges of this process."""
+    """Delays the exchanges of this process as a wire would."""
 
     def __init__(self, seconds_of_all: float) -> None:
         self._cost, self._free = seconds_of_all / (TOKENS * TOP_K), 0.0
@@ -46,7 +46,7 @@ class Wire:
 
 
 class Sleep(torch.autograd.Function):
-    """A function that takes a given time forward, and twice as long backward."""
+    """Sleeps for the given seconds in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, seconds: float) -> torch.Tensor:  # type: ignore[override]
@@ -61,7 +61,7 @@ class Sleep(torch.autograd.Function):
 
 
 def best(wire: float, compute: float, chunks: int) -> float:
-    """Return the shortest time in which all chunks can be sent, computed and sent back in this order."""
+    """Return the least seconds in which all chunks can be sent, computed and sent back in this order."""
     arrivals = [wire * (chunk + 1) / chunks for chunk in range(chunks)]
     clock, free = 0.0, wire
     for arrival in arrivals:
@@ -71,7 +71,7 @@ def best(wire: float, compute: float, chunks: int) -> float:
 
 
 def rank_main(rank: int, folder: str, chunks: tuple[int, ...], wire: float, compute: float, rounds: int) -> None:
-    """Measure; rank 0 writes the slower rank's median seconds of forward and backward for each number of chunks."""
+    """Measure each number of chunks; rank 0 writes the slower rank's median seconds of forward and of backward."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_wire", rank=rank, world_size=2)
     Wire(wire)

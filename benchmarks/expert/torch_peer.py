@@ -1,4 +1,4 @@
-"""The same layer in plain torch: sorting, all_to_all_single and index_add, in the steps of torchtitan's dispatcher."""
+"""Implements the same layer in plain torch: sort, all_to_all_single and index_add, as in torchtitan's dispatcher."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pymoe.nn import MoE
 
 
 class TorchExpertParallel(nn.Module):
-    """A swiglu layer's experts on the ranks of a group.
+    """A swiglu layer whose experts are sharded over the ranks of a group.
 
-    ``products="torch"`` multiplies expert by expert with ``F.linear``; ``"pymoe"`` has pymoe's grouped products and
-    activation, so that the two layers differ in how rows move alone.
+    ``products="torch"`` multiplies expert by expert with ``F.linear``; ``"pymoe"`` uses pymoe's grouped products and
+    activation, so that the layer differs from pymoe's only in how rows are moved.
     """
 
     def __init__(self, moe: MoE, group: dist.ProcessGroup, products: str) -> None:
@@ -28,7 +28,7 @@ class TorchExpertParallel(nn.Module):
         self.w_out = nn.Parameter(moe.experts.w_out.detach().chunk(self.ranks)[own.start].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, H) to (T, H)."""
+        """Map (T, H) to (T, H)."""
         gate, _ = self.router(x)
         order = torch.argsort(gate.experts.flatten(), stable=True)
         token = order // self.top_k
@@ -47,7 +47,7 @@ class TorchExpertParallel(nn.Module):
 
     @staticmethod
     def _by_expert(counts: Tensor) -> Tensor:
-        """Return an order that groups rows by expert: the rows arrive grouped by rank."""
+        """Return the order that groups by expert the rows, which arrive grouped by rank."""
         experts = torch.arange(counts.shape[1]).repeat(counts.shape[0]).repeat_interleave(counts.flatten())
         return torch.argsort(experts, stable=True)
 

@@ -1,4 +1,4 @@
-"""The work of the two processes: timed forward and backward steps of every system, in turn."""
+"""Runs in the two processes: times forward and backward steps of all systems, in turn."""
 
 from __future__ import annotations
 
@@ -103,19 +103,19 @@ def rank_main(rank: int, folder: str, cells: list[Cell], rounds: int) -> None:
 
 
 def leave() -> None:
-    """End this process, once the other is done, too.
+    """End this process, after the other one is done, without shutting down the interpreter.
 
-    An interpreter that shuts down while the many groups of a run still have threads is sometimes aborted.
+    Shutting down sometimes aborts while the threads of the run's many process groups are alive.
     """
     dist.barrier()
     os._exit(0)
 
 
 def measure(rank: int, cell: Cell, rounds: int, waits: Waits, traffic: Bytes) -> dict[str, Any]:
-    """Measure one cell: by system, a list of rounds with the seconds of steps; bytes; and how results compare.
+    """Measure one cell; return for each system its times, the bytes that it sends, and the verdict on its results.
 
-    Seconds are those of wall, of the processors of all ranks, of waits, and of all gloo's threads, which are among the
-    second.
+    The times of a round are wall seconds, processor seconds of all ranks, seconds spent waiting in exchanges, and
+    processor seconds of gloo's threads, which are included in the processor seconds.
     """
     everyone = dist.group.WORLD
     assert everyone is not None

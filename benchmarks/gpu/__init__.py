@@ -1,1 +1,1 @@
-"""The parts of gpu_report.sh."""
+"""Parts of gpu_report.sh."""

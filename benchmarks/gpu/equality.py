@@ -1,11 +1,11 @@
-"""The same calls on the device and on the emulator of the tests, compared bit for bit.
+"""Compares calls on the device bit for bit with the same calls on the tests' emulator.
 
     python -m benchmarks.gpu.equality --device cuda --output FILE.json --seconds 60
 
 A child process runs samples of every operator's specification, forward and backward, with the library whose kernels
-are the CUDA kernels compiled for the CPU (tests/cuda_on_cpu), for as long as it is given. Then the same samples run on
-the device. What a specification promises exactly must agree in every bit; how much of the rest does is counted, and it
-must lie within the specification's tolerance.
+are the CUDA kernels compiled for the CPU (tests/cuda_on_cpu), until its time is up. Then the same samples run on the
+device. Results that the specification calls exact must be equal bit for bit. Other results must lie within the
+specification's tolerance, and the number of bitwise equal ones is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from benchmarks.gpu.stages import ROOT, write_json
 
 STRIDE = 7
-"""Samples are taken with this stride, so that the ones that fit into the time are spread over all of them."""
+"""Samples are taken with this stride, so that a run that is cut short has covered all parts of the list."""
 
 
 def samples() -> Iterator[tuple[str, Any, torch.dtype, Any]]:
@@ -62,7 +62,7 @@ def results(spec: Any, sample: Any, device: torch.device) -> tuple[list[torch.Te
 
 
 def emulated(file: Path, seconds: float) -> None:
-    """Write, in the child, the results of as many samples as the time allows."""
+    """Run samples on the emulator for ``seconds``, and write the results to ``file``; called in the child process."""
     sys.path.insert(0, str(ROOT / "tests" / "cuda_on_cpu"))
     import emulated_ops  # noqa: F401, before pymoe
 
@@ -76,8 +76,8 @@ def emulated(file: Path, seconds: float) -> None:
 
 
 def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return one record per specification: how many calls and tensors were compared, how many agree bit for bit,
-    and errors.
+    """Return one record per specification: the number of compared calls and tensors, the number of bitwise equal
+    tensors, and the errors.
     """
     sys.path.insert(0, str(ROOT / "tests"))
     from specs.comparison import assert_close, assert_same_bits
@@ -109,7 +109,7 @@ def compare(kept: dict[str, Any], device: torch.device) -> dict[str, dict[str, A
 
 
 def main() -> int:
-    """Run both sides; 1 if anything is wrong."""
+    """Run and compare both sides; return 1 if any result is wrong, otherwise 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=60.0, help="once the emulator is built")

@@ -1,4 +1,4 @@
-"""Facts about a GPU machine, without its name or paths; each is queried in a process of its own, which may fail."""
+"""Collects facts about a GPU machine, without its host name or paths; each query runs in a separate process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cuda_home() -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """Return what a reader needs to judge the report."""
+    """Return the hardware, the versions and the commit, which a reader needs to judge the report."""
     found: dict[str, Any] = json.loads(output_of(sys.executable, "-c", ASK_TORCH) or '{"gpu": null, "torch": null}')
     home = cuda_home()
     version = output_of(f"{home}/bin/nvcc", "--version") if home else ""
@@ -71,5 +71,5 @@ def facts() -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """Return a GPU's name as a folder's: ``NVIDIA H200`` is ``nvidia-h200``."""
+    """Return the folder name for a GPU's name: ``nvidia-h200`` for ``NVIDIA H200``."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -1,4 +1,4 @@
-"""A small grid of calls of every kernel, forward and backward: what compute-sanitizer looks at.
+"""Calls every kernel, forward and backward, on a small grid of inputs, for compute-sanitizer to watch.
 
 python -m benchmarks.gpu.grid --device cuda --seconds 10
 """
@@ -20,7 +20,7 @@ from specs import all_specs, samples_of, with_grad
 
 
 def main() -> int:
-    """Make calls until the time is over; prints how many."""
+    """Make calls until the time is up, and print their number."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=10.0)

@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: str) -> str:
-    """Return the whole report; a stage that wrote no results gets a single line."""
+    """Return the whole report; a stage that wrote no results has no section."""
     lines = [f"# pymoe on {machine['gpu'] or 'a machine without a GPU'}", "", *about(machine)]
     if note:
         lines += ["", note]
@@ -37,7 +37,7 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
 
 
 def about(machine: Record) -> Iterator[str]:
-    """Yield the machine in a list."""
+    """Yield list items that describe the machine."""
     smi = machine.get("nvidia_smi") or {}
     after = machine.get("nvidia_smi_after") or {}
     if machine.get("device") == "cpu":
@@ -139,7 +139,7 @@ def rates(folder: Path) -> Iterator[str]:
 
 
 def parts(folder: Path) -> Iterator[str]:
-    """Yield what benchmarks.gpu.parts measured and counted."""
+    """Yield the results of benchmarks.gpu.parts."""
     found = read_json(folder / "parts.json") or {}
     if "router" in found:
         tokens, hidden, experts = found["router"]["shape"]
@@ -160,7 +160,7 @@ NUMBERS += ", over torch in graphs"
 
 
 def bench(file: Path) -> Iterator[str]:
-    """Yield the lines of a run of pymoe.bench."""
+    """Yield the results of a run of pymoe.bench."""
     from pymoe.bench.report import correctness, target, time_with_spread, times
 
     result = read_json(file)

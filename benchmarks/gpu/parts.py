@@ -1,11 +1,11 @@
-"""The router's product in its ways, and the kernels that a layer launches, counted.
+"""Times the router's product, and counts the kernels that a layer launches.
 
     python -m benchmarks.gpu.parts --device cuda --output FILE.json
 
-The router multiplies x (4096, 7168) by its weight (256, 7168), both bfloat16, to float32 logits: as the layer does it,
-and as casts to float32 and a float32 product; forward, and forward and backward, in turns. The launches of a bfloat16
-layer's forward and backward are those that torch's profiler sees on the GPU; on the CPU, where nothing is launched, the
-operators that the layer calls are counted in their place.
+The router multiplies x (4096, 7168) by its weight (256, 7168), both bfloat16, to float32 logits. The layer's product is
+compared with casts to float32 followed by a float32 product, forward only, and forward with backward, in turns. The
+launches of a bfloat16 layer's forward and backward are counted by torch's profiler. On the CPU, which launches no
+kernels, the operators that the layer calls are counted instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VIEWS = {
 
 
 def router_product(device: torch.device, budget: float) -> dict[str, Any]:
-    """Time the product; return microseconds with their spread, and the error of the logits compared with float64."""
+    """Time the product; return microseconds with quartiles, and the largest error of the logits against float64."""
     tokens, hidden, experts = GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
     torch.manual_seed(0)
     router = Router(hidden, experts, 8, device=device, dtype=torch.bfloat16)
@@ -68,7 +68,7 @@ def router_product(device: torch.device, budget: float) -> dict[str, Any]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that are called inside the context, except those that launch nothing."""
+    """Counts the operators that are called inside the context, except :data:`VIEWS`."""
 
     def __init__(self) -> None:
         super().__init__()

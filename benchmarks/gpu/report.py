@@ -1,4 +1,4 @@
-"""The stages of ``benchmarks/gpu_report.sh``; benchmarks/README.md describes the files that it writes."""
+"""Runs the stages of ``benchmarks/gpu_report.sh``; benchmarks/README.md describes the files that it writes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     stages = [one for one in all_stages(options.device, machine, folder) if chosen(one.name, options.stages)]
     limit = options.limit or LIMIT[options.device]
-    if options.device == "cpu":  # a rehearsal shares its machine with others: one stage may take all of its time
+    if options.device == "cpu":  # the machine may be busy, so one stage may take all of the time
         stages = [replace(one, most=limit) for one in stages]
     outcomes = run_stages(stages, folder, limit - (time.monotonic() - start), reserve=5.0)
     machine["seconds"] = round(time.monotonic() - start, 1)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="gpu_report.sh", description="Build, prove and measure pymoe on a GPU.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a quick run of the same stages")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"for everything (default: {LIMIT})")
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_folder(device: str, machine: dict[str, Any]) -> Path:
-    """Return the default folder: results from a GPU are kept, those of a rehearsal on the CPU are not."""
+    """Return the default folder: one for each GPU, and one that all runs on the CPU overwrite."""
     if device == "cuda" and machine["gpu"]:
         return ROOT / "build" / f"gpu_{slug(machine['gpu'])}"
     return ROOT / "build" / "gpu_report"

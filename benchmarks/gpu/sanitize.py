@@ -1,9 +1,9 @@
-"""compute-sanitizer over a small grid of calls, each of its tools with a planted fault first.
+"""Runs compute-sanitizer's tools on a small grid of calls, after checking each tool on a planted fault.
 
     python -m benchmarks.gpu.sanitize --output FILE.json --seconds 80
 
-A tool that does not report its planted fault (gpu/canary.cu) does not work on this machine, and says nothing about
-pymoe's kernels. Reports are counted apart for pymoe's kernels and for others in the process: torch's own.
+A tool that does not report its planted fault (gpu/canary.cu) does not work on this machine, and its silence proves
+nothing about pymoe's kernels. Reports on pymoe's kernels and on other kernels, such as torch's, are counted separately.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def reports(text: str) -> list[str]:
 
 
 def is_of_pymoe(report: str) -> bool:
-    """Return whether it is about a kernel of pymoe or, if it is about no kernel, about a call that pymoe made.
+    """Return whether a report is about a kernel of pymoe or, if it names no kernel, about a call that pymoe made.
 
-    A kernel of torch's that pymoe launched has pymoe among the callers below it.
+    The host backtrace is ignored for kernels, since pymoe also launches torch's kernels.
     """
     found = report.split("Saved host backtrace")[0]
     return "pymoe" in (found if " at " in found else report)
 
 
 def judge(tool: str, canary: str, grid_status: int | None, grid: str) -> dict[str, Any]:
-    """Return what the two runs of a tool mean."""
+    """Return the result of a tool, from the outputs of its runs on the canary and on the grid."""
     planted = [one for one in reports(canary) if f"pymoe_canary_{tool}" in one]
     if not planted:
         tail = [scrubbed(line) for line in canary.splitlines()[-5:]]

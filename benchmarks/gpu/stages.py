@@ -1,7 +1,7 @@
-"""Stages of a long report, run one after another, each in a process of its own, under one clock.
+"""Runs the stages of a long report one after another, each in a separate process, within one time limit.
 
-A stage may fail, hang or end its process: what came before is written already, and what comes after still runs. Each
-stage has time reserved for it, so that a slow one cannot starve those that follow; what others left over it may use.
+If a stage fails, hangs or crashes, the results of earlier stages are already written and later stages still run. Each
+stage has reserved time, so that a slow stage cannot starve later ones, and may also use time that earlier stages left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSED, FAILED, TIMED_OUT, DID_NOT_RUN = "passed", "failed", "timed out", "did n
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, which writes its results to a file of its own as it goes."""
+    """One command, which writes its results to its own file while it runs."""
 
     name: str
     about: str
@@ -36,7 +36,7 @@ class Stage:
     reserved: float
     """Seconds that are reserved for this stage."""
     most: float
-    """Most seconds that this stage may take if others left time over."""
+    """Maximum seconds that this stage may take if earlier stages left time."""
     after: tuple[str, ...] = ()
     """Stages that must pass before this one can run."""
     missing: str = ""
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass
 class Outcome:
-    """How a stage went."""
+    """The result of a stage."""
 
     stage: str
     about: str
@@ -77,7 +77,7 @@ def run_stages(stages: Sequence[Stage], folder: Path, limit: float, reserve: flo
 
 
 def refused(stage: Stage, before: Sequence[Outcome], allowed: float) -> Outcome | None:
-    """Return the outcome of a stage that is not even started."""
+    """Return the outcome of a stage that cannot be started; None if it can."""
     reason = stage.missing
     status = {outcome.stage: outcome.status for outcome in before}
     for name in stage.after:
@@ -173,7 +173,7 @@ def scrubbed_value(value: Any) -> Any:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write ``value`` whole or not at all."""
+    """Write ``value`` atomically, with the machine's name and paths removed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".unfinished")
     unfinished.write_text(json.dumps(scrubbed_value(value), indent=1) + "\n")
@@ -181,7 +181,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """Return what a stage wrote, or None."""
+    """Return the value in a JSON file; None if the file is missing or malformed."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):

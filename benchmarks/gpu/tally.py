@@ -1,4 +1,4 @@
-"""A pytest plugin that writes what tests came to as they end, so that a run that is cut off has counted what it did.
+"""A pytest plugin that writes the counts of outcomes during the run, so that they survive a run that is cut off.
 
 TALLY=FILE.json python -m pytest -p benchmarks.gpu.tally ...
 """
@@ -23,13 +23,13 @@ worker = False
 
 
 def keep(finished: bool) -> None:
-    """Write the counts."""
+    """Write the counts and the first failures to the file that ``TALLY`` names."""
     result = {"counts": dict(counts), "finished": finished, "failures": failures[:MOST_FAILURES]}
     write_json(Path(os.environ["TALLY"]), result)
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the tally; with pytest-xdist, only the controlling process counts, for all workers."""
+    """Find out the role of this process: with pytest-xdist, only the controller counts, for all workers."""
     global worker
     worker = hasattr(config, "workerinput")
 

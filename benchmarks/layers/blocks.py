@@ -1,4 +1,4 @@
-"""The expert blocks that are measured: the sizes of published models, built by transformers with random weights.
+"""Builds the expert blocks to measure: transformers' blocks in the sizes of published models, with random weights.
 
 Legend: T tokens, H hidden, F ffn of one expert, E experts, K choices (experts per token), S = T * K slots.
 """
@@ -18,9 +18,9 @@ from benchmarks.peers import LeftOut
 from pymoe.nn import MoE
 
 PATTERN = 1_048_573
-"""Count of random numbers, which the weights repeat; it is prime, so that no two experts have the same weights."""
+"""Number of random numbers, which the weights repeat; it is prime, so that no two experts have the same weights."""
 COPIES = 3
-"""How many copies of the float32 weights must fit into a run's memory: weights, gradients, quantised copies."""
+"""Number of copies of the float32 weights that must fit into memory: weights, gradients and quantised copies."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class Block:
 def of_transformers(
     model: str, config: str, sparse: str, ffn: str, experts: str, **options: Any
 ) -> Callable[[Block], nn.Module]:
-    """Return what builds a block of transformers.
+    """Return a function that builds a block of transformers.
 
     Args:
         model: the package of transformers.models.
         config: the class of its configuration.
         sparse: the class of the block.
-        ffn: what the configuration calls F.
-        experts: what it calls E.
-        options: more of the configuration.
+        ffn: the configuration's name for F.
+        experts: the configuration's name for E.
+        options: further options of the configuration.
     """
 
     def build(block: Block) -> nn.Module:
@@ -132,7 +132,7 @@ TINY = {
     f"tiny-{name}": replace(one, title=f"tiny {one.title}", hidden=64, ffn=32, experts=16, choices=min(one.choices, 4))
     for name, one in BLOCKS.items()
 }
-"""The same blocks in a tiny size, for trying things out."""
+"""The same blocks in a tiny size, for quick runs."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Built:
 
     @property
     def touched(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return the two weights, (E, ., .) each; a token reads the parts that belong to its experts."""
+        """Return both weights of the experts, (E, ., .) each; a token reads the parts that belong to its experts."""
         return self.experts.gate_up_proj, self.experts.down_proj
 
 
@@ -217,10 +217,10 @@ def fill(parameter: Tensor, pattern: Tensor, scale: float) -> None:
 
 
 def as_moe(one: Built) -> MoE:
-    """Return the layer of pymoe that computes the same, on the very parameters of ``one``.
+    """Return the equivalent layer of pymoe, which shares the parameters of ``one``.
 
     Raises:
-        LeftOut: no option of the layer does.
+        LeftOut: no options of the layer compute the block.
     """
     block, options = one.block, one.block.options
     if options is None:

@@ -1,5 +1,6 @@
-"""Measures one case: a block, a dtype and a number of tokens, with all contenders in turns, next to limits and
-exact values.
+"""Measures one case: a block, a dtype and a number of tokens.
+
+All contenders are timed in turns, and compared with lower bounds on the time and with exact results.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from pymoe.bench.timing import Timer, Timing, measure
 
 Record = dict[str, Any]
 MODES: Mapping[str, tuple[int, ...]] = {"decode": (1, 4, 16), "prefill": (128, 512, 2048), "train": (512,)}
-"""Tokens of a call."""
+"""Numbers of tokens of a call, by mode."""
 MOST_DECODED = 64
 """Most tokens for which a call counts as decoding."""
 TIMES_THE_CACHE = 4
-"""The inputs of decoding together read this many times the cache, counted in the smallest weights (4 bits)."""
+"""All inputs of decoding together read this many times the size of the cache, even in 4-bit weights."""
 MOST_INPUTS = 24
 
 
@@ -43,14 +44,14 @@ class Effort:
     """Seconds per case for all contenders together, after warm-up."""
     rounds: tuple[int, int] = (3, 60)
     limit: float = 20.0
-    """If the first call takes more seconds, it is the only one that is timed; in training, the second is."""
+    """If the first call takes more seconds, only that call is timed; in training, only the second one."""
 
 
 @dataclass(frozen=True)
 class AfterOne:
-    """Takes the time of calls that follow one of the same contender.
+    """Times calls after one untimed call of the same contender.
 
-    The memory of gradients is then in pages of the size that this contender asks for, whoever stepped before it.
+    The memory of gradients then already has the page size that this contender causes, whichever one ran before.
     """
 
     timer: Timer
@@ -66,19 +67,19 @@ class AfterOne:
 
 
 def tokens_of(mode: str, chosen: tuple[int, ...]) -> list[int]:
-    """Return the numbers of tokens for a mode: its defaults, or the ones in ``chosen`` that suit the mode."""
+    """Return the numbers of tokens for a mode: its defaults, or all in ``chosen`` that suit the mode."""
     if not chosen:
         return list(MODES[mode])
     return [tokens for tokens in chosen if (tokens <= MOST_DECODED) == (mode == "decode")]
 
 
 def run_case(plan: Plan, mode: str, effort: Effort) -> Record:
-    """Measure everyone and judge their results on the first input.
+    """Measure all contenders, and check their results for the first input.
 
     Returns:
-        A record for the report and for JSON: what was asked, the time of the limits, and a row for each contender with
-        its relative error, its time, how many times as fast as the best of transformers it is (``speed_up``), and the
-        share of each limit that it reaches (``of``).
+        A record for the report and for JSON: the case, the times of the limits, and a row for each contender with its
+        relative error, its time, its speed-up over the best of transformers (``speed_up``), and the share of each limit
+        that it reaches (``of``).
     """
     one, block, train = plan.one, plan.one.block, plan.train
     load = os.getloadavg()[0]
@@ -201,8 +202,10 @@ def timed(
     train: bool,
     effort: Effort,
 ) -> dict[str, Timing]:
-    """Time contenders and limits in turns; time contenders marked ``apart`` separately, and the slowest by their
-    first call.
+    """Time contenders and limits in turns.
+
+    Contenders in ``apart`` are timed separately. For a contender whose first call exceeds the limit, that call is the
+    result.
     """
     timer = AfterOne(effort.timer) if train else effort.timer
     slow = {name for name, took in first.items() if took > effort.limit}

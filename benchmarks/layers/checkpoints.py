@@ -17,8 +17,7 @@ from torch import Tensor
 def write_qwen3_moe(
     folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 8
 ) -> int:
-    """Write random bfloat16 weights of a Qwen3-MoE: one tensor per expert, one file per layer, one layer in memory at a
-    time.
+    """Write random bfloat16 weights of a Qwen3-MoE, with one file per layer, holding one layer in memory at a time.
 
     Returns:
         The bytes of all weights.
@@ -149,10 +148,10 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 class AnonymousMemory:
-    """The most anonymous memory that this process had inside a ``with``, above what it had before: mapped files are
-    none, as the system takes their pages back when it needs them.
+    """Measures the peak of this process's anonymous memory inside a ``with`` block, relative to its start.
 
-    A thread reads it every millisecond, so that a peak may have been missed, and nothing is seen that was not there.
+    Mapped files do not count, since the system reclaims their pages when it needs them. A thread samples the memory
+    every millisecond, so the result may be lower than the true peak, and is never higher.
     """
 
     def __enter__(self) -> AnonymousMemory:
@@ -199,8 +198,8 @@ def load(
     """Load a model by one of :data:`WAYS` and have it compute one token.
 
     Returns:
-        The model, and what that took: seconds to load and to the end of the first forward, bytes of anonymous memory at
-        the peak and at the end, and bytes of packed weights.
+        The model, and a record: seconds to load and to the end of the first forward, bytes of anonymous memory at the
+        peak and at the end, and bytes of packed weights.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""Who computes a block: transformers' implementations of experts, pymoe's, quantised ones and KTransformers'.
+"""Builds the contenders: transformers' implementations of experts, pymoe's, quantised ones and KTransformers'.
 
-All share the block's weights (quantised and repacked ones are copies of them). One that is not installed, would take
-too much memory or fails is an :class:`~benchmarks.peers.Absent` with the reason.
+All share the block's weights, except quantised and repacked ones, which hold copies. A contender that is not installed,
+needs too much memory or fails becomes an :class:`~benchmarks.peers.Absent` with the reason.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ KT_KERNEL = "kt-kernel"
 SHARE_OF_MEMORY = 1 / 3
 """The share of free memory that copies of weights may take."""
 MOST_WRITTEN = 24e9
-"""Most bytes that a training step of eager may write to gradients."""
+"""Maximum bytes that a training step of eager may write to gradients."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 QUANTISED_TOLERANCE = {8: 0.1, 4: 0.3}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An implementation that computes the block."""
+    """An implementation of the block."""
 
     name: str
     forward: Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Plan:
-    """The task that every contender is given."""
+    """The case that every contender computes."""
 
     one: Built
     tokens: int
@@ -65,7 +65,7 @@ Maker = Callable[[], Contender]
 
 
 def contenders(plan: Plan) -> Iterator[Contender | Absent]:
-    """Yield everyone, in the order of the table."""
+    """Yield all contenders, in the order of the table."""
     makers: dict[str, Maker] = {name: partial(of_transformers, plan, name) for name in TRANSFORMERS}
     makers[PYMOE[0]] = partial(in_transformers, plan)
     makers[PYMOE[1]] = partial(whole_layer, plan)
@@ -97,7 +97,7 @@ def of_transformers(plan: Plan, name: str) -> Contender:
 
 
 def in_transformers(plan: Plan) -> Contender:
-    """Return the experts of pymoe behind the router of transformers."""
+    """Return the block of transformers, with its own router and pymoe's experts."""
     importlib.import_module("pymoe.integrations.transformers")
     one = plan.one
     return Contender(PYMOE[0], one.under("pymoe"), one.module, one.choice, TOLERANCE[one.dtype])
@@ -110,7 +110,7 @@ def whole_layer(plan: Plan) -> Contender:
 
 
 def quantised(plan: Plan, bits: int) -> Contender:
-    """Return the layer with quantised experts; if no layer matches, the block behind transformers' router."""
+    """Return the layer with quantised experts or, if no layer is equivalent, the block with quantised experts."""
     name, tolerance = f"pymoe int{bits}", QUANTISED_TOLERANCE[bits]
     layer: nn.Module
     if plan.one.block.options is None:
@@ -126,7 +126,7 @@ def quantised(plan: Plan, bits: int) -> Contender:
 
 
 def kt_kernel(plan: Plan) -> Contender:
-    """Return KTransformers' experts behind the router of transformers."""
+    """Return the block of transformers, with its own router and KTransformers' experts."""
     if plan.processor_time:
         raise LeftOut("its threads wait by computing, which processor time would count")
     one = plan.one
@@ -141,12 +141,12 @@ def kt_kernel(plan: Plan) -> Contender:
 
 
 def pymoe_layer(plan: Plan) -> pymoe_nn.MoE:
-    """Return the layer on the block's parameters, in the mode that is measured."""
+    """Return the equivalent layer, which shares the block's parameters, in the mode to measure."""
     return as_moe(plan.one).train(plan.train)
 
 
 def choice_of(layer: pymoe_nn.MoE) -> Choice:
-    """Return how a layer of pymoe chooses."""
+    """Return a function that returns the experts and weights that a layer of pymoe chooses."""
 
     def choice(x_TH: Tensor) -> tuple[Tensor, Tensor]:
         gate, _ = layer.router(x_TH)

@@ -1,8 +1,8 @@
-"""What a block computes, exactly enough to judge others by: float64 for float32 blocks, float32 for 16-bit ones.
+"""Computes reference results of a block: in float64 for float32 blocks, in float32 for 16-bit blocks.
 
-Rows of the output and of the gradient of the input are computed for a sample of tokens, gradients of weights for a
-sample of experts, since whole blocks in float64 would not fit. The choice of experts is the contender's own: in 16 bits
-routers that round otherwise choose otherwise, which is no error of the experts.
+Rows of the output and of the input's gradient are computed for a sample of tokens, and gradients of weights for a
+sample of experts, since a whole block in float64 would not fit into memory. Each contender is checked with its own
+choice of experts: in 16 bits, routers that round differently choose differently, which is no error of the experts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Sample:
     """For each compared expert, the gradients of ``gate_up_proj`` and ``down_proj``."""
 
     def error(self, output: Tensor, grad_x: Tensor | None = None, grads: tuple[Tensor, Tensor] | None = None) -> float:
-        """Return the largest relative error: Frobenius norm of the difference over that of the exact values.
+        """Return the largest relative error: the Frobenius norm of a difference divided by the exact values' norm.
 
         Args:
-            output: (T, H) of all tokens.
-            grad_x: (T, H) of all tokens, in training.
-            grads: gradients of all of ``gate_up_proj`` and ``down_proj``, in training.
+            output: the output of all tokens, (T, H).
+            grad_x: the input gradients of all tokens, (T, H); only in training.
+            grads: the whole gradients of ``gate_up_proj`` and ``down_proj``; only in training.
         """
         pairs = [(output[self.tokens], self.output)]
         if self.grad_x is not None:
@@ -85,7 +85,7 @@ def sample(one: Built, choice: Choice, x: Tensor, grad: Tensor | None = None) ->
 
 
 def mixture(one: Built, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return (T, H): every token passed through its experts, one expert at a time, and through the shared ones."""
+    """Return the block's output, (T, H), computed one expert at a time, including the shared expert."""
     output = torch.zeros_like(x)
     for expert in index.unique().tolist():
         token, place = (index == expert).nonzero(as_tuple=True)

@@ -1,7 +1,7 @@
-"""KTransformers' CPU experts (kt-kernel on PyPI) as a contender: bf16, gated by silu, inference.
+"""Runs KTransformers' CPU experts (kt-kernel on PyPI): bf16, swiglu, inference only.
 
-Its extension is loaded by path: importing the package would ask for more than its kernels need. The weights are
-repacked by it, so that it holds copies of them.
+The extension is loaded by its path, since importing the package requires more than its kernels need. It repacks the
+weights, and so holds copies of them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ VARIANTS = {
     "avx512_bf16": ({"avx512_bf16"}, "AMXBF16_MOE"),
     "avx2": ({"avx2"}, "AVX2BF16_MOE"),
 }
-"""Builds of the extension, widest first: the processor flags that each needs, and the class that multiplies bf16."""
+"""Builds of the extension, preferred first: the processor flags that each needs, and its class for bf16 experts."""
 
 
 class KtExperts:
-    """The experts of a block, on as many threads as torch has.
+    """The experts of a block, run by kt-kernel on as many threads as torch uses.
 
     Raises:
         ImportError: the wheel is not installed, or has no build for this processor.
-        LeftOut: it does not compute such blocks.
+        LeftOut: kt-kernel does not support the block.
     """
 
     def __init__(self, one: Built) -> None:
@@ -61,7 +61,7 @@ class KtExperts:
         self.cpu.sync()
 
     def __call__(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return (T, H)."""
+        """Return the experts' output, (T, H)."""
         index, weights = index_TK.long().contiguous(), weights_TK.float().contiguous()
         output = torch.empty_like(x_TH)
         count = torch.tensor([len(x_TH)], dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""What no implementation can be faster than: reading every touched weight once, and the same operations in one product.
+"""Measures lower bounds on the time of a block: reading every touched weight once, and dense products of equal size.
 
-A read is a reduction, which writes nothing. Which of torch's reductions streams fastest depends on the machine and on
-the threads, so it is measured (:func:`fastest_reader`) before anything else is.
+Weights are read by a reduction, which writes almost nothing. The fastest of torch's reductions depends on the machine
+and the number of threads, so :func:`fastest_reader` measures all of them first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.layers.blocks import Built
 from pymoe.bench.timing import Timer, measure
 
 READ_BYTES = 1 << 29
-"""Read to find the bandwidth, in parts of :data:`PART_BYTES`."""
+"""Bytes to read when measuring the bandwidth, in parts of :data:`PART_BYTES`."""
 PART_BYTES = 1 << 24
 COLUMNS = 1 << 14
 Reader = Callable[[Tensor], object]
@@ -41,7 +41,7 @@ READERS: Mapping[str, Reader] = {
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The fastest way to read memory that is in no cache."""
+    """The fastest way to read memory that is not in a cache."""
 
     name: str
     """The reader's name in :data:`READERS`."""
@@ -50,12 +50,12 @@ class Bandwidth:
 
     @property
     def reader(self) -> Reader:
-        """Return the reduction."""
+        """Return the fastest reduction."""
         return READERS[self.name]
 
 
 def fastest_reader(timer: Timer, total: int = READ_BYTES, budget: float = 2.0) -> Bandwidth:
-    """Measure all readers over ``total`` bytes, on as many threads as torch has."""
+    """Measure all readers on ``total`` bytes, with as many threads as torch uses."""
     part = min(PART_BYTES, total)
     memory = torch.zeros(total // part, part // 8, dtype=torch.int64).fill_(0x3C003C003C003C00)
 
@@ -70,7 +70,7 @@ def fastest_reader(timer: Timer, total: int = READ_BYTES, budget: float = 2.0) -
 
 
 def weights_read(one: Built, index: Tensor) -> list[Tensor]:
-    """Return the weights that tokens with the choices ``index`` (T, K) read, as vectors of int64, each once."""
+    """Return the weights that tokens with the choices ``index`` (T, K) read, each once, as vectors of int64."""
     found = [weight.detach()[expert] for expert in index.unique().tolist() for weight in one.touched]
     if one.block.shared:
         found += [weight.detach() for weight in one.module.shared_experts.parameters()]
@@ -84,9 +84,10 @@ def read(reader: Reader, memory: Sequence[Tensor]) -> None:
 
 
 def dense_products(one: Built, tokens: int, train: bool) -> Callable[[], None]:
-    """Return the products of the block, had it one expert for all slots, into memory that is there already.
+    """Return a function that computes the products of a block with a single expert for all slots.
 
-    Forward two products, in training also the two gradients of each. No routing, no activation, contiguous operands.
+    There are two products forward and, in training, two more for the gradients of each. Operands are contiguous,
+    outputs are allocated beforehand, and there is no routing and no activation.
     """
     block = one.block
     slots = tokens * (block.choices + block.shared)

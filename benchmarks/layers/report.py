@@ -1,4 +1,4 @@
-"""Targets and tables of ``python -m benchmarks.model_layers``, from its records."""
+"""Computes the targets and tables of ``python -m benchmarks.model_layers`` from its records."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pymoe.bench.report import Table, time_with_spread
 
 Record = dict[str, Any]
 SPEED_UP = 1.0
-"""Least speed-up over the best of transformers' implementations, in every case."""
+"""Minimum speed-up over the best of transformers' implementations, in every case."""
 OF_READ = 0.75
-"""Decoding: least ratio of the time for reading every touched weight once to pymoe's time."""
+"""Decoding: minimum ratio of the time for reading every touched weight once to pymoe's time."""
 OF_MM = ((64.0, 0.9), (8.0, 0.65))
-"""Prefill and training: pairs of rows per expert and the least ratio of the time in dense ``torch.mm`` to pymoe's
+"""Prefill and training: pairs of rows per expert and the minimum ratio of the time of dense ``torch.mm`` to pymoe's
 time.
 """
 QUANTISED = {"pymoe int8": 2.5, "pymoe int4": 3.5}
-"""Decoding: least speed-up of each quantised layer over pymoe in float32."""
+"""Decoding: minimum speed-up of each quantised layer over pymoe in float32."""
 CLOCKS = {
     "wall": "Wall time, all threads",
     "cpu": "Processor time, one thread on one core",
@@ -40,7 +40,7 @@ def row_of(case: Record, *names: str) -> Record | None:
 
 
 def ours(case: Record) -> Record | None:
-    """Return the row that the targets apply to: pymoe behind transformers' router or, without such a row, the whole
+    """Return the row that the targets apply to: pymoe's experts in transformers' block or, without such a row, pymoe's
     layer.
     """
     return row_of(case, *PYMOE)
@@ -61,7 +61,7 @@ def over_fp32(case: Record, cases: list[Record], name: str) -> float | None:
 
 
 def missed(case: Record, cases: list[Record]) -> list[str]:
-    """Return what a case should have reached and did not, in words."""
+    """Return the targets that a case missed, in words."""
     found = [f"{row['name']} is WRONG" for row in case["rows"] if row["verdict"] != "close"]
     row = ours(case)
     if row is None:
@@ -87,7 +87,7 @@ def wanted_share(case: Record) -> float | None:
 
 
 def markdown(result: Record) -> str:
-    """Return everything as Markdown."""
+    """Return the report as Markdown."""
     lines = [*paragraphs(result)]
     cases = result["cases"]
     for clock, title in CLOCKS.items():
@@ -101,7 +101,7 @@ def markdown(result: Record) -> str:
 
 
 def paragraphs(result: Record) -> list[str]:
-    """Return what was measured, on what and how."""
+    """Return the introduction: the commands, the machine, the method and the memory's bandwidth."""
     facts, runs = result["environment"], result["runs"]
     made = " and ".join(f"`{command}`" for command in dict.fromkeys(run["command"] for run in runs))
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
@@ -125,7 +125,7 @@ def paragraphs(result: Record) -> list[str]:
 
 
 def call_of(case: Record) -> str:
-    """Return what a case asks for."""
+    """Return the mode and the number of tokens of a case, in words."""
     return f"{case['mode']} T {case['tokens']}"
 
 
@@ -157,12 +157,12 @@ def summary(cases: list[Record]) -> Table:
 
 
 def times(value: float | None) -> str:
-    """Return a speed-up."""
+    """Return a speed-up as text."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def share(row: Record | None, limit: str) -> str:
-    """Return the share of a limit that a contender reaches."""
+    """Return the share of a limit that a contender reaches, as text."""
     found = row["of"].get(limit) if row else None
     return f"{100 * found['median']:.0f} % of {limit}" if found else "-"
 
@@ -194,7 +194,7 @@ def cell(row: Record | None) -> str:
 
 
 def left_out(cases: list[Record]) -> list[str]:
-    """Return who was left out, why and where."""
+    """Return lines about the contenders that were left out, with reasons and cases."""
     places: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         for one in case["absent"]:

@@ -1,4 +1,4 @@
-"""The calls, and ways to make many of them with a backward pass."""
+"""Defines the calls, and the ways to run many of them with a backward pass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pymoe
 
 FORWARD_SLEEP, BACKWARD_SLEEP = 0.02, 0.04
 SIZE = 512
-"""Rows and columns of the matrices that are multiplied."""
+"""Number of rows and of columns of the multiplied matrices."""
 WIDTH = 8
-"""Elements of a tiny tensor."""
+"""Number of elements of a tiny tensor."""
 LOOP, AUTOGRAD, PYMOE = "serial loop", "plain autograd", "pymoe map"
 
 
 class Waits(torch.autograd.Function):
-    """A product that sleeps in both passes, as if another machine computed it."""
+    """Computes an elementwise product and sleeps in both passes, as if another machine computed it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Waits(torch.autograd.Function):
 
 
 class Tiny(torch.autograd.Function):
-    """A product of a few numbers."""
+    """Computes an elementwise product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -53,21 +53,21 @@ class Tiny(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a call does."""
+    """A kind of call, and how it is measured."""
 
     name: str
     about: str
     function: Any
     shape: tuple[int, ...]
     workers: int | None
-    """Number of workers; None is the default, under which the pool gets more threads while calls wait."""
+    """Number of workers; with None, the default, the pool starts more threads while calls wait."""
     repeats: int
-    """Number of consecutive passes behind one value."""
+    """Number of consecutive passes whose mean is one value."""
     rounds: int
-    """Most values behind a median: short passes need more, as they are disturbed most."""
+    """Maximum number of values per median; short passes need more, since they are disturbed most."""
 
     def arguments(self, calls: int) -> list[tuple[Tensor, Tensor]]:
-        """Return for every call a tensor of its own, and the weight that all share."""
+        """Return a tensor for each call, together with the weight that all calls share."""
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(self.shape, generator=generator, requires_grad=True)
         return [(torch.randn(self.shape, generator=generator, requires_grad=True), weight) for _ in range(calls)]
@@ -95,7 +95,7 @@ Backward = Callable[[Outputs, Sequence[Tensor]], None]
 
 @dataclass(frozen=True)
 class System:
-    """A way to make calls: all forward passes, then all backward passes; gradients end up in ``.grad``."""
+    """A way to run calls: all forward passes, then all backward passes, which write gradients to ``.grad``."""
 
     name: str
     about: str
@@ -104,13 +104,13 @@ class System:
 
 
 def one_by_one(function: Any, calls: Sequence[tuple[Tensor, ...]]) -> Outputs:
-    """Run call after call."""
+    """Run one call after another."""
     call = getattr(function, "apply", function)
     return [call(*args) for args in calls]
 
 
 def backward_one_by_one(outputs: Outputs, grads: Sequence[Tensor]) -> None:
-    """Run one backward pass after the other."""
+    """Run one backward pass after another."""
     for output, grad in zip(outputs, grads, strict=True):
         output.backward(grad)
 

@@ -56,8 +56,9 @@ def times_table(result: Record, kind: str) -> Table:
 
 
 def overhead_table(result: Record) -> Table:
-    """Return the microseconds that the map adds to each tiny call; processor times are hardly affected by other
-    work.
+    """Return the microseconds that the map adds to each tiny call.
+
+    Processor time is given too, since other programs hardly affect it.
     """
     rows = [
         [str(record["calls"]), *(spread_of(record[one], "{:.1f}", 1e6) for one in PASSES + BY_PROCESSOR)]
@@ -69,7 +70,7 @@ def overhead_table(result: Record) -> Table:
 
 
 def floor(result: Record) -> str:
-    """Return what a hand-over between threads costs."""
+    """Return a sentence about the cost of a handover between threads."""
     one = result["handover"]
     return (
         f"A bare hand-over from thread to thread takes {seconds(one['python']['median'])} between two Python threads "

@@ -1,4 +1,4 @@
-"""Counts the micro-batches that a stage holds, by whether their saved tensors are alive."""
+"""Counts the micro-batches whose saved tensors a stage keeps alive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _tensor(saved: tuple[Tensor, _Mark]) -> Tensor:
 
 @contextmanager
 def watched(stages: list[nn.Sequential]) -> Iterator[list[Live]]:
-    """Count for every stage, by the tensors that its first layer saves."""
+    """Yield a counter for every stage, which counts the tensors that the stage's first layer saves."""
     counters = [Live() for _ in stages]
     for stage, live in zip(stages, counters, strict=True):
         stage[0].forward = _counted(type(stage[0]).forward.__get__(stage[0]), live)

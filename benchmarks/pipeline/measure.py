@@ -1,4 +1,7 @@
-"""Times steps of all systems in turns: speed-ups over the sequential run, and overhead per stage and micro-batch."""
+"""Times steps of all systems in interleaved rounds.
+
+Reports speed-ups over the sequential run, and the overhead per stage and micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ class Contender:
     failure: str = ""
     samples: list[Sample] | None = None
     own: list[float] | None = None
-    """For each step, the share of its time that its actions alone would have taken."""
+    """For each step, the simulated time of the plan with the step's mean action times, divided by the step's time."""
     baseline: list[Sample] | None = None
-    """A sequential run for each sample, if the system does not use the one of this process."""
+    """A sequential run for each sample, if the system does not run in this process."""
 
     def attempt(self, function: Callable[[], Any]) -> Any:
         """Return the function's result; if it fails, return None and exclude this contender from now on."""
@@ -89,14 +92,14 @@ def take_turns(contenders: list[Contender], rounds: int) -> None:
 
 
 def note_own_share(one: Contender, sample: Sample) -> None:
-    """Record the share that the last step's actions alone would have taken, if the system reports its actions."""
+    """Append the last step's value to ``one.own``, if the system reports its actions."""
     record, plan = getattr(one.running, "record", None), getattr(one.running, "planned", None)
     if one.own is not None and record is not None and plan is not None:
         one.own.append(simulate(plan, mean_times(record())).makespan / sample[0])
 
 
 def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
-    """Return what is kept of a contender: ratios are taken round by round."""
+    """Return the results of a contender; ratios are computed for each round."""
     record: Record = {"failure": one.failure}
     if one.check is not None:
         record |= {"verdict": verdict(one.check.error, TOLERANCE), "error": one.check.error, "live": one.check.live}
@@ -126,8 +129,9 @@ def record_of(case: Case, one: Contender, reference: list[Sample]) -> Record:
 
 
 def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: int) -> Record:
-    """Return the time of a step beyond the sequential run, per stage and micro-batch. ``systems`` are given with
-    their stages.
+    """Return the time of a step minus the time of the sequential run, per stage and micro-batch.
+
+    ``systems`` maps names to systems and their numbers of stages.
     """
     contenders = [Contender(system, samples=[], baseline=[]) for system, _ in systems.values()]
     for one in contenders:
@@ -156,7 +160,7 @@ def bookkeeping(case: Case, systems: Mapping[str, tuple[System, int]], rounds: i
 
 
 def wrong(result: Record) -> list[str]:
-    """Return who gave wrong gradients, where."""
+    """Return the systems that gave wrong gradients, with their cases."""
     return [
         f"{name}: {Case(**record['case'])}"
         for part in ("cells", "bookkeeping")

@@ -1,4 +1,4 @@
-"""Breaks down the time of pymoe's steps: what separates them from the ideal, and what the bookkeeping consists of."""
+"""Breaks down the time of pymoe's steps into the ideal time and its overheads, and the overhead by function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE = str(Path(__file__).parents[2])
 
 
 def pieces(case: Case, name: str = "1f1b") -> list[str]:
-    """Return a step's time as the sum of its ideal time and of every cost on top."""
+    """Return lines that split a step's time into its ideal time and its overheads."""
     plain, pipe = open_sequential(case), open_pipe(name, case)
     plan = pipe.planned
     assert plan is not None
@@ -64,14 +64,14 @@ def last_run(pipe: InProcess) -> Record:
 
 
 def on_one_worker(plan: Schedule) -> Schedule:
-    """Return the same actions in an order that one worker can run, without any handover between threads."""
+    """Return a schedule of the same actions for one worker, so that no thread hands over to another."""
     spans = [span for order in simulate(plan).spans for span in order]
     order = tuple(span.action for span in sorted(spans, key=lambda span: (span.end, span.start)))
     return Schedule(f"{plan.name}, one worker", plan.micro_batches, (0,) * plan.stages, (order,))
 
 
 def functions(case: Case, name: str = "1f1b") -> list[str]:
-    """Return the cost of a stage and micro-batch by function: cProfile of steps whose actions all run on one thread."""
+    """Return lines with the cost of each function per stage and micro-batch, from cProfile of steps on one thread."""
     several = open_pipe(name, case)
     assert several.planned is not None
     one = open_plan(on_one_worker(several.planned), case)
@@ -107,7 +107,7 @@ def functions(case: Case, name: str = "1f1b") -> list[str]:
 
 
 def by_function(profiler: cProfile.Profile) -> Iterator[tuple[int, float, str]]:
-    """Yield calls, own seconds and place of every function."""
+    """Yield the number of calls, the own seconds and the place of every function."""
     stats: Any = pstats.Stats(profiler)
     for (file, line, function), (_, count, own, _, _) in stats.stats.items():
         where = file.removeprefix(PACKAGE).lstrip("/") if file.startswith(PACKAGE) else Path(file).name

@@ -14,10 +14,10 @@ from pymoe.bench.report import Table, time_with_spread
 Record = dict[str, Any]
 SCHEDULE = "pymoe 1f1b"
 SHARES = {2: 0.97, 4: 0.95}
-"""Least share of the ideal speed-up for sleeping stages, by number of workers."""
+"""Minimum share of the ideal speed-up for sleeping stages, by number of workers."""
 MICRO_BATCHES = (8, 16)
 COST = 60e-6
-"""Most processor seconds per stage and micro-batch, forward and backward, beyond the sequential run."""
+"""Maximum processor seconds per stage and micro-batch, forward and backward, in addition to the sequential run."""
 COLUMNS = (
     *("system", "step", "speed-up", "ideal", "of ideal", "with its times", "processor, us"),
     *("live", "live, simulated", "gradients"),
@@ -26,7 +26,7 @@ LEFT = frozenset({"system", "live", "live, simulated", "gradients"})
 
 
 def judged(result: Record) -> list[Record]:
-    """Return each target and whether it was reached."""
+    """Return the targets, each with the measured value and whether it was reached."""
     targets = []
     for workers, wanted in SHARES.items():
         for count in MICRO_BATCHES:
@@ -156,7 +156,7 @@ def draw(result: Record, file: Path) -> None:
 
 
 def colour(i: int, name: str) -> Any:
-    """Return a green for pymoe, grey for torchgpipe, a blue for torch."""
+    """Return a shade of green for pymoe, grey for torchgpipe, and a shade of blue for torch."""
     from matplotlib import colormaps
 
     if name.startswith("pymoe"):

@@ -17,7 +17,7 @@ from pymoe.pipe.schedules import Record, Schedule
 
 SEQUENTIAL, TORCHGPIPE = "sequential", "torchgpipe"
 VIRTUAL_STAGES = 2
-"""Stages per worker, for schedules that have several."""
+"""Stages per worker, for schedules that place several on each."""
 
 
 class AbsentError(Exception):
@@ -41,7 +41,7 @@ class Running(Protocol):
     """The planned actions of its workers, if the system has such a plan."""
 
     def check(self) -> Check:
-        """Run a step without timing it, and return the check of its results."""
+        """Run a step without timing it, and check its results."""
 
     def step(self) -> tuple[float, float]:
         """Run a step; return its wall seconds and the processor seconds of all threads (nan if the system cannot
@@ -49,12 +49,12 @@ class Running(Protocol):
         """
 
     def close(self) -> None:
-        """End it."""
+        """Release what the system holds."""
 
 
 @dataclass(frozen=True)
 class System:
-    """A way to run steps."""
+    """A named implementation that can run steps."""
 
     name: str
     about: str
@@ -63,7 +63,7 @@ class System:
 
 
 class InProcess:
-    """Runs a step as a function of inputs and targets, which leaves gradients in the stages' parameters."""
+    """Runs ``step(inputs, targets)`` in this process; it must leave gradients in the stages' parameters."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class InProcess:
         self.case, self.stages, self.planned = case, stages, planned
         self.x, self.y = case.batch()
         self.record = record
-        """The record of the last step's actions."""
+        """Returns the record of the last step's actions; None if the system keeps none."""
         self._step: Callable[[Tensor, Tensor], object] | None = step
 
     def run(self) -> None:
@@ -103,14 +103,14 @@ class InProcess:
 
 
 def open_sequential(case: Case) -> InProcess:
-    """Return the bound that speed-ups are taken over."""
+    """Return the sequential run, to which speed-ups are relative."""
     stages = case.stages(case.workers)
     model = nn.Sequential(*(layer for stage in stages for layer in stage))
     return InProcess(case, stages, lambda x, y: sequential(case, model, x, y))
 
 
 def open_torchgpipe(case: Case) -> InProcess:
-    """Open torchgpipe, and tell it that each stage has a device of its own."""
+    """Return torchgpipe's pipe, with the CPU as the device of every stage."""
     try:
         from torchgpipe import GPipe
     except ImportError as error:

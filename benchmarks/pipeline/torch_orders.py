@@ -1,4 +1,4 @@
-"""torch's pipeline schedules by name, and the orders that they plan, as data that pymoe can simulate."""
+"""Converts the orders that torch's pipeline schedules plan into schedules that pymoe can simulate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 from pymoe.pipe.schedules import Action, Kind, Schedule, build, peak_live
 
 SAME_AS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
-"""One stage a rank. torch runs these two by other code than the orders it shows, in the order of pymoe's."""
+"""Schedules with one stage per rank, and pymoe's schedules with the same order.
+
+torch does not execute the order that it reports for these two, so pymoe's order is simulated instead.
+"""
 SEVERAL = {
     "ScheduleLoopedBFS": "loop",
     "ScheduleInterleaved1F1B": "loop",
@@ -16,7 +19,8 @@ SEVERAL = {
     "ScheduleZBVZeroBubble": "v",
     "ScheduleDualPipeV": "v",
 }
-"""Two stages a rank: the second half of the model in the order of the ranks again, or backwards."""
+"""Schedules with two stages per rank, which place the second half of the model on the ranks in the same order
+("loop") or in reverse order ("v")."""
 STAGES_PER_RANK = 2
 KINDS = {
     "FORWARD": Kind.FORWARD,
@@ -27,19 +31,22 @@ KINDS = {
 
 
 def stages_of(name: str, ranks: int) -> int:
-    """Return the stages of the model that is run by schedule ``name`` on so many ranks."""
+    """Return the number of stages that schedule ``name`` needs on ``ranks`` ranks."""
     return ranks if name in SAME_AS else STAGES_PER_RANK * ranks
 
 
 def rank_of(name: str, ranks: int, stage: int) -> int:
-    """Return the rank that has a stage."""
+    """Return the rank that runs stage ``stage``."""
     if SEVERAL.get(name) == "v" and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks
 
 
 def actions(order: Iterable[Any]) -> list[tuple[int, int, str]]:
-    """(stage, micro-batch, kind) of one rank's computations, overlapped ones one after another, as torch runs them."""
+    """Return (stage, micro-batch, kind) of one rank's computations in the order in which torch runs them.
+
+    torch runs the parts of an overlapped action one after another.
+    """
     found = []
     for action in order:
         if action is None:
@@ -52,7 +59,7 @@ def actions(order: Iterable[Any]) -> list[tuple[int, int, str]]:
 
 
 def schedule(name: str, ranks: int, micro_batches: int, orders: list[list[tuple[int, int, str]]]) -> Schedule:
-    """Return what torch plans for its ranks, as a schedule."""
+    """Return torch's plan for all ranks as a schedule of pymoe."""
     if name in SAME_AS:
         return build(SAME_AS[name], ranks, micro_batches)
     table = tuple(tuple(Action(stage, i, KINDS[kind]) for stage, i, kind in order) for order in orders)

@@ -1,4 +1,4 @@
-"""torch's schedules over gloo, seen from the benchmark's process: a process a rank."""
+"""Runs torch's schedules over gloo, with one process per rank, and controls them from the benchmark's process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Answer = dict[str, Any]
 
 
 class Ranks:
-    """So many processes in one group. After a failure they are ended, and started anew when they are needed."""
+    """A group of ``world`` processes. A failure ends all of them; the next request starts new ones."""
 
     def __init__(self, world: int, program: Sequence[str] = (sys.executable, "-m", RANK)) -> None:
         self.world = world
         self.program = program
-        """It is given rank, number of ranks and the file to meet in."""
+        """The command of each process; rank, number of ranks and the rendezvous file are appended to it."""
         self.children: list[Child] = []
         self.generation = 0
-        """Counts how often they were started: what was opened before is gone."""
+        """Number of times that the processes were started. New processes know nothing of what earlier ones opened."""
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def start(self) -> None:
-        """Start the processes unless they run."""
+        """Start the processes, unless they are running."""
         if self.children:
             return
         self._folder = tempfile.TemporaryDirectory()
@@ -43,7 +43,7 @@ class Ranks:
             self.children.append(Child([*self.program, str(rank), str(self.world), meeting], variables))
 
     def ask(self, **request: Any) -> list[Answer]:
-        """Return the answers of all ranks. Whatever goes wrong ends them all: some may hang."""
+        """Return the answers of all ranks. After an error all processes are ended, since some of them may hang."""
         self.start()
         try:
             for child in self.children:
@@ -64,7 +64,7 @@ class Ranks:
 
 
 class OnRanks:
-    """Steps in the processes of ``ranks``, opened there by ``opening`` under the name ``key``."""
+    """Runs steps in the processes of ``ranks``, which set them up from the request ``opening`` under ``key``."""
 
     def __init__(self, ranks: Ranks, key: str, opening: dict[str, Any]) -> None:
         self.ranks = ranks
@@ -100,7 +100,7 @@ class OnRanks:
 
 
 class TorchSchedule(OnRanks):
-    """One of torch's schedules, set up for a case on ``ranks``."""
+    """Runs one of torch's schedules for a case on ``ranks``."""
 
     def __init__(self, name: str, case: Case, ranks: Ranks, stages: int) -> None:
         self.name, self.case, self.stages = name, case, stages
@@ -115,13 +115,16 @@ class TorchSchedule(OnRanks):
         return Check(max(answer["error"] for answer in answers), [live[i] for i in range(self.stages)])
 
     def plain(self) -> tuple[float, float]:
-        """Time the sequential run in a rank's process, where there is one rank: seconds, and the processor's."""
+        """Return wall and processor seconds of the sequential run in the rank's process; needs a single rank."""
         (answer,) = self._ask("plain")
         return answer["wall"], answer["cpu"]
 
 
 def torch_systems(ranks: dict[int, Ranks]) -> list[System]:
-    """Return each of torch's schedules, a process a worker; ``ranks`` gets the processes for each number of workers."""
+    """Return a system for each of torch's schedules, with one process per worker.
+
+    ``ranks`` maps a number of workers to its processes; missing entries are added.
+    """
 
     def opener(name: str) -> Callable[[Case], TorchSchedule]:
         def open_(case: Case) -> TorchSchedule:
@@ -136,8 +139,9 @@ def torch_systems(ranks: dict[int, Ranks]) -> list[System]:
 
 
 def on_one_rank(ranks: dict[int, Ranks], stages: int) -> list[tuple[System, int]]:
-    """Each of torch's schedules with all stages on one rank, so that nothing is sent, and the number of stages: as many
-    as asked for, where the schedule permits any number on a rank.
+    """Return a system and its number of stages for each of torch's schedules, with all stages on one rank.
+
+    No rank sends anything then. There are ``stages`` stages if the schedule permits any number on a rank.
     """
 
     def opener(name: str, own: int) -> Callable[[Case], TorchSchedule]:
@@ -155,5 +159,5 @@ def on_one_rank(ranks: dict[int, Ranks], stages: int) -> list[tuple[System, int]
 
 
 def title(name: str) -> str:
-    """Return a schedule's name in tables."""
+    """Return the name of a schedule in tables."""
     return f"torch {name.removeprefix('Schedule')}"

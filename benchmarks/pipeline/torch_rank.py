@@ -1,6 +1,7 @@
-"""One rank of torch's schedules: ``python -m benchmarks.pipeline.torch_rank RANK WORLD FILE``.
+"""Runs one rank of torch's schedules: ``python -m benchmarks.pipeline.torch_rank RANK WORLD FILE``.
 
-It is asked on standard input and answers on standard output, one JSON object a line. ``FILE`` is where the ranks meet.
+It reads requests from standard input and writes answers to standard output, one JSON object per line. ``FILE`` is the
+rendezvous file of the process group.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.work import LOSS, Case, gradients, largest_error, reference, sequential, time_of
 
 RENDEZVOUS_LIMIT = timedelta(seconds=300)
-"""A rank that waits longer for another gives up."""
+"""Time-out of the rendezvous and of every collective."""
 
 
 class Scheduled:
-    """Steps of one of torch's schedules, as this rank runs them.
+    """Runs this rank's part of the steps of one of torch's schedules.
 
     Args:
-        case: of the measurement.
-        name: of the schedule.
-        parts: the stages of this rank, as torch's schedules take them, by their numbers.
-        count: the number of all stages.
-        loss: of the last stage.
-        modules: the modules of the stages.
+        case: the case to measure.
+        name: the name of torch's schedule.
+        parts: torch's ``PipelineStage`` objects of this rank, by stage number.
+        count: the number of stages on all ranks.
+        loss: the loss function.
+        modules: the modules of this rank's stages.
     """
 
     def __init__(self, case: Any, name: str, parts: dict[int, Any], count: int, loss: Any, modules: list[Any]) -> None:
@@ -61,7 +62,7 @@ class Scheduled:
                 parameter.grad = None
 
     def check(self) -> dict[str, Any]:
-        """Check the second step: the first runs an additional forward to learn shapes."""
+        """Check the gradients of the second step; the first runs an additional forward to infer shapes."""
         self.run()
         self.clear()
         facts = self.observed_run()
@@ -69,17 +70,17 @@ class Scheduled:
         return {"error": max(largest_error(gradients(module), expected) for module in self.modules)} | facts
 
     def observed_run(self) -> dict[str, Any]:
-        """Run a step; return what else was seen of it."""
+        """Run a step, and return further observations by name."""
         self.run()
         return {}
 
     def step(self) -> dict[str, Any]:
-        """Return what :func:`spans_of` does."""
+        """Return the times of steps; see :func:`spans_of`."""
         return spans_of(self.clear, self.run, self.case.repeats)
 
 
 class Pipelined(Scheduled):
-    """Steps with stages of a sequence of layers."""
+    """Runs steps of a sequential model."""
 
     def __init__(self, case: Case, name: str, stages: int, rank: int, world: int) -> None:
         whole = case.stages(stages)
@@ -90,13 +91,13 @@ class Pipelined(Scheduled):
         self.orders = [torch_orders.actions(orders[i]) for i in sorted(orders)]
 
     def observed_run(self) -> dict[str, Any]:
-        """Return the live micro-batches of each stage, and the order of actions of every rank."""
+        """Run a step; return the peak of live micro-batches of each own stage, and the action order of every rank."""
         with watched(self.modules) as counters:
             self.run()
         return {"live": {i: one.peak for i, one in zip(self.own, counters, strict=True)}, "orders": self.orders}
 
     def plain(self) -> dict[str, Any]:
-        """Time the sequential run of the same stages in this process: processor and other seconds."""
+        """Return wall and processor seconds of the sequential run of the same stages in this process."""
         model = torch.nn.Sequential(*(layer for stage in self.modules for layer in stage))
         run = partial(sequential, self.case, model, self.x, self.y)
         wall, cpu = time_of(self.clear, run, self.case.repeats)
@@ -104,7 +105,9 @@ class Pipelined(Scheduled):
 
 
 def spans_of(clear: Callable[[], None], run: Callable[[], None], repeats: int) -> dict[str, Any]:
-    """Start and end of steps on the clock that all processes share, and processor seconds of one."""
+    """Run ``repeats`` steps; return the start and end of each in seconds of a clock that all processes share, and the
+    mean processor seconds of a step.
+    """
     gc.collect()
     spans = []
     cpu = 0.0
@@ -120,7 +123,10 @@ def spans_of(clear: Callable[[], None], run: Callable[[], None], repeats: int) -
 
 
 def serve_rank(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
-    """Answer until the input ends; ``opened_by`` makes what is asked of a request, the rank, and their number."""
+    """Answer requests until the input ends.
+
+    ``opened_by(request, rank, world)`` returns the object whose methods later requests call.
+    """
     rank, world, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     opened: dict[str, Any] = {}
 
@@ -139,7 +145,7 @@ def serve_rank(opened_by: Callable[[dict[str, Any], int, int], Any]) -> None:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         dist.init_process_group("gloo", f"file://{file}", timeout=RENDEZVOUS_LIMIT, rank=rank, world_size=world)
-        gc.freeze()  # what has been imported is not looked at again
+        gc.freeze()  # later collections skip the imported modules
         gc.disable()
         return answer
 

@@ -1,7 +1,7 @@
-"""One rank of a captured model's pipeline: ``python -m benchmarks.pipeline.traced_rank RANK WORLD FILE``.
+"""Runs one rank of a captured model's pipeline: ``python -m benchmarks.pipeline.traced_rank RANK WORLD FILE``.
 
-Whoever captures, ``pymoe.pipeline`` or torch's own, gives stages that the same schedule of torch's runs over gloo. It
-is asked on standard input and answers on standard output, as :mod:`.torch_rank`, whose loop it runs.
+The model is captured and split by ``pymoe.pipeline`` or by torch's ``pipeline``; in both cases torch's schedule runs
+the stages over gloo. Requests and answers are those of :mod:`.torch_rank`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.pipeline.traced_work import TracedCase, loss
 
 
 class Captured(Scheduled):
-    """Steps with stages of a captured model."""
+    """Runs steps of a captured model."""
 
     def __init__(self, request: dict[str, Any], rank: int, world: int) -> None:
         case = TracedCase(**request["open"])
@@ -27,7 +27,7 @@ class Captured(Scheduled):
         example = x[: len(x) // case.micro_batches]
         whose: Any = pymoe if request["system"] == "pymoe" else pipelining
         spec = dict.fromkeys(case.beginnings(count), whose.SplitPoint.BEGINNING)
-        options = {"checkpoint": "never"} if whose is pymoe else {}  # as torch's stages, which repeat no forward
+        options = {"checkpoint": "never"} if whose is pymoe else {}  # torch's stages never recompute a forward
         pipe = whose.pipeline(case.model(), (example,), split_spec=spec, **options)
         own = [i for i in range(count) if torch_orders.rank_of(name, world, i) == rank]
         parts = {i: pipe.build_stage(i, torch.device("cpu")) for i in own}

@@ -1,4 +1,7 @@
-"""Who trains a captured model: the model alone, pymoe in one process, and stages in processes, ours and torch's."""
+"""Lists the systems that train a captured model.
+
+They are the model alone, pymoe's pipe in one process, and stages of pymoe and of torch in one process per rank.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from pymoe.pipe.schedules import Schedule, build
 
 RANK = "benchmarks.pipeline.traced_rank"
 OURS = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b", "ScheduleInterleaved1F1B": "interleaved-1f1b"}
-"""torch's schedules, and what the same is called in pymoe."""
+"""The names of torch's schedules, and of the same schedules in pymoe."""
 
 
 class There(OnRanks):
-    """Steps in the processes of ``ranks``."""
+    """Runs steps of a captured model in the processes of ``ranks``."""
 
     def __init__(self, system: str, name: str, case: TracedCase, ranks: Ranks) -> None:
         stages = torch_orders.stages_of(name, case.workers)
@@ -37,20 +40,20 @@ class There(OnRanks):
 
 
 def planned(name: str, case: TracedCase) -> Schedule | None:
-    """Return the schedule where its ideal is known: times of sleeping layers are."""
+    """Return the schedule if the times of its actions are known, as they are for sleeping layers; otherwise None."""
     if case.work != "sleep":
         return None
     return build(OURS[name], torch_orders.stages_of(name, case.workers), case.micro_batches)
 
 
 def open_alone(case: TracedCase) -> InProcess:
-    """Return the bound that speed-ups are taken over."""
+    """Return the sequential run, to which speed-ups are relative."""
     model = case.model()
     return InProcess(case, [model], lambda x, y: sequential(case, model, x, y))
 
 
 def open_threads(name: str, case: TracedCase) -> InProcess:
-    """Return a pipe in this process."""
+    """Return a pipe that runs in this process, with one thread per worker."""
     model = case.model()
     count = torch_orders.stages_of(name, case.workers)
     x, _ = case.batch()
@@ -68,7 +71,10 @@ def open_threads(name: str, case: TracedCase) -> InProcess:
 
 
 def systems(ranks: dict[int, Ranks], schedules: Sequence[str]) -> list[System]:
-    """Return the model alone first; ``ranks`` gets the processes for each number of workers."""
+    """Return all systems, the model alone first.
+
+    ``ranks`` maps a number of workers to its processes; missing entries are added.
+    """
 
     def there(system: str, name: str, case: TracedCase) -> There:
         of_size = ranks.setdefault(case.workers, Ranks(case.workers, (sys.executable, "-m", RANK)))

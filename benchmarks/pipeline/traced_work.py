@@ -1,6 +1,6 @@
-"""Models that are no sequence of layers, for those who capture a model and cut it: as ours and torch's own do.
+"""Defines models that are not a sequence of layers, for pipelines that capture a model and split it.
 
-The same case gives everyone, in whatever process, the same weights, inputs and targets.
+Equal cases have equal weights, inputs and targets in every process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pymoe.pipe.schedules import Action, Kind
 BYTES, CONTEXT, WIDTH, HEADS = 256, 64, 128, 4
 SLEEPING_WIDTH = 8
 ROWS = 4
-"""Of a micro-batch."""
+"""Rows of a micro-batch."""
 
 
-# An operator and no autograd.Function, whose backward torch.export would lose.
+# A custom operator, since torch.export would lose the backward of an autograd.Function.
 @torch.library.custom_op("pymoe_benchmarks::sleeping_product", mutates_args=())
 def sleeping_product(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    """``x * weight``, a while later, and twice that while later when going backward; the interpreter's lock is free."""
+    """Sleep ``seconds``, without the GIL, and return ``x * weight``. Its backward sleeps twice as long."""
     time.sleep(seconds)
     return x * weight
 
@@ -51,7 +51,7 @@ sleeping_product.register_autograd(_backward, setup_context=_keep)
 
 
 class Sleeping(nn.Module):
-    """A product with its weight, with times that are known."""
+    """Multiplies by its weight, and sleeps, so that the times of its forward and backward are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Sleeping(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Layers that sleep; what the first has made is added in the end."""
+    """A chain of sleeping layers with a skip connection from the first layer's output to the end."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Skipping(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward network, each after a norm and added to what came in."""
+    """A pre-norm transformer block: causal attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model over bytes; if tied, the head's weight is the embedding's."""
+    """A language model over bytes; if ``tied``, head and embedding share one weight."""
 
     def __init__(self, layers: int, tied: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
-    """Return the loss of a micro-batch; some give the model's output in a tuple."""
+    """Return the loss of a micro-batch. ``output`` may be a tuple with the model's output, as some pipelines pass."""
     (output,) = output if isinstance(output, (tuple, list)) else (output,)
     if target.dtype == torch.int64:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -131,16 +131,16 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TracedCase(Case):
-    """A kind of model for so many workers (threads or processes) and micro-batches."""
+    """A kind of model, with the number of workers (threads or processes) and of micro-batches."""
 
     @property
     def layers(self) -> int:
-        """Layers of the whole model."""
+        """Return the number of layers of the whole model."""
         return LAYERS_PER_WORKER * self.workers
 
     @property
     def repeats(self) -> int:
-        """Steps in a row that one value rests on."""
+        """Return the number of consecutive steps whose mean is one measured value."""
         return 4 if self.work == "sleep" else 1
 
     @property
@@ -153,13 +153,13 @@ class TracedCase(Case):
         return loss(output, target)
 
     def model(self) -> nn.Module:  # type: ignore[override]
-        """Return the model as its author wrote it."""
+        """Return the unsplit model."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return MODELS[self.work][1](self.layers)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of all micro-batches, which have equally many rows."""
+        """Return inputs and targets of all micro-batches, which have equal numbers of rows."""
         generator = torch.Generator().manual_seed(1)
         rows = self.micro_batches * ROWS
         if self.work == "sleep":
@@ -169,9 +169,9 @@ class TracedCase(Case):
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def beginnings(self, stages: int) -> list[str]:
-        """Return the names of the layers with which stages begin, but for the first."""
+        """Return the name of the first layer of every stage except the first stage."""
         return [f"layers.{number * self.layers // stages}" for number in range(1, stages)]
 
     def times(self, stages: int) -> Callable[[Action], float]:
-        """Return what an action takes where layers sleep, in times of a layer's forward."""
+        """Return a function from an action of sleeping layers to its time, in units of one layer's forward."""
         return lambda action: self.layers // stages * (1 if action.kind is Kind.FORWARD else 2)

@@ -1,6 +1,6 @@
-"""The work: layers that sleep, multiply matrices, or do next to nothing, and the batch that goes through them.
+"""Defines the models to time, whose layers sleep, multiply matrices or do almost nothing, and their batches.
 
-The same case gives everyone, in whatever process, the same weights, inputs and targets.
+Equal cases have equal weights, inputs and targets in every process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from benchmarks.common.comparison import relative_error
 from pymoe.pipe.schedules import Action, Kind
 
 SLEEP = 0.001
-"""Seconds that a sleeping layer takes for the forward, for the gradient of its input, and for that of its weight."""
+"""Seconds that a sleeping layer takes for each of its forward, the gradient of its input and the gradient of its
+weight."""
 LAYERS_PER_WORKER = 4
 
 
 class InputPath(torch.autograd.Function):
-    """Hands on what it gets, a while later in both directions; the interpreter's lock is free meanwhile."""
+    """Copies its input after sleeping without the GIL, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -38,7 +39,7 @@ class InputPath(torch.autograd.Function):
 
 
 class WeightPath(torch.autograd.Function):
-    """Hands on what it gets, a while later when going backward: the part that a split backward puts off."""
+    """Copies its input, and sleeps in backward only: the part that a split backward defers."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
@@ -52,7 +53,7 @@ class WeightPath(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A product with its weight, with times that are known."""
+    """Multiplies by its weight, and sleeps, so that the times of its forward and backward are known."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Computing(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Next to nothing: a product with one number."""
+    """Multiplies by one number, to measure the bookkeeping alone."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Scaling(nn.Module):
 
 @dataclass(frozen=True)
 class Work:
-    """What layers do."""
+    """A kind of layer, and the sizes with which it is timed."""
 
     about: str
     layer: Callable[[int], nn.Module]
@@ -95,7 +96,7 @@ class Work:
     rows: int
     """Rows of a micro-batch."""
     repeats: int = 1
-    """Steps in a row that one value rests on."""
+    """Number of consecutive steps whose mean is one measured value."""
     layers_per_worker: int = LAYERS_PER_WORKER
 
 
@@ -107,12 +108,12 @@ WORKS = {
 }
 LOSS = nn.functional.mse_loss
 TOLERANCE = 1e-5
-"""Largest relative error of a parameter's gradient (fp32, Frobenius norm): sums may be made in another order."""
+"""Largest permitted relative error of a parameter's gradient (fp32, Frobenius norm); the order of sums may differ."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of work for so many workers (threads or processes) and micro-batches."""
+    """A kind of work, with the number of workers (threads or processes) and of micro-batches."""
 
     work: str
     workers: int
@@ -123,12 +124,12 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Layers of the whole model."""
+        """Return the number of layers of the whole model."""
         return WORKS[self.work].layers_per_worker * self.workers
 
     @property
     def repeats(self) -> int:
-        """Steps in a row that one value rests on."""
+        """Return the number of consecutive steps whose mean is one measured value."""
         return WORKS[self.work].repeats
 
     @property
@@ -141,11 +142,11 @@ class Case:
         return LOSS(output, target)
 
     def stages_of(self, per_worker: int) -> int:
-        """Return the stages of a model with so many stages a worker, where it has enough layers for that."""
+        """Return the number of stages: ``per_worker`` on each worker, but never more than there are layers."""
         return min(self.layers, per_worker * self.workers)
 
     def model(self) -> nn.Sequential:
-        """Return all layers."""
+        """Return the unsplit model."""
         work = WORKS[self.work]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -160,17 +161,17 @@ class Case:
         return [model[i * size : (i + 1) * size] for i in range(count)]
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of all micro-batches, which have equally many rows."""
+        """Return inputs and targets of all micro-batches, which have equal numbers of rows."""
         work = WORKS[self.work]
         generator = torch.Generator().manual_seed(1)
         x, y = torch.randn(2, self.micro_batches * work.rows, work.width, generator=generator)
         return x, y
 
     def times(self, stages: int) -> Callable[[Action], float]:
-        """What an action takes, in times of a layer's forward. Where layers compute, products are what is counted.
+        """Return a function from an action to its time, in units of one layer's forward; one matrix product is a unit.
 
-        Nobody wants the gradient of the model's input: in the first layer there is no such part, and in the first stage
-        a split backward does all of it with the weights.
+        The gradient of the model's input is not computed, so the first layer's backward lacks that part, and the first
+        stage of a split backward computes everything in its weight action.
         """
         return partial(_time, self.layers // stages)
 
@@ -187,13 +188,13 @@ def _time(layers: int, action: Action) -> float:
 
 
 def sequential(case: Case, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Run forward and backward of one micro-batch after the other; gradients are summed."""
+    """Run forward and backward of one micro-batch after another, and sum the gradients."""
     for inputs, targets in zip(x.chunk(case.micro_batches), y.chunk(case.micro_batches), strict=True):
         (case.loss(model(inputs), targets) / case.micro_batches).backward()
 
 
 def reference(case: Case) -> dict[str, Tensor]:
-    """Return the gradients of all parameters in the sequential run; what sleeps need not sleep for that."""
+    """Return the gradients of all parameters in the sequential run, with the sleeping layers' delays set to zero."""
     model = case.model()
     for layer in model.modules():
         if hasattr(layer, "seconds"):
@@ -203,7 +204,7 @@ def reference(case: Case) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by every name that a parameter has; zeros where there is none."""
+    """Return gradients by name, a shared parameter under each of its names; a missing gradient is returned as zeros."""
     return {
         name: torch.zeros_like(one) if one.grad is None else one.grad
         for name, one in model.named_parameters(remove_duplicate=False)
@@ -216,7 +217,7 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
 
 
 def time_of(clear: Callable[[], object], run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Return wall and processor seconds of ``run``, means over ``repeats``; ``clear``, before each, does not count."""
+    """Return the mean wall and processor seconds of ``repeats`` calls of ``run``; calls of ``clear`` are not timed."""
     wall = cpu = 0.0
     for _ in range(repeats):
         clear()

@@ -1,8 +1,8 @@
-"""hivemind's RemoteExpert over its p2pd on loopback: server and clients, in hivemind's own environment.
+"""Runs server and clients of hivemind's RemoteExpert, over its p2pd on loopback, in a separate virtual environment.
 
     python -m benchmarks.remote.hivemind_worker EXPERT
 
-Speaks what benchmarks/runtime/worker.py says. Without arguments it names hivemind's version.
+It speaks the protocol of benchmarks/runtime/worker.py. Without arguments it prints hivemind's version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALONE = {"host_maddrs": LOOPBACK, "use_relay": False, "use_auto_relay": False}
 
 
 def serve(name: str, pipe: Connection) -> None:
-    """Serve, in the server's process, an expert behind hivemind's Server."""
+    """Serve an expert with hivemind's Server until the process is killed; send its addresses to ``pipe``."""
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     dht = hivemind.DHT(start=True, **ALONE)
@@ -50,7 +50,7 @@ def serve(name: str, pipe: Connection) -> None:
 
 
 class RemoteExpertServer:
-    """What asks hivemind's server."""
+    """Starts hivemind's server in a child process, and sends requests to it."""
 
     def __init__(self, expert: Expert) -> None:
         context = multiprocessing.get_context("spawn")
@@ -72,7 +72,7 @@ class RemoteExpertServer:
         graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
         def backward(x: Tensor, grad: Tensor) -> Tensor:
-            if id(x) not in graphs:  # the forward request is made once: a backward request each is what is measured
+            if id(x) not in graphs:  # one forward request per input: only backward requests are measured
                 leaf = x.clone().requires_grad_()
                 graphs[id(x)] = leaf, self.expert(leaf)
             leaf, y = graphs[id(x)]
@@ -81,7 +81,7 @@ class RemoteExpertServer:
         return forward if direction == "forward" else backward
 
     def cpu(self) -> float:
-        """Return seconds of processor time of all processes of both sides."""
+        """Return processor seconds of all processes of server and client."""
         groups = {os.getpgid(0), os.getpgid(self.process.pid)}
         total = 0.0
         for path in Path("/proc").glob("[0-9]*"):
@@ -104,9 +104,9 @@ def main() -> None:
         print(hivemind.__version__)
         return
     if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)  # to find, and to end, all that it starts
+        os.setpgid(0, 0)  # the group identifies all child processes, to measure and to kill them
     answer_lines(served)
-    os.killpg(os.getpgid(0), 9)  # its threads and processes do not all end by themselves
+    os.killpg(os.getpgid(0), 9)  # some of hivemind's threads and processes would not end otherwise
 
 
 if __name__ == "__main__":

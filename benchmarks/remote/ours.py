@@ -1,4 +1,4 @@
-"""A server of pymoe.remote in a process of its own, and its clients in this one."""
+"""Starts a server of pymoe.remote in a child process; its clients run in this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ TOKEN = "a-token-of-the-benchmark"
 
 
 class RemoteServer:
-    """A server that is started, connected to, and asked. Direct: a call a request. With TLS: and a token.
+    """Starts a server, connects to it, and sends requests.
+
+    Args:
+        coalesce: whether requests that wait share a gRPC message; otherwise each request is a gRPC call.
+        secure: whether to use TLS and a token.
 
     Attributes:
-        pools: of the small expert, by direction.
-        echo: the forward pool of the echo.
+        pools: the pools of the small expert, by direction.
+        echo: the forward pool of the expert that returns its input.
     """
 
     def __init__(self, *, coalesce: bool = True, secure: bool = False) -> None:
@@ -64,7 +68,7 @@ class RemoteServer:
         return ask
 
     def cpu(self) -> float:
-        """Return seconds of processor time of both processes."""
+        """Return processor seconds of server and client process."""
         return time.process_time() + group_and_seconds(self.process.pid)[1]
 
     def close(self) -> None:
@@ -75,7 +79,7 @@ class RemoteServer:
 
 
 def make_certificate(key: Path, cert: Path) -> None:
-    """Make one for localhost that signs itself."""
+    """Write a self-signed certificate for localhost, and its key."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)

@@ -1,8 +1,8 @@
-"""The same expert in an actor of Ray: a call a request, on a local Ray, in Ray's own environment.
+"""Serves the same expert from a Ray actor, with one call per request, in a separate virtual environment.
 
     python -m benchmarks.remote.ray_worker EXPERT
 
-Speaks what benchmarks/runtime/worker.py says. Without arguments it names Ray's version.
+It speaks the protocol of benchmarks/runtime/worker.py. Without arguments it prints Ray's version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Actor:
 
 
 class RayServer:
-    """What asks the actor."""
+    """Starts a local Ray with the actor, and sends requests to it."""
 
     def __init__(self, expert: Expert) -> None:
         ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)

@@ -1,7 +1,4 @@
-"""What the servers of this benchmark serve: ``python -m pymoe.remote serve benchmarks.remote.served:make``.
-
-A peer's own process reads this file too, for :class:`Echo`: it needs torch alone for that.
-"""
+"""Defines the experts to serve: ``python -m pymoe.remote serve benchmarks.remote.served:make``."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from torch import Tensor, nn
 from benchmarks.runtime.scenario import Expert
 
 ECHO_WIDTH = 1 << 14
-"""Numbers of a row of :class:`Echo`: 64 KiB."""
+"""Width of a row of :class:`Echo`: 16,384 float32 numbers, 64 KiB."""
 
 
 class Echo(nn.Module):
-    """Returns its rows, so that messages are all that takes time."""
+    """Returns its input, so that only the messages take time."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x``."""
@@ -24,7 +21,7 @@ class Echo(nn.Module):
 
 
 def make() -> list[Any]:
-    """Return the small expert of benchmarks/runtime, and the echo."""
+    """Return the small expert of benchmarks/runtime, and the expert that returns its input."""
     from pymoe.runtime import BatchTensorProto, ExpertBackend
 
     expert = Expert("small")

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/runtime_load.py: what is asked, who answers, how it is measured and shown."""
+"""Parts of benchmarks/runtime_load.py: the requests, the systems that answer them, the clients, and the report."""

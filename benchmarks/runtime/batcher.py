@@ -1,4 +1,4 @@
-"""What one writes without a library for it: a queue, a thread that takes what is there, and futures."""
+"""Implements a simple batcher without a library: a queue, a thread that drains it, and futures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.runtime.scenario import Expert
 
 
 class Batcher:
-    """Runs a function on batches of whatever requests wait when it is free; at most ``most_rows`` rows each."""
+    """Runs a function on batches of all waiting requests, up to about ``most_rows`` rows per batch."""
 
     def __init__(self, function: Callable[..., Tensor], lock: threading.Lock, most_rows: int = 4096) -> None:
         self.function, self.lock, self.most_rows = function, lock, most_rows

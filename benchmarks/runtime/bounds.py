@@ -1,4 +1,4 @@
-"""What nothing that batches can beat by much: calling the expert directly, without clients, queues or threads."""
+"""Measures the bound on every batching system: direct calls of the expert, without clients, queues or threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.runtime.scenario import Cell, Expert, call, is_right, prepared
 
 
 class Direct:
-    """Calls the expert in a plain loop: once for each request, or once for all clients' requests of a round.
+    """Calls the expert in a plain loop, once for each request or, with ``ready_batch``, once for one request of every
+    client.
 
-    The second is given what costs a batcher most of its time: the rows stand together already, and nobody wants his
-    own back.
+    A ready batch is concatenated beforehand and its output is not split, so the costs of batching are left out.
     """
 
     def __init__(self, expert: Expert, ready_batch: bool) -> None:

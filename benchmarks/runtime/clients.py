@@ -1,8 +1,8 @@
-"""Closed-loop clients, threads or coroutines: each sends its next request when it has the answer to the one before.
+"""Runs closed-loop clients, threads or coroutines: each sends its next request when it has its last answer.
 
-A window has a beginning and an end, and the clients run before, during and after it, so that the load is never less
-than whole inside. A client's rate is that between its first and its last answer in the window, and the load's rate is
-their sum: with answers that come a batch at a time, counting them between two moments would be off by up to a batch.
+The clients run before, during and after the measurement window, so that the load inside the window is constant. A
+client's rate is computed between its first and its last answer in the window, and the load's rate is the sum over
+clients. Answers arrive in batches, so counting the answers in a fixed interval would be off by up to a batch.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a window lasts."""
+    """The length of a measurement window."""
 
     warm_up: float
-    """Seconds before the window, and at least until every client had an answer."""
+    """Seconds before the window; it opens later if a client has no answer by then."""
     seconds: float
     cycles: int = 2
-    """Cycles of each client, from answer to answer, that a window waits for, beyond its seconds if it must."""
+    """Minimum number of cycles, from answer to answer, of each client in the window, which is extended if necessary."""
     limit: float = 8.0
-    """Seconds after which neither is waited for any longer."""
+    """Maximum seconds to wait for the first answers, and maximum length of the window in seconds."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one window showed."""
+    """The measurements of one window."""
 
     rate: float
     """Requests per second."""
     p50: float
-    """Seconds from one answer of a client to its next: a request's whole way."""
+    """Median seconds between consecutive answers to a client, which is the latency of a request."""
     p99: float
     cpu: float
-    """Seconds of processor time per request, of the clients and the system together."""
+    """Processor seconds per request, of clients and system together."""
     requests: int
     wrong: int = 0
-    """Clients whose last answer was not the right one."""
+    """Number of clients whose last answer was wrong."""
     starved: int = 0
-    """Clients that got fewer than two answers inside the window; they count as rate 0."""
+    """Number of clients with fewer than two answers inside the window; their rate counts as 0."""
     error: str = ""
 
 
 @dataclass
 class Log:
-    """What one client noted."""
+    """The record of one client: the times of its answers, its last answer, and its error."""
 
     stamps: list[float] = field(default_factory=list)
     last: object = None
@@ -68,7 +68,7 @@ class Log:
 
 @dataclass
 class Window:
-    """From when to when is counted, and when the clients end."""
+    """A measurement window: its begin and end, its processor seconds, and the flag that stops the clients."""
 
     cpu: Clock
     begin: float = 0.0
@@ -89,7 +89,7 @@ class Window:
 def with_threads(
     ask: Ask, asked: list[list[Request]], effort: Effort, cpu: Clock = time.process_time
 ) -> tuple[Window, list[Log]]:
-    """Measure a window of a load by one thread a client."""
+    """Measure one window, with one thread per client."""
     window, logs = Window(cpu), [Log() for _ in asked]
     together = threading.Barrier(len(asked) + 1)
 
@@ -124,7 +124,7 @@ def with_threads(
 def with_coroutines(
     ask: AskAsync, asked: list[list[Request]], effort: Effort, cpu: Clock = time.process_time
 ) -> tuple[Window, list[Log]]:
-    """Measure a window of a load by one coroutine a client, all in one event loop of this thread."""
+    """Measure one window, with one coroutine per client, all in one event loop of this thread."""
     window, logs = Window(cpu), [Log() for _ in asked]
 
     async def client(own: list[Request], log: Log) -> None:
@@ -151,7 +151,7 @@ def with_coroutines(
 
 
 def phases(window: Window, logs: list[Log], effort: Effort) -> Iterator[float]:
-    """Yield pauses, in seconds, and open and close the window between them."""
+    """Yield the seconds to sleep next, and open and close the window in between."""
     start = time.perf_counter()
     yield effort.warm_up
     while not (all(log.stamps for log in logs) or over(start, effort, logs)):
@@ -171,7 +171,7 @@ def over(start: float, effort: Effort, logs: list[Log]) -> bool:
 
 
 def summary(window: Window, logs: list[Log], expected: list[list[Tensor]]) -> Sample:
-    """Return the figures of a window, and how many clients' last answers were wrong."""
+    """Return the measurements of a window, with the number of clients whose last answer was wrong."""
     inside = [[stamp for stamp in log.stamps if window.begin <= stamp <= window.end] for log in logs]
     moving = [stamps for stamps in inside if len(stamps) > 1]
     between = sorted(after - before for stamps in moving for before, after in pairwise(stamps))

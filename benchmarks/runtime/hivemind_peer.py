@@ -1,4 +1,4 @@
-"""A peer, seen from the benchmark's process: one that serves and asks, in an environment of its own."""
+"""Controls a peer from the benchmark's process; its server and clients run in a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.runtime.scenario import Cell
 PYTHON = ROOT / "build" / "hivemind" / "bin" / "python"
 WORKER = "benchmarks.runtime.hivemind_worker"
 ANSWER_LIMIT_S = 120.0
-"""Seconds after which a worker that does not answer is given up."""
+"""Maximum seconds to wait for a worker's answer."""
 
 
 def version(python: Path, worker: str = WORKER) -> str:
-    """Return the peer's version in that environment; raise :class:`ChildError` where it is not installed."""
+    """Return the peer's version in the environment of ``python``; raise :class:`ChildError` if it is not installed."""
     try:
         found = subprocess.run(
             [python, "-m", worker], cwd=ROOT, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False

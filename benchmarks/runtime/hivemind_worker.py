@@ -1,8 +1,8 @@
-"""hivemind's runtime and its clients in a process of their own, with hivemind's own environment.
+"""Runs hivemind's runtime and its clients in one process, in a separate virtual environment.
 
     python -m benchmarks.runtime.hivemind_worker EXPERT
 
-Speaks what benchmarks/runtime/worker.py says. Without arguments it names hivemind's version.
+It speaks the protocol of benchmarks/runtime/worker.py. Without arguments it prints hivemind's version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.runtime.worker import answer_lines, group_and_seconds
 
 
 class HivemindServer:
-    """An expert behind hivemind's task pools and runtime."""
+    """Serves an expert with hivemind's task pools and runtime."""
 
     def __init__(self, expert: Expert) -> None:
         row = BatchTensorDescriptor(expert.hidden)
@@ -53,7 +53,7 @@ class HivemindServer:
         return ask
 
     def cpu(self) -> float:
-        """Return seconds of processor time of this process and its pools' processes."""
+        """Return processor seconds of this process and its pools' processes."""
         return time.process_time() + sum(group_and_seconds(pool.pid)[1] for pool in self.backend.get_pools())
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ def main() -> None:
         print(__version__)
         return
     answer_lines(served, lambda: check(HivemindServer))
-    os._exit(0)  # its threads and processes do not all end by themselves
+    os._exit(0)  # some of hivemind's threads and processes would not end otherwise
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""pymoe's runtime: an :class:`ExpertBackend` as a user has it, and the bare :class:`TaskPool` below it."""
+"""Serves the expert with pymoe's runtime: by an :class:`ExpertBackend`, and by the :class:`TaskPool` below it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.runtime.scenario import Expert
 
 
 class BackendServer:
-    """An expert behind an ExpertBackend: schemas, forward, backward and the optimizer's step are the backend's."""
+    """Serves an expert with an ExpertBackend, which does the checks, forward, backward and the optimizer's step."""
 
     def __init__(self, expert: Expert) -> None:
         from pymoe.runtime import BatchTensorProto, ExpertBackend, Runtime
@@ -39,7 +39,7 @@ class BackendServer:
 
 
 class PoolServer:
-    """The very functions that the queue-and-thread batcher runs, each behind a TaskPool; one worker for both."""
+    """Serves the functions that the simple batcher runs, with one TaskPool for each and one worker for both."""
 
     def __init__(self, expert: Expert) -> None:
         from pymoe.runtime import Runtime, TaskPool

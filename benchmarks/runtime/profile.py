@@ -1,10 +1,10 @@
-"""Where pymoe's time goes per request: processor time and switches of clients and workers, and what the parts cost.
+"""Breaks down pymoe's time per request: times and sleeps of clients and workers, and the cost of each part alone.
 
-Two looks at one cell. The first runs its load and reads, for every thread, what the system knows of it: processor time,
-time spent runnable but without a core, and how often it went to sleep. The second times each part by itself, on one
-thread and with nobody else: submitting, taking a finished result, the expert's function on a batch of the mean size
-seen, and handing over from one Python thread to another. What the load spends beyond the parts is waiting for the GIL,
-for a core, and waking up.
+The first part runs the load of a cell and reads the kernel's statistics of every thread: processor time, time spent
+runnable without a core, and the number of sleeps. The second part times each step alone, on one thread: submitting,
+taking a finished result, the expert's function on a batch of the mean size, and a handover between two Python threads.
+The difference between the load's time and the sum of these steps is time spent waiting for the GIL or a core, and
+waking up.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HAND_OVER = "part: from one thread to another"
 
 
 def add(result: dict[str, Any], cells: list[Cell], chosen: bool) -> None:
-    """Profile ``cells`` if they were ``chosen``, else those below a target; the record gets ``profiles``."""
+    """Profile ``cells`` if ``chosen``, otherwise only the cells below a target; write ``profiles`` into ``result``."""
     missed = [Cell(**one["cell"]) for one in result["targets"] if one["met"] is False]
     wanted = [cell for cell in cells if chosen or cell in missed]
     result["profiles"] = [profile(cell) for cell in wanted]
 
 
 def profile(cell: Cell, seconds: float = SECONDS) -> dict[str, Any]:
-    """Return a heading, and rows of what was found, how much, and how."""
+    """Return a heading, and rows with a name, a value, its unit and a note."""
     server = BackendServer(Expert(cell.expert))
     try:
         rows = under_load(cell, server, seconds)
@@ -61,7 +61,7 @@ def row(what: str, value: float, unit: str, note: str) -> dict[str, Any]:
 
 
 def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[str, Any]]:
-    """Return the load's rate, and its threads' processor time, waits for a core and sleeps per request."""
+    """Return rows with the load's rate, and its threads' processor time, waits for a core and sleeps per request."""
     asked, expected = prepared(cell)
     effort = Effort(0.1, seconds)
     marks: list[dict[int, Usage]] = []
@@ -116,7 +116,7 @@ def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[s
 
 
 class Usage:
-    """What the system counted for one thread."""
+    """The kernel's statistics of one thread: seconds on a core, seconds runnable without one, voluntary switches."""
 
     def __init__(self, cpu: float = 0.0, waited: float = 0.0, slept: int = 0) -> None:
         self.cpu, self.waited, self.slept = cpu, waited, slept
@@ -126,7 +126,7 @@ class Usage:
 
 
 def threads_usage() -> dict[int, Usage]:
-    """Return every thread of this process; empty where the system does not say."""
+    """Return the statistics of every thread of this process by its number; empty without ``/proc``."""
     found = {}
     for folder in TASKS.iterdir() if TASKS.exists() else ():
         try:
@@ -140,13 +140,13 @@ def threads_usage() -> dict[int, Usage]:
 
 
 def roles(kind: str) -> dict[int, str]:
-    """Return whose threads they are, by number; those not named here are native ones, the workers."""
+    """Return the role of each Python thread by its number; all other threads are pymoe's native workers."""
     clients = {one.native_id: "clients" for one in threading.enumerate() if one.name.startswith("client-")}
     return clients | {os.getpid(): "clients" if kind == "asyncio" else "main thread"}
 
 
 def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
-    """Return what the parts cost by themselves, per request."""
+    """Return rows with the cost of each part alone."""
     requests = max(1, round(mean_rows / cell.rows))
     submit, take = submit_and_take(cell)
     asked = prepared(cell)[0][0][0]
@@ -164,11 +164,11 @@ def alone(cell: Cell, mean_rows: float) -> list[dict[str, Any]]:
 
 
 def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
-    """Return seconds for ``submit_task`` and for ``result()`` when it is there, per request."""
+    """Return the median seconds of ``submit_task``, and of ``result()`` of a finished request."""
     from pymoe.runtime import Runtime, TaskPool
 
     asked = prepared(cell)[0][0][0]
-    rows = (requests + 1) * cell.rows  # so many before any batch runs: submitting has the machine for itself
+    rows = (requests + 1) * cell.rows  # no batch runs before all requests are submitted, which would disturb the timing
     submitted, taken = [], []
     pool = TaskPool(lambda *tensors: tensors[0], name="alone", min_batch_size=rows, max_batch_size=rows)
     with Runtime([pool]):
@@ -178,7 +178,7 @@ def submit_and_take(cell: Cell, requests: int = 1024) -> tuple[float, float]:
             submitted.append((time.perf_counter() - begin) / requests)
             pool.submit_task(*asked).result()
             for future in futures:
-                future.result()  # the batch's last, too
+                future.result()  # wait until all requests have finished
             begin = time.perf_counter()
             for future in futures:
                 future.result()

@@ -1,4 +1,4 @@
-"""The run as targets, tables and a picture."""
+"""Presents a run as targets, tables and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STYLES = {
     DIRECT: ("0.55", "."),
     READY: ("0.2", "."),
 }
-"""Colour and marker of every system, in the order of the tables."""
+"""Colour and marker of each system, in the order of the tables."""
 RATIOS = (HIVEMIND, BATCHER, DIRECT, READY)
 CELL = ("expert", "pass", "rows", "clients")
 TARGETS = (
@@ -32,12 +32,12 @@ TARGETS = (
     (Cell("small", "backward", 1, 64, "threads"), HIVEMIND, 60),
     (Cell("small", "backward", 1, 64, "threads"), BATCHER, 3),
 )
-"""The cell, the system that pymoe is compared with, and the least ratio of pymoe's requests per second to its."""
+"""For each target: the cell, the other system, and the minimum ratio of pymoe's requests per second to the other's."""
 Record = dict[str, Any]
 
 
 def judged(records: list[Record]) -> list[Record]:
-    """Return each target, and whether its cell has reached it."""
+    """Return the targets, each with the measured ratio and whether it was reached."""
     found = {Cell(**record["cell"]): record["systems"].get(PYMOE, {}).get("over", {}) for record in records}
     return [
         {"cell": asdict(cell)}
@@ -47,13 +47,13 @@ def judged(records: list[Record]) -> list[Record]:
 
 
 def in_short(record: Record) -> str:
-    """Return a cell in one line, for a run that goes on."""
+    """Return one line about a cell, to print during the run."""
     parts = [f"{name} {rate(record, name)}" for name in record["systems"]]
     return f"{Cell(**record['cell'])}: {', '.join(parts)}"
 
 
 def rate(record: Record, name: str) -> str:
-    """Return a system's requests per second with quartiles, or why there are none."""
+    """Return a system's requests per second with quartiles, or the reason why there are none."""
     one = record["systems"].get(name)
     if not one:
         return "-"
@@ -65,7 +65,7 @@ def rate(record: Record, name: str) -> str:
 
 
 def count(value: float) -> str:
-    """Return a number with three digits."""
+    """Return a number with three significant digits."""
     return f"{float(f'{value:.3g}'):,.10g}"
 
 

@@ -1,6 +1,6 @@
-"""What every system is asked for: two experts, a request's rows, the number of clients, and the right answers.
+"""Defines the load: two experts, the rows of a request, the number of clients, and the expected answers.
 
-A peer's own process reads this file too: it needs torch and the standard library alone.
+Peers' processes import this file too, so it imports only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 EXPERTS = {"small": (64, 256), "big": (1024, 4096)}
-"""Name to (hidden, ffn): a feed-forward network hidden -> ffn -> hidden."""
+"""(hidden, ffn) of each expert by name; an expert is a feed-forward network hidden -> ffn -> hidden."""
 DIRECTIONS = ("forward", "backward")
 ROWS = (1, 16)
 CLIENTS = (1, 8, 64)
 KINDS = ("threads", "asyncio")
 VARIANTS = 2
-"""Different requests of every client, which it sends in turn: an answer to the request before is a wrong one."""
+"""Number of different requests of each client, sent in turn, so that the answer to the previous request is wrong."""
 TOLERANCE = 1e-4
-"""Largest error that is not called wrong, as a share of the largest value: other batches are summed in other orders."""
+"""Largest permitted error, relative to the largest value; the order of sums depends on the batch size."""
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One load: who asks for what."""
+    """One load: the expert, the pass, the rows of a request, and the number and kind of clients."""
 
     expert: str
     direction: str
@@ -44,15 +44,15 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Return every combination, an expert's cells together."""
+    """Return all combinations, grouped by expert."""
     return [Cell(*choice) for choice in product(EXPERTS, DIRECTIONS, ROWS, CLIENTS, KINDS)]
 
 
 class Expert:
-    """A feed-forward expert and its optimizer, as two functions of a batch."""
+    """A feed-forward expert and its optimizer."""
 
     def __init__(self, name: str, learning_rate: float = 0.0) -> None:
-        """Make the expert. At learning rate 0 a step costs what any step costs, and answers stay the same."""
+        """Make the expert. With learning rate 0 steps have their usual cost, but do not change later answers."""
         hidden, ffn = EXPERTS[name]
         random = torch.Generator().manual_seed(1)
         self.name, self.hidden = name, hidden
@@ -64,12 +64,12 @@ class Expert:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=learning_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, hidden) to (rows, hidden)."""
+        """Return the output, (rows, hidden), for ``x``, (rows, hidden)."""
         with torch.no_grad():
             return self.module(x)
 
     def backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of ``x``, given that of the output, both (rows, hidden); the optimizer makes one step."""
+        """Return the gradient of ``x``, given the output's, both (rows, hidden), and take an optimizer step."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             self.module(x).backward(grad)
@@ -87,7 +87,7 @@ Request = tuple[Tensor, ...]
 
 
 def requests(cell: Cell) -> list[list[Request]]:
-    """Return for every client its :data:`VARIANTS` requests; no two are alike."""
+    """Return :data:`VARIANTS` requests for each client; all requests differ."""
     hidden = EXPERTS[cell.expert][0]
     random = torch.Generator().manual_seed(2)
     tensors = 1 if cell.direction == "forward" else 2
@@ -99,7 +99,7 @@ def requests(cell: Cell) -> list[list[Request]]:
 
 
 def answers(expert: Expert, asked: list[list[Request]]) -> list[list[Tensor]]:
-    """Return what each request should get, computed a batch of all clients at a time; the learning rate must be 0."""
+    """Return the expected answers, computed in batches of one request per client; the learning rate must be 0."""
     return [list(one) for one in zip(*(by_round(expert, one) for one in zip(*asked, strict=True)), strict=True)]
 
 
@@ -109,15 +109,15 @@ def by_round(expert: Expert, asked: tuple[Request, ...]) -> tuple[Tensor, ...]:
     return call(expert, batch).split([len(request[0]) for request in asked])
 
 
-@lru_cache(maxsize=2)  # a cell is measured by many, in turn
+@lru_cache(maxsize=2)  # several systems measure a cell in turn
 def prepared(cell: Cell) -> tuple[list[list[Request]], list[list[Tensor]]]:
-    """Return a cell's requests, and their answers."""
+    """Return a cell's requests and the expected answers."""
     asked = requests(cell)
     return asked, answers(Expert(cell.expert), asked)
 
 
 def call(expert: Expert, request: Request) -> Tensor:
-    """Return the direct call: forward of one tensor, backward of two."""
+    """Call the expert directly: forward if the request has one tensor, backward if it has two."""
     return expert.forward(*request) if len(request) == 1 else expert.backward(*request)
 
 
@@ -129,7 +129,7 @@ def is_right(got: object, expected: Tensor) -> bool:
 
 
 def trajectory(learning_rate: float = 0.05, steps: int = 8) -> Iterator[tuple[Request, Tensor, list[Tensor]]]:
-    """A plain loop's backward requests one after another: request, its answer, and the parameters after its step."""
+    """Yield backward requests of a plain loop, each with its answer and the parameters after its step."""
     expert = Expert("small", learning_rate)
     for asked in requests(Cell("small", "backward", 3, steps, "threads")):
         yield asked[0], expert.backward(*asked[0]), expert.parameters()

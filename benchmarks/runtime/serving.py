@@ -1,6 +1,6 @@
-"""What takes requests (a server), and what can be measured (a contender): the two interfaces of this benchmark.
+"""Defines this benchmark's two interfaces: servers, which answer requests, and contenders, which can be measured.
 
-A peer's own process reads this file too: it needs torch and the standard library alone.
+Peers' processes import this file too, so it imports only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from benchmarks.runtime.scenario import (
 
 
 class Server(Protocol):
-    """Answers many clients' requests for one expert."""
+    """Answers requests of many clients for one expert."""
 
     def ask(self, direction: str) -> Ask:
         """Return a function that sends one request, waits, and returns its answer."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop all threads and processes of the server."""
 
 
 @runtime_checkable
 class AsyncServer(Server, Protocol):
-    """One that coroutines can ask, too."""
+    """A server that answers coroutines, too."""
 
     def ask_async(self, direction: str) -> AskAsync:
-        """Return what ``ask`` does, for coroutines."""
+        """Return a coroutine function that sends one request and returns its answer."""
 
 
 class Contender(Protocol):
-    """What is measured: a server with clients, or a bound without."""
+    """Something to measure: a server with its clients, or a bound that has no clients."""
 
     def measure(self, cell: Cell, effort: Effort) -> Sample:
-        """Return one window of the cell's load."""
+        """Measure one window of the cell's load."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop all threads and processes of the contender."""
 
 
 class InProcess:
-    """A server and its clients in this process."""
+    """Measures a server whose clients run in this process."""
 
     def __init__(self, server: Server, expert: Expert, cpu: Clock) -> None:
         self.server, self.expert, self.cpu = server, expert, cpu
@@ -84,7 +84,7 @@ class InProcess:
 def load(
     server: Server, cell: Cell, asked: list[list[Request]], effort: Effort, cpu: Clock
 ) -> tuple[Window, list[Log]]:
-    """Return one window of a cell's load, by clients of its kind."""
+    """Run a cell's load with clients of its kind; return the window and the clients' logs."""
     if cell.kind == "threads":
         return with_threads(server.ask(cell.direction), asked, effort, cpu)
     if not isinstance(server, AsyncServer):
@@ -93,23 +93,23 @@ def load(
 
 
 def check(serve: Callable[[Expert], Server], patience: float = 30.0) -> str:
-    """Return what is wrong with a server's answers; empty if nothing is.
+    """Return the first fault of a server's answers; empty if they are right.
 
-    Clients of different sizes at once must each get their own rows' answer, forward and backward; and a lonely
-    client's backward requests must train the expert exactly as a plain loop does, a step for each. ``patience`` is how
-    many seconds an answer may take.
+    Concurrent clients with requests of different sizes must each get the answer to their own rows, forward and
+    backward. Backward requests of a single client must train the expert exactly as a plain loop does, with one step
+    per request. An answer may take ``patience`` seconds.
     """
     expert = Expert("small")
     server = serve(expert)
     for direction in DIRECTIONS:
         if fault := concurrent_answers(server, direction, patience):
-            return fault  # left open: closing what does not answer could take forever
+            return fault  # does not close the server, which may hang
     server.close()
     return training(serve)
 
 
 def concurrent_answers(server: Server, direction: str, patience: float, clients: int = 4) -> str:
-    """Return what is wrong when clients of 1, 2 and 5 rows a request ask at once."""
+    """Return the first fault seen by concurrent clients with 1, 2 and 5 rows per request; empty if there is none."""
     asked = [one for rows in (1, 2, 5) for one in requests(Cell("small", direction, rows, clients, "threads"))]
     expected = answers(Expert("small"), asked)
     ask = server.ask(direction)
@@ -137,7 +137,7 @@ def concurrent_answers(server: Server, direction: str, patience: float, clients:
 
 
 def training(serve: Callable[[Expert], Server], learning_rate: float = 0.05) -> str:
-    """Return what is wrong with gradients and parameters when a lonely client asks for backward."""
+    """Return the first fault in gradients and parameters when one client sends backward requests; empty if none."""
     expert = Expert("small", learning_rate)
     server = serve(expert)
     try:

@@ -1,4 +1,4 @@
-"""The systems by name: who is measured, in what version, and what stands for it in a table."""
+"""Lists the systems to measure, with their versions and their descriptions for the report."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.runtime.serving import Contender, InProcess, Server, check
 
 @dataclass(frozen=True)
 class System:
-    """One column."""
+    """A system, which is one column of the tables."""
 
     name: str
     about: str
     open: Callable[[str], Contender]
-    """Starts it for an expert, by name."""
+    """Starts the system for the expert of a name."""
     check: Callable[[], str]
-    """What is wrong with its answers; empty if nothing."""
+    """Returns the first fault of the system's answers; empty if they are right."""
     kinds: tuple[str, ...] = ("threads", "asyncio")
     version: Callable[[], str] = lambda: ""
 
@@ -40,7 +40,7 @@ PYMOE, POOL, HIVEMIND, BATCHER, DIRECT, READY = (
 
 
 def all_systems(hivemind_python: Path) -> dict[str, System]:
-    """Return everyone, by name."""
+    """Return all systems by name."""
 
     def served(name: str, about: str, server: Callable[[Expert], Server]) -> System:
         def open_(expert: str) -> Contender:
@@ -50,7 +50,7 @@ def all_systems(hivemind_python: Path) -> dict[str, System]:
         return System(name, about, open_, lambda: check(server))
 
     def bound(name: str, about: str, ready_batch: bool) -> System:
-        # Kinds of clients make no difference to it. Its answers are what the others' are compared with.
+        # A bound has no clients, so one kind suffices. The other systems' answers are checked against its answers.
         return System(name, about, lambda expert: Direct(Expert(expert), ready_batch), lambda: "", ("threads",))
 
     def check_hivemind() -> str:

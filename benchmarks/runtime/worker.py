@@ -1,7 +1,8 @@
-"""What the processes of peers have in common: lines of JSON in and out, and what the system says of processes.
+"""Implements the protocol of peers' processes, and reads processor times from ``/proc``.
 
-A worker reads a request a line from standard input and answers each with a line: ``{"cell": …, "effort": …}`` with a
-sample, ``{"check": true}`` with what is wrong. It ends with its input. Needs torch and the standard library alone.
+A worker reads one JSON request per line from standard input and answers each with one line: ``{"cell": …, "effort":
+…}`` with a sample, ``{"check": true}`` with the first fault. It ends when its input ends. This file imports only torch
+and the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def answer_lines(contender_of: Callable[[Expert], InProcess], check: Callable[[], str] | None = None) -> None:
-    """Serve the expert that the command line names, and measure what is asked for, until the input ends."""
+    """Serve the expert that the command line names, and answer requests until the input ends."""
     torch.set_num_threads(1)
     opened: list[InProcess] = []
 
@@ -42,6 +43,6 @@ def answer_lines(contender_of: Callable[[Expert], InProcess], check: Callable[[]
 
 
 def group_and_seconds(process: int | str) -> tuple[int, float]:
-    """The group of a process, and the seconds of processor time that it has had; raises OSError where it is gone."""
+    """Return the group of a process and its processor seconds; raise OSError if the process has ended."""
     fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[2]), (int(fields[11]) + int(fields[12])) / TICKS

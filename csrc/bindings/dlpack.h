@@ -51,7 +51,7 @@ void load();
 // of it. Throws a TypeError that begins with `where` and names argument `position` for anything else.
 py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
-// The same without checks, for a tensor that this module made.
+// As read(), without checks, for a tensor that this module made.
 void read_plain(PyObject* object, Tensor& tensor);
 
 // Reads a tensor that was read before. False if it cannot be read any more; then no error is set.

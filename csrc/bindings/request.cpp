@@ -91,8 +91,8 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   return last_;
 }
 
-// Ragged requests come in any number of shapes. A forgotten shape becomes a new kind when it comes back. So shapes with
-// queued requests are kept, and new requests can still join those in a batch.
+// Ragged requests come in any number of shapes. A forgotten shape becomes a new kind when it is used again. So shapes
+// with queued requests are kept, and new requests can still join those in a batch.
 void Signatures::forget_unused() {
   std::erase_if(known_, [](const auto& entry) { return entry.second.use_count() == 1; });
   most_known_ = std::max(kKept, 2 * known_.size());

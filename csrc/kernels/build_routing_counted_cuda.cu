@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
   auto* const of_warps = reinterpret_cast<int32_t*>(memory);
   int32_t* const limit = of_warps + kWarps * stride;
   int32_t* const first = limit + stride;
-  int32_t* const ends = first + stride;  // of the experts, for each warp
+  int32_t* const ends = first + stride;  // number of rows of each warp's experts
   auto* const parts = reinterpret_cast<Sums*>(ends + kWarps);
 
   const int begin = static_cast<int>(blockIdx.x) * s.tile, end = min(begin + s.tile, s.rows);

@@ -44,7 +44,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   }
 }
 
-// Counts those of the words 0, group, 2 * group, ... that are among the first `left`; at most kUnroll.
+// Returns the number of the words 0, group, 2 * group, ... (at most kUnroll) that are among the first `left`.
 PYMOE_DEVICE int words_left(int64_t left, int group) {
   int count = 0;
 #pragma unroll
@@ -102,7 +102,8 @@ template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
   using Word = word_of_bytes<kBytes>;
   Shape shape{a.tokens, a.choices, a.rows, a.row_bytes / kBytes, 0, 0, 0};
-  // Uses few stretches, and groups that fit them: whole warps, or as many threads as a short row has words.
+  // Chooses the fewest stretches, and a group with enough threads for one: whole warps, or one thread per word of a
+  // short row.
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
   const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));

@@ -42,7 +42,7 @@ struct GateTopkArguments {
   // Only for the CUDA twin. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
   int64_t most_blocks = 0;    // blocks in the grid; 0: the twin chooses
-  ChoiceCounts counts{};      // if it has memory, written in place of `load`, which need not be cleared then
+  ChoiceCounts counts{};      // if it has memory, counts are written instead of `load`, which need not be cleared
 
   PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
 };

@@ -59,7 +59,7 @@ template <typename S>
 struct Scratch {
   S* wide;                     // (tile, E): logits of a 16-bit dtype, widened
   S* scores;                   // (tile, E): scores of the tile's tokens
-  S* choice;                   // (tile, E): choice scores, with those of the remaining groups next to each other
+  S* choice;                   // (tile, E): choice scores, moved so that the remaining groups are adjacent
   S* candidates;               // (E, tile)
   order_key_t<S>* candidate;   // (E, tile): the column of each candidate
   S* values;                   // (K, tile): the values by which experts were chosen
@@ -67,7 +67,7 @@ struct Scratch {
   S* weights;                  // (K, tile)
   order_key_t<S>* group_keys;  // (groups, tile)
   int32_t* groups;             // (tile, groups): each token's remaining groups, ascending
-  unsigned char* sorting;      // for select_sorted
+  unsigned char* sorting;      // scratch memory of select_sorted
 
   PYMOE_INLINE Scratch(unsigned char* memory, const GateTopkArguments& a) {
     const auto take = [&](int64_t bytes) {

@@ -29,7 +29,7 @@ namespace {
 constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 528;             // largest number of blocks: four for each of an H200's 132 multiprocessors
-constexpr int64_t kCountedBlocks = 256;      // the same if build_routing's blocks read each block's counts
+constexpr int64_t kCountedBlocks = 256;      // largest number if build_routing's blocks read each block's counts
 constexpr int64_t kMostCounted = 8192;       // most experts whose slots are counted in shared memory
 constexpr int64_t kMostBuffered = 64 << 20;  // most bytes of rows in the workspace
 // Up to this number of tokens, groups of 16 lanes (16 tokens per block) make at most two blocks for each of 132
@@ -37,7 +37,7 @@ constexpr int64_t kMostBuffered = 64 << 20;  // most bytes of rows in the worksp
 // total.
 constexpr int64_t kFewTokens = 4224;
 constexpr int kHeldExperts = 512;  // most experts of a row that stays in registers
-constexpr int kHeldScores = 256;   // the same if the choice or the weights need the scores of the whole row
+constexpr int kHeldScores = 256;   // most experts, if the choice or the weights need the scores of the whole row
 
 // The layout of a launch's memory.
 struct Layout {
@@ -288,7 +288,7 @@ class Token {
   const bool writes_;
   int32_t* const counts_;
   Key* const buffer_;
-  S* const row_scores_;  // for rows in registers whose choice needs more than logits
+  S* const row_scores_;  // scores of a row that is held in registers, if the choice is not made on logits
   S greatest_ = 0;       // the greatest logit
   S sum_ = 1;            // the sum of e^(logit - greatest) over the row, if needed
   HeldRow<S, kLanes, kHeld> row_;

@@ -69,7 +69,7 @@ PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
   }
 }
 
-// The destination of y, and its inputs apart from the operands.
+// Where and how to store y: its memory, the bias and the sizes.
 template <typename T>
 struct Output {
   T* y;

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// The bytes of the table of fractions; 0 if there is none.
+// Returns the bytes of the table of fractions; 0 without a table.
 template <typename S>
 int64_t table_bytes(const void* load, int64_t num_experts) {
   const int64_t bytes = num_experts * static_cast<int64_t>(sizeof(S));

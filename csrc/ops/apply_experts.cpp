@@ -157,10 +157,10 @@ struct QuantizedNetworks {
   bool interleaved;
 
   Tensor operator()(const Tensor& rows, const Tensor& offsets) const {
-    const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, offsets, b_in, layout[0], layout[1]);
+    const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, &offsets, b_in, layout[0], layout[1]);
     const Tensor active =
         expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
-    return quantized_linear_op::quantized_linear(active, w_out, offsets, b_out, layout[2], layout[3], &inner);
+    return quantized_linear_op::quantized_linear(active, w_out, &offsets, b_out, layout[2], layout[3], &inner);
   }
 };
 

@@ -23,7 +23,7 @@ namespace pymoe::ops::grouped_linear_op {
 namespace {
 
 constexpr const char* kName = "grouped_linear";
-constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the GPU counts experts in int32, rounded up
+constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the kernels round the number of experts up, in int32
 
 // `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
@@ -64,7 +64,8 @@ void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& argumen
 // The end of each expert's rows, in the form that torch takes.
 Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
-// Makes torch's product of the two, and completes it according to `a`.
+// Returns torch's grouped product of left and right, in which `complete` writes zeros for all that belongs to no
+// expert.
 template <typename Arguments>
 Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {

@@ -1,6 +1,6 @@
 // Operators' functions for use by other operators: each checks its arguments, allocates its result and runs its
-// device's twin, as the operator of the same name does. Functions with an argument `used`, a tensor that nobody needs
-// any more and that is not one of the other arguments, may put their result in its memory (empty_in).
+// device's twin, as the operator of the same name does. Functions with an argument `used`, a tensor that is no longer
+// needed and is not one of the other arguments, may put their result in its memory (empty_in).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -50,9 +50,10 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
 }
 
 namespace quantized_linear_op {
-Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets, const std::optional<Tensor>& bias,
+// Without offsets there is one expert, to which all rows belong, and x is (..., H).
+Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor* offsets, const std::optional<Tensor>& bias,
                         int64_t format, int64_t output_features, const Tensor* used = nullptr);
-}
+}  // namespace quantized_linear_op
 
 namespace expert_activation_op {
 Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved,

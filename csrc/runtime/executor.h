@@ -64,8 +64,8 @@ class Executor {
     return true;
   }
 
-  // Reverses the strand's request_stop, if nobody waits for its end; attaches the strand again if it was detached
-  // already.
+  // Reverses the strand's request_stop, if no thread waits for its end; attaches the strand again if it was already
+  // detached.
   void reopen(const StrandPointer& strand) {
     {
       const std::lock_guard lock(mutex_);

@@ -53,7 +53,7 @@ class Request : public Completion<Sync> {
   bool queued_ = false;
   bool in_batch_ = false;               // true if a running batch contains a part of the request
   bool given_up_ = false;               // true if the parts that no batch has taken yet must never run
-  typename ByRank::iterator place_;     // if queued_
+  typename ByRank::iterator place_;     // position by rank, if queued_
   typename ByTime::iterator deadline_;  // position among the deadlines, if it has one, is queued and has not begun
 };
 

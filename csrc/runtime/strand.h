@@ -9,7 +9,7 @@
 // Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
 //            for a request of another strand keeps looking there until the request is done, since it may be the
 //            only thread that can run it.
-// Results    appear after the strand is free again, so that a client that comes back at once finds it free. An
+// Results    appear after the strand is free again, so that a client's next request finds it free. An
 //            exception of the batch function ends all requests of the batch, or with options.isolate those that fail
 //            alone.
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
@@ -86,7 +86,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // Reverses request_stop: the pools are open again, and nobody may wait for their end any more.
+  // Reverses request_stop: opens the pools again. No thread may be waiting for their end.
   void reopen() {
     Plan made;
     {
@@ -385,7 +385,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   typename Sync::ThreadId runner_{};
   bool posted_ = false;               // true if no worker has taken the last post yet
   Time armed_ = kNever;               // the earliest time for which a post waits
-  Time armed_deadline_ = kNever;      // the same for a deadline
+  Time armed_deadline_ = kNever;      // the earliest deadline for which a post waits
   int64_t unfinished_ = 0;            // number of submitted requests that have not ended
   int watching_ = 0;                  // threads in watch()
   typename Sync::Condition changed_;  // signalled for these threads, and for threads that wait for the end

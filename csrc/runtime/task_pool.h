@@ -116,7 +116,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // The same for a thread with its own way to wait for the request: rest(at), which returns by `at`.
+  // As above, for a thread that waits in another way: rest(at) waits for the request, and returns by `at`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
     requires std::invocable<const Rest&, Time>

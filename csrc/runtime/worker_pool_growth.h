@@ -83,7 +83,7 @@ auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
     try {
       start_worker();
     } catch (...) {
-      refused = true;  // by the system
+      refused = true;  // the system starts no more threads
     }
   }
   lock.lock();

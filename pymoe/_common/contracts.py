@@ -462,16 +462,24 @@ def check_pack_weight(codes: Tensor, scales: Tensor) -> None:
     checks.same_device("pack_weight", "scales", scales, "codes", codes)
 
 
-def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None) -> None:
+def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None, bias: Tensor | None) -> None:
     """Raise if the arguments of :func:`quantized_linear` break its contract, except for the values of ``offsets``."""
     name = "quantized_linear"
     checks.dtype(name, "x", x, *QUANTIZED_FLOATING)
-    checks.rank(name, "x", x, "(S, H)")
+    if offsets is not None:
+        checks.rank(name, "x", x, "(S, H)")
+    elif not x.dim():
+        raise ValueError(f"{name}: x must have shape (..., H), got {tuple(x.shape)}")
     check_quantized(name, "weight", weight)
     packed, _, outputs, inputs = weight[:4]
-    checks.size(name, "x", x, 1, inputs, "weight.input_features")
+    checks.size(name, "x", x, x.dim() - 1, inputs, "weight.input_features")
     checks.same_device(name, "weight.packed", packed, "x", x)
-    _check_bounds(name, x, offsets, packed.shape[0], "weight.packed")
+    if offsets is not None:
+        _check_bounds(name, x, offsets, packed.shape[0], "weight.packed")
+    elif packed.shape[0] != 1:
+        raise ValueError(
+            f"{name}: offsets must be a tensor unless E of weight.packed is 1, got None for {packed.shape[0]}"
+        )
     if bias is not None:
         check_bias(name, x, bias, packed.shape[0], "E of weight.packed", outputs, "weight.output_features")
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
@@ -484,7 +492,7 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, 
 
 
 class _NoTangents(torch.autograd.Function):
-    """Computes nothing, and refuses tangents, also those of tensors inside ``vmap``, where none can be looked at."""
+    """Computes nothing, and refuses tangents, also inside ``vmap``, where the tangent of a tensor cannot be read."""
 
     generate_vmap_rule = True
 

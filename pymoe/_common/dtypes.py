@@ -1,4 +1,4 @@
-"""Dtypes of operands: the supported ones, those of sums, and the casts of ``torch.autocast``."""
+"""Defines the supported dtypes of operands, the dtypes of sums, and the casts of ``torch.autocast``."""
 
 from __future__ import annotations
 

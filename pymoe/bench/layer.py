@@ -41,17 +41,17 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """S, the number of rows that experts compute."""
+        """Return S, the number of rows that experts compute."""
         return self.tokens * self.choices
 
     @property
     def flops(self) -> int:
-        """Operations of forward and backward: six per weight and row (one product forward, two backward)."""
+        """Return the operations of forward and backward: six per weight and row (one product forward, two backward)."""
         return 6 * (self.slots * 3 * self.ffn * self.hidden + self.tokens * self.hidden * self.experts)
 
     @property
     def elements(self) -> int:
-        """Count of numbers in weights and their gradients, and in input, output and their gradients."""
+        """Return the number of elements of the weights, input and output, and of their gradients."""
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
 

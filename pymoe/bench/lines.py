@@ -70,7 +70,7 @@ class Line:
 
     @property
     def name(self) -> str:
-        """Name that ``--filter`` matches."""
+        """Return the name that ``--filter`` matches."""
         return f"{self.operator} {self.case} {str(self.dtype).removeprefix('torch.')} {self.direction}"
 
 

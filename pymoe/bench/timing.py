@@ -62,12 +62,12 @@ class Timing:
 
     @property
     def spread(self) -> Quartiles:
-        """Quartiles of the seconds per call over the rounds."""
+        """Return the quartiles of the seconds per call over the rounds."""
         return Quartiles.of(self.seconds)
 
     @property
     def median(self) -> float:
-        """Median of the seconds per call."""
+        """Return the median of the seconds per call."""
         return statistics.median(self.seconds)
 
     def over(self, other: Timing) -> Quartiles:

@@ -77,7 +77,7 @@ class RowPlan:
         if capacity_factor is not None:
             self.kept = _within_capacity(sharding, self.loads, self.tokens, top_k, capacity_factor)
         self.at_owners = self._rows_at_owners()
-        """(R, E): the part of these rows that the experts' owners compute: all of them, unless others take clones."""
+        """(R, E): the rows in ``kept`` that the owners of the experts compute; without clones, all of them."""
         if sharding.max_recv_rows is not None:
             self._check_received(sharding.max_recv_rows)
         own, rank = self.at_owners[sharding.rank], sharding.rank
@@ -89,7 +89,7 @@ class RowPlan:
 
     @property
     def dropped(self) -> int:
-        """Number of this rank's slots past the capacity of their experts."""
+        """Return the number of this rank's slots past the capacity of their experts."""
         rank = self.sharding.rank
         return sum(self.loads[rank]) - sum(self.kept[rank])
 
@@ -198,7 +198,7 @@ class AllToAll:
 
     @property
     def gradients(self) -> AllToAll:
-        """The exchange of the gradients, in the other direction."""
+        """Return the exchange of the gradients, in the other direction."""
         if self._gradients is None:
             like = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
             self._gradients = AllToAll(self.counts, self.total, like, last_first=not self.last_first)
@@ -206,7 +206,7 @@ class AllToAll:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return len(self.counts.sent)
 
     def handle(self) -> Tensor:

@@ -49,7 +49,7 @@ class TokenDispatcher:
 
     @property
     def own_counts(self) -> Tensor:
-        """(n,) int32: the counts that are sent to the other ranks; the load of the gate comes first."""
+        """Return (n,) int32: the counts that are sent to the other ranks; the load of the gate comes first."""
         return self.gate.load
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
@@ -99,7 +99,7 @@ class TokenDispatcher:
 
     @property
     def loads(self) -> list[list[int]] | Tensor:
-        """(R, E): the number of slots of each rank for which each expert was chosen."""
+        """Return (R, E): the number of slots of each rank for which each expert was chosen."""
         return self.plan.loads
 
     def rows_of_ranks(self) -> list[int] | None:
@@ -119,7 +119,7 @@ class TokenDispatcher:
 
     @property
     def _own_capacity(self) -> int | None:
-        """The most slots of this rank that an expert takes, if that does not depend on other ranks."""
+        """Return the most slots of this rank that an expert takes, if that does not depend on other ranks."""
         if self.capacity_factor is None or self.group_has_capacity:
             return None
         return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)

@@ -294,7 +294,7 @@ class _Backward:
 
 
 class _Fail(torch.autograd.Function):
-    """Its backward queues a callback for the end of the backward pass, and raises if it is told to."""
+    """A node whose backward queues a callback for the end of the backward pass, and raises if requested."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:

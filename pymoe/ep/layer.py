@@ -64,7 +64,7 @@ class ShardedMoE(MoE):
 
     @property
     def last_loads(self) -> list[list[int]] | None:
-        """(R, E): the number of slots of each rank for which each expert was chosen in the last call; None before.
+        """Return (R, E): the number of slots of each rank for each expert in the last call; None before.
 
         With ``transport="padded"`` this waits for the device.
         """
@@ -72,7 +72,7 @@ class ShardedMoE(MoE):
 
     @property
     def overflowed(self) -> Tensor | None:
-        """Scalar int64 on the device: the number of rows that did not fit in all calls so far; None with "exact".
+        """Return a scalar int64 on the device: the rows that did not fit in all calls so far; None with "exact".
 
         ``overflowed.zero_()`` starts a new count. Calls that are recomputed count again.
         """

@@ -25,7 +25,7 @@ class Placement(NamedTuple):
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """(R,): the experts that each rank holds, ascending."""
+        """Return (R,): the experts that each rank holds, ascending."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert, hosts in enumerate(self.hosts):
             for rank in hosts:
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
     @property
     def owner(self) -> tuple[int, ...]:
-        """(E,): the first host of each expert."""
+        """Return (E,): the first host of each expert."""
         return tuple(hosts[0] for hosts in self.hosts)
 
 

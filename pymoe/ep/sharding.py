@@ -84,43 +84,43 @@ class ExpertSharding:
 
     @cached_property
     def title(self) -> str:
-        """Name of the layer in errors, from which its number in messages is computed."""
+        """Return the name of the layer in errors, from which its number in messages is computed."""
         return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """Process group of the ranks."""
+        """Return the process group of the ranks."""
         return self.mesh.get_group()
 
     @cached_property
     def ranks(self) -> int:
-        """R, the number of ranks."""
+        """Return R, the number of ranks."""
         return self.mesh.size()
 
     @cached_property
     def rank(self) -> int:
-        """Number of this rank in the group."""
+        """Return the number of this rank in the group."""
         return self.mesh.get_local_rank()
 
     @cached_property
     def ranges(self) -> list[range]:
-        """(R,): the positions of each rank."""
+        """Return (R,): the positions of each rank."""
         return shard_ranges(self.num_experts, self.ranks)
 
     @cached_property
     def experts_of_ranks(self) -> list[Sequence[int]]:
-        """(R,): the experts of each rank."""
+        """Return (R,): the experts of each rank."""
         order = self.order
         return [own if order is None else order[own.start : own.stop] for own in self.ranges]
 
     @cached_property
     def own_experts(self) -> Sequence[int]:
-        """Experts of this rank."""
+        """Return the experts of this rank."""
         return self.experts_of_ranks[self.rank]
 
     @cached_property
     def owner(self) -> list[int]:
-        """(E,): the rank of each expert."""
+        """Return (E,): the rank of each expert."""
         owner = [0] * self.num_experts
         for rank, experts in enumerate(self.experts_of_ranks):
             for expert in experts:
@@ -129,7 +129,7 @@ class ExpertSharding:
 
     @cached_property
     def chunk_experts(self) -> list[list[Sequence[int]]]:
-        """(chunks, R): the experts of each rank in each chunk, the same share of every rank's."""
+        """Return (chunks, R): the experts of each rank in each chunk; a chunk has the same share of every rank."""
         return [
             [own[c * len(own) // self.chunks : (c + 1) * len(own) // self.chunks] for own in self.experts_of_ranks]
             for c in range(self.chunks)
@@ -137,12 +137,12 @@ class ExpertSharding:
 
     @cached_property
     def send_order(self) -> list[int]:
-        """Experts in the order in which their rows are sent: by chunk, then by rank."""
+        """Return the experts in the order in which their rows are sent: by chunk, then by rank."""
         return [expert for by_rank in self.chunk_experts for experts in by_rank for expert in experts]
 
     @cached_property
     def send_positions(self) -> Tensor | None:
-        """(E,) int32: the index of every expert in :attr:`send_order`; None if that is the order of the experts."""
+        """Return (E,) int32: the index of every expert in :attr:`send_order`; None if experts are in order there."""
         if self.send_order == list(range(self.num_experts)):
             return None
         places = torch.empty(self.num_experts, dtype=torch.int32)
@@ -151,17 +151,17 @@ class ExpertSharding:
 
     @property
     def num_destinations(self) -> int:
-        """Number of destinations of rows; each is one rank in one chunk."""
+        """Return the number of destinations of rows; each is one rank in one chunk."""
         return self.chunks * self.ranks
 
     @property
     def num_counts(self) -> int:
-        """Length of a rank's counts: a load for each expert, and rows for each destination if they differ."""
+        """Return the length of a rank's counts: a load for each expert, and rows for each destination if different."""
         return self.num_experts + (self.num_destinations if self.deduplicate else 0)
 
     @property
     def padded_rows(self) -> int:
-        """Number of rows that a padded exchange carries from a rank to a rank in a chunk."""
+        """Return the number of rows that a padded exchange sends from one rank to another in a chunk."""
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:

@@ -285,6 +285,6 @@ def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tup
         return ended, ()
     try:
         why = ended.exception()
-    except CancelledError as error:  # by its runtime
+    except CancelledError as error:  # cancelled by its runtime
         return error, ()  # not kept in a variable, since its traceback would hold the future
     return why, () if why is not None else tuple(ended.result())

@@ -158,12 +158,12 @@ class MixtureOfExpertBackends(nn.Module):
 
     @property
     def backends(self) -> dict[str, Backend]:
-        """The current backends by name, in the order of their slots."""
+        """Return the current backends by name, in the order of their slots."""
         return {member.name: member.backend for member in self._slots.members}
 
     @property
     def slots(self) -> dict[str, int]:
-        """The slot of each backend."""
+        """Return the slot of each backend."""
         return self._slots.names()
 
     def add_backend(self, backend: Backend, slot: int | None = None) -> int:
@@ -298,7 +298,7 @@ class MixtureOfExpertBackends(nn.Module):
     # --- the module ---
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the slots of the backends: what the gate's columns mean."""
+        """Return the slots of the backends, which say which backend each column of the gate belongs to."""
         return {"slots": self.slots}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

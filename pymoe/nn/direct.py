@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from pymoe._common import checks
@@ -21,7 +21,7 @@ from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS, APPLY_CHOSEN_QUANTIZED_
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.operands import as_rows, networks_fit
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import PLAIN_TENSORS, is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
 from pymoe.nn.router import Router
@@ -29,9 +29,6 @@ from pymoe.nn.router_product import is_one_node as routes
 from pymoe.ops import index_checks
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_transformed
-
-_PLAIN = (nn.Parameter, Tensor)
-"""The types of plain tensors; a subclass may have operators of its own."""
 
 
 def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
@@ -41,7 +38,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         layer: a :class:`pymoe.nn.MoE`, not of a class derived from it. (That module imports this one.)
         x: the argument of ``forward``, which may be anything.
     """
-    if is_compiling() or type(x) not in _PLAIN or is_transformed():
+    if is_compiling() or type(x) not in PLAIN_TENSORS or is_transformed():
         return None
     parts = layer._modules
     try:  # without Module.__getattr__, which costs half a microsecond for each name
@@ -100,10 +97,10 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
-    """Return whether the native calls take these as they are; if not, the usual way raises an error with the reason."""
+    """Return whether the native calls can take the arguments; otherwise the indirect forward raises the error."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
-        type(weight) in _PLAIN
+        type(weight) in PLAIN_TENSORS
         and x.dim() > 0
         and x.shape[-1] == layer.hidden_size == router.hidden_size
         and experts == router.num_experts
@@ -124,7 +121,11 @@ def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
         return None
     own = experts._parameters
     w_in, w_out = own["w_in"], own["w_out"]
-    return (w_in, own["b_in"], w_out, own["b_out"]) if type(w_in) in _PLAIN and type(w_out) in _PLAIN else None
+    return (
+        (w_in, own["b_in"], w_out, own["b_out"])
+        if type(w_in) in PLAIN_TENSORS and type(w_out) in PLAIN_TENSORS
+        else None
+    )
 
 
 def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
@@ -137,8 +138,8 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
         w_in.backend == w_out.backend == "native"
         and x.is_cpu
         and x.dtype != torch.float64
-        and type(packed_in) in _PLAIN
-        and type(packed_out) in _PLAIN
+        and type(packed_in) in PLAIN_TENSORS
+        and type(packed_out) in PLAIN_TENSORS
         and packed_in.is_contiguous()
         and packed_out.is_contiguous()
         and experts.fits(layer.num_experts, layer.hidden_size, x.device)
@@ -150,7 +151,7 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
         b_out = b_out.to(x.dtype).contiguous()
     try:
         numbers = FORMATS[w_in.format, w_in.bits], FORMATS[w_out.format, w_out.bits]
-    except (KeyError, TypeError):  # somebody has set one of these attributes
+    except (KeyError, TypeError):  # other code has changed one of these attributes
         return None
     layout = [numbers[0], w_in.output_features, numbers[1], w_out.output_features]
     return packed_in, b_in, packed_out, b_out, layout

@@ -105,7 +105,7 @@ class LastCall(LocalTensors):
         """Compute the pending values, and drop their inputs; if that raises, the values stay pending."""
         compute = self.pending
         if compute is not None:
-            # This must run outside of transforms of torch.func: one would wrap tensors that are kept after its end.
+            # This must run outside of torch.func's transforms: they would wrap tensors that are kept after their end.
             outside = temporarily_clear_interpreter_stack() if in_torch_func() else nullcontext()
             with torch.no_grad(), outside:
                 held = compute()

@@ -276,7 +276,7 @@ class MoE(nn.Module):
 
     @property
     def top_k(self) -> int:
-        """K, the number of experts per token; the router has it."""
+        """Return K, the number of experts per token, from the router."""
         return self.router.top_k
 
     @top_k.setter
@@ -285,7 +285,7 @@ class MoE(nn.Module):
 
     @property
     def stats(self) -> Stats:
-        """Load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
+        """Return load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         They are detached copies, which do not change when the layer runs again. Losses that the forward itself did not
         need are computed when they are read. Until then, or until its next forward, the layer holds the router's logits
@@ -379,7 +379,7 @@ class MoE(nn.Module):
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-            whose = raw  # their arguments have been checked, or are made here
+            whose = raw  # operators without checks: their arguments have been checked above or are made by this method
         return apply_networks(
             x_TH,
             experts_TK,

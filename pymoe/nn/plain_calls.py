@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pymoe import _torch_canaries as canaries
 from pymoe._torch_private import CALL_HOOKS, global_call_hooks
 
+PLAIN_TENSORS = (nn.Parameter, Tensor)
+"""The types of plain tensors; a subclass may have operators of its own."""
 _as_written: dict[type, tuple[Any, ...]] = {}
 """For each class whose functions have not been patched, the functions that a call of it runs."""
 

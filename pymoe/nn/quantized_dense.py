@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import QUANTIZED_FLOATING, check_format, check_quantized
-from pymoe._common.types import QuantizedWeight, WeightFormat
+from pymoe._common.dtypes import autocast_enabled
+from pymoe._common.types import FORMATS, QuantizedWeight, WeightFormat
 from pymoe.nn.options import Backend, check_flag, check_model, operators
-from pymoe.nn.plain_calls import attached_to, is_of_its_source
+from pymoe.nn.plain_calls import PLAIN_TENSORS, attached_to, is_of_its_source
 from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr, places_of
+from pymoe.ops.function_calls import is_recorded
+from pymoe.ops.quantized_linear import QUANTIZED_LINEAR
 
 _NO_WEIGHT = (
     "QuantizedDenseLinear: it has no tensor called 'weight', as its weights are packed; call the layer, or "
@@ -158,16 +161,31 @@ class QuantizedDenseLinear(QuantizedLinear):
                 gradients are recorded.
             NotImplementedError: ``x`` has a tangent, as for :func:`pymoe.ops.quantized_linear`.
         """
-        dims = x.dim()
-        rows = x.flatten(0, -2) if dims > 2 else x[None] if dims == 1 else x
-        bias = self._buffers["bias"]
-        count = rows.shape[0] if dims else 0
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]  # a constant would hold the example's number of rows
-            offsets = torch.arange(2, dtype=torch.int32, device=rows.device) * count
-        else:
-            offsets = torch.tensor((0, count), dtype=torch.int32, device=rows.device)
-        y = super().forward(rows, offsets, None if bias is None else bias[None])
-        return y if dims == 2 else y.view(*x.shape[:-1], self.output_features)
+        packed, bias = self._buffers["packed"], self._buffers["bias"]
+        bias = None if bias is None else bias[None]
+        if self._is_direct(x, packed, bias):
+            rows: Tensor = QUANTIZED_LINEAR(
+                x.contiguous(), packed, None, bias, FORMATS[self.format, self.bits], self.output_features
+            )
+            return rows
+        return super().forward(x, None, bias)
+
+    def _is_direct(self, x: Tensor, packed: Any, bias: Tensor | None) -> bool:
+        """Return whether the native call takes these as they are: the checks of the usual way take most of its time."""
+        return (
+            self.backend == "native"
+            and type(x) in PLAIN_TENSORS
+            and type(packed) in PLAIN_TENSORS
+            and x.dtype in QUANTIZED_FLOATING
+            and x.is_cpu
+            and packed.is_cpu
+            and packed.is_contiguous()
+            and x.dim() > 0
+            and x.shape[-1] == self.input_features
+            and (bias is None or (bias.dtype == x.dtype and bias.is_cpu and bias.is_contiguous()))
+            and not autocast_enabled("cpu")
+            and not is_recorded(x, bias)
+        )
 
     def extra_repr(self) -> str:
         return (

@@ -114,16 +114,17 @@ class QuantizedLinear(nn.Module):
     quantized_weight = weight
     """``weight`` under a name that subclasses keep which have no ``weight``."""
 
-    def forward(self, rows_SH: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, rows_SH: Tensor, offsets: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Apply to every row the linear layer of its expert.
 
         Args:
-            rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`.
-            offsets: (E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e.
+            rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`; (..., H) without offsets.
+            offsets: (E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e; or None if E is 1.
             bias: (E, N) of any floating dtype, or None.
 
         Returns:
-            (S, N), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``).
+            (S, N), or (..., N) without offsets; the dtype of ``rows_SH`` (the autocast dtype inside
+            ``torch.autocast``).
         """
         if bias is not None:
             (rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]

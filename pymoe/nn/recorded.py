@@ -201,7 +201,10 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def start(ctx: Any) -> tuple[_Operators, list[Any]]:
-        """Return the operators of a pass and what :meth:`keep` saved; the graph drops that unless it is kept."""
+        """Return the operators for a backward pass, and the tensors that :meth:`keep` saved.
+
+        The node then drops these tensors, unless its graph is kept for another pass.
+        """
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         plain = not (torch.is_grad_enabled() or is_compiling() or is_transformed())
@@ -412,7 +415,7 @@ def _(x: Tensor, logits: Tensor, bias: Any, k: int, *others: Any) -> tuple[Tenso
 
 
 def _shapes(x: Tensor, tokens: int, choices: int, w_in: Tensor, w_out: Tensor) -> tuple[Tensor, ...]:
-    """Return y, rows, inner, active, outer, slot, token and offsets without values."""
+    """Return uninitialised tensors with the shapes of y, rows, inner, active, outer, slot, token and offsets."""
     rows = tokens * choices
     floating = ((tokens, w_out.shape[1]), (rows, x.shape[1]), (rows, w_in.shape[1]), (rows, w_out.shape[2]))
     indices = ((tokens, choices), (rows,), (w_in.shape[0] + 1,))

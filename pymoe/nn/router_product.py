@@ -180,7 +180,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TH, weight, logits_TE, experts_TK = ctx.saved_tensors
         needs_x, needs_weight, *others = ctx.needs_input_grad
-        again = torch.is_grad_enabled()  # the gradients are to be differentiated
+        again = torch.is_grad_enabled()  # true if the gradients will be differentiated
         if dweights is not None:
             narrow = dlogits is None and not again
             through_gate = gate_backward(dweights.contiguous(), logits_TE, experts_TK, ctx.options, narrow=narrow)

@@ -7,6 +7,7 @@ its own operators. A formula sees only shapes, so every choice counts, even one 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def _weight_grad(grad: Shape, x: Shape, offsets: Shape, order: Shape | None = No
     return 2 * (x if order is None else order)[0] * grad[1] * x[1]
 
 
-def _quantized_linear(x: Shape, packed: Shape, offsets: Shape, bias: Any, format: int, output_features: int) -> int:
-    return 2 * x[0] * x[1] * output_features
+def _quantized_linear(x: Shape, packed: Shape, offsets: Any, bias: Any, format: int, output_features: int) -> int:
+    return 2 * prod(x) * output_features
 
 
 def _networks(rows: int, w_in: Shape, w_out: Shape) -> int:

@@ -13,7 +13,7 @@ from pymoe._transforms import in_torch_func
 
 def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Return gradients of ``inputs`` if ``grad`` is the gradient of ``function(*inputs)``; differentiable in both."""
-    if not torch.compiler.is_compiling():  # a function from torch.func.vjp runs after its transform has ended
+    if not torch.compiler.is_compiling():  # torch.func.vjp's function may run after its transform has ended
         grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
     if in_torch_func():
         return torch.func.vjp(function, *inputs)[1](grad)  # type: ignore[no-any-return]

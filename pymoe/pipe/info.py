@@ -207,7 +207,7 @@ class Inspection(nn.Module):
 
     @property
     def replicated_params(self) -> list[dict[int, str]]:
-        """For every parameter that several stages share, return its name in each stage, by the stage's number.
+        """Return, for every parameter that several stages share, its name in each stage, by the stage's number.
 
         PiPPy's names of stages are accepted, too: ``replicated_params[0]["submod_0"]``.
         """

@@ -155,9 +155,9 @@ class LossWeights(NamedTuple):
     """Weighs the losses of micro-batches."""
 
     shares: Sequence[float]
-    """The gradient of the loss of every micro-batch."""
+    """The factor of every micro-batch's loss in the loss of the mini-batch."""
     uncounted: frozenset[int] = frozenset()
-    """Micro-batches in which nothing counts; their losses may be NaN."""
+    """Micro-batches without any weight, such as only padding; their losses may be NaN."""
     are_rows: bool = False
     """True if the losses are only assumed to be means over rows."""
 
@@ -199,7 +199,7 @@ def weigh(
         micro_batches: the numbers of rows.
         reduction: ``"mean"``, ``"sum"``, or a function that returns the number by which a micro-batch's loss is
             divided.
-        loss_fn: the loss function; torch's own losses tell their divisor.
+        loss_fn: the loss function; the divisor of torch's own losses is known.
         arguments: the arguments of the function ``reduction``, for every micro-batch.
 
     Raises:

@@ -101,7 +101,7 @@ class LossReading:
     of_numbers: list[str] = field(default_factory=list)
     """Reasons why the loss is not a mean over rows, found in computations with scalars, such as the root of a mean."""
     of_rows: list[str] = field(default_factory=list)
-    """The same, found in computations with rows; valid if dimension 0 of the model's outputs has the rows."""
+    """Further reasons, found in computations with rows; valid if dimension 0 of the model's outputs has the rows."""
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False

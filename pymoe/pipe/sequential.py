@@ -104,7 +104,7 @@ class OwnStages(LayersAsStages):
 
     def _make_pipeline(self) -> Pipeline:
         self.devices = place(self.parts, self._places)
-        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: the items that others take from it
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: the items that other stages take
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)

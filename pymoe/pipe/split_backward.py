@@ -167,7 +167,7 @@ def cut_graph(
 
     input_side = _with_users(behind, parents)
     weight_side = _with_users([node for node in leaf_nodes if node not in input_side], parents, input_side)
-    cuts: dict[Node, list[tuple[int, Node]]] = {}  # by node of the input side: edges to weight sides
+    cuts: dict[Node, list[tuple[int, Node]]] = {}  # edges to weight sides, by node of the input side
     for after in weight_side:
         for node, place in parents.get(after, ()):
             if node in input_side:

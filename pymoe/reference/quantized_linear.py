@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,7 +17,7 @@ LARGEST_CODE = 127 * 256 + 127
 """Largest code of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
 
 
-def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """Apply the quantised linear layer of expert e to the rows ``offsets[e]`` to ``offsets[e + 1]``.
 
     ``y[r] = W[e] @ x[r] + bias[e]`` for the expert e that owns row r, where W are the weights of
@@ -43,13 +45,14 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     ``F.linear`` casts its operands.
 
     Args:
-        x: (S, H), rows sorted by expert as :func:`dispatch` leaves them; float32, bfloat16 or float16.
+        x: (S, H), rows sorted by expert as :func:`dispatch` leaves them, or (..., H) if ``offsets`` is None; float32,
+            bfloat16 or float16.
         weight: a weight (E, N, H), from :func:`quantize_weight` or :func:`pack_weight`.
-        offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
+        offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S; or None if E is 1 and all rows belong to it.
         bias: (E, N), the dtype of ``x``, or None.
 
     Returns:
-        (S, N), the dtype of ``x``. Not differentiable.
+        (S, N), or (..., N) if ``offsets`` is None, the dtype of ``x``. Not differentiable.
 
     Raises:
         TypeError: a dtype is not as above, or ``weight`` is not a :class:`QuantizedWeight`.
@@ -61,10 +64,12 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
     """
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check_quantized_linear(x, weight, offsets, bias)
-    bounds = offsets.tolist()
-    check_offsets(bounds, x.shape[0], "quantized_linear")
     weight = QuantizedWeight(*weight)
-    outputs, number = weight.output_features, number_of(weight)
+    outputs, inputs, number = weight.output_features, weight.input_features, number_of(weight)
+    shape = (*x.shape[:-1], outputs)
+    x = x.reshape(math.prod(x.shape[:-1]), inputs)
+    bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
+    check_offsets(bounds, x.shape[0], "quantized_linear")
     codes, scale, minimum = (None if part is None else part[:, :outputs] for part in unpack(weight))
     assert codes is not None
     assert scale is not None
@@ -79,7 +84,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor, bias: 
         if bias is not None:
             y = y + bias[expert].float()
         rows[begin:end] = y.to(x.dtype)
-    return rows
+    return rows.view(shape)
 
 
 def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, number: int) -> Tensor:

@@ -389,8 +389,8 @@ class FolderLock:
 
 def _unlock(descriptor: int) -> None:
     try:
-        with suppress(OSError):  # the file system has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # even if a fork has not closed its descriptor yet
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough while a fork has the descriptor open
     finally:
         os.close(descriptor)
 

@@ -48,12 +48,12 @@ class RemoteBackend:
 
     @property
     def updates(self) -> int:
-        """Number of updates that the expert had seen by its last answer to this process."""
+        """Return the number of updates that the expert had made by its last answer to this process."""
         return self._stub.updates
 
     @property
     def address(self) -> str:
-        """Address of its server."""
+        """Return the server's address."""
         return self._stub.channel.address
 
     def get_info(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Journal:
         outcome, cancel = run()
         running = known.running[seq] = _RunningRequest(asyncio.get_running_loop().create_future(), cancel)
 
-        async def settle() -> None:  # goes on if the client is gone, to record what was applied
+        async def settle() -> None:  # runs even if the client has disconnected, to record the outcome
             try:
                 found = await outcome
             except BaseException as error:

@@ -232,7 +232,7 @@ class ExpertEntry:
             self._partly_applied.discard(name)
         # For a request of several batches, the first update counts: a state after it contains a part of the request.
         update = int(numbers.min()) if rows else self.backend.updates
-        return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch's rows
+        return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch in memory
 
 
 def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:

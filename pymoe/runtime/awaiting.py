@@ -5,8 +5,8 @@ the waiters of its requests into the loop's mailbox without the GIL, and calls t
 request: ``call_soon_threadsafe`` costs more than everything else. The loop takes out the waiters and completes them;
 each task continues with the result of its request.
 
-If the loop is still there but raises when it is called, it is called once more, and after that with the next waiter
-that comes.
+If ``call_soon_threadsafe`` raises although the loop is open, it is called once more, and then again for the next
+waiter.
 """
 
 from __future__ import annotations

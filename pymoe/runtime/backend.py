@@ -192,7 +192,7 @@ class ExpertBackend(nn.Module):
 
     @property
     def backward_schema(self) -> tuple[Any, ...]:
-        """Schema of a request of the backward pass: ``forward_schema``, then ``outputs_schema``."""
+        """Return the schema of a request of the backward pass: ``forward_schema``, then ``outputs_schema``."""
         return self.forward_schema, self.outputs_schema
 
     @property
@@ -202,7 +202,7 @@ class ExpertBackend(nn.Module):
 
     @property
     def updates(self) -> int:
-        """Number of updates of the expert, including those before a :meth:`load_state_dict`."""
+        """Return the number of updates of the expert, including updates before a :meth:`load_state_dict`."""
         return self._rule.updates
 
     # --- the passes ---

@@ -95,7 +95,7 @@ class BatchTensorProto:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of a row; the same as ``size``."""
+        """Return the shape of a row, which is ``size``."""
         return self.size
 
     @property
@@ -104,7 +104,7 @@ class BatchTensorProto:
         return has_gradient(self.dtype)
 
     def replace(self, **changes: Any) -> BatchTensorProto:
-        """Return a copy with ``changes``, which are arguments of the constructor; ``size`` is one sequence."""
+        """Return a copy with ``changes``, named as the constructor's arguments; ``size`` is given as a sequence."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
         return BatchTensorProto(*values.pop("size"), **values)
 

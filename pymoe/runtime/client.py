@@ -74,7 +74,7 @@ class ExpertClient(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        """The backend whose pools are asked."""
+        """Return the backend to whose pools requests are sent."""
         return self._backend[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ class GradientRule:
 
     @property
     def last_update(self) -> int:
-        """Number of the update that contains the last batch; the next update while gradients accumulate for it."""
+        """Return the number of the update that contains the last batch: the next update while gradients accumulate."""
         return self.updates + (1 if self._batches else 0)
 
     def forget(self) -> None:

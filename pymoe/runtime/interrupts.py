@@ -9,7 +9,7 @@ from typing import Any
 
 from pymoe.runtime.timers import call_later
 
-DELAY_S = 0.01  # delay of a deferred Ctrl-C after a block, in which its batch returns its results
+DELAY_S = 0.01  # from the end of a block to its deferred Ctrl-C: time for the batch to return its results
 
 
 class uninterrupted:

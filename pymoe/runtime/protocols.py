@@ -19,7 +19,7 @@ class RequestPool(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the pool in errors, logs and statistics."""
+        """Return the name of the pool in errors, logs and statistics."""
 
     @property
     def served(self) -> bool:
@@ -52,7 +52,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the backend in pools, statistics and errors."""
+        """Return the name of the backend in pools, statistics and errors."""
 
     @property
     def trains(self) -> bool:

@@ -95,7 +95,7 @@ class Runtime:
 
     @property
     def pools(self) -> tuple[TaskPool, ...]:
-        """Pools that it serves, or will serve once it runs."""
+        """Return the pools that the runtime serves, or will serve once it runs."""
         return cast("tuple[TaskPool, ...]", self._served.now)
 
     @property

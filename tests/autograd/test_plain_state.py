@@ -1,4 +1,4 @@
-"""What a client has switched on in its thread does not reach a batch that it happens to run."""
+"""Tests that a client's thread settings do not affect a batch that the client runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_states_within_each_other() -> None:
 
 
 def test_an_interrupt_waits_for_the_function() -> None:
-    """The function runs on another thread here; an update must not go on behind the back of who was interrupted."""
+    """The function runs on another thread here; the interrupt is raised only after the function has ended."""
     ended = threading.Event()
 
     def interrupted() -> None:

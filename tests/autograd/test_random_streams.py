@@ -1,4 +1,4 @@
-"""The numbers that a call draws depend only on the seed and on the call's position."""
+"""Tests that the numbers that a call draws depend only on the seed and on the call's position."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_background_calls_are_reproducible(workers: int) -> None:
 
 
 def test_generators_of_cuda_are_the_calls_too() -> None:
-    """There is a CUDA device on few machines: what stands for its generators is looked at."""
+    """Few machines have a CUDA device, so the test checks only the objects that replace its generators."""
     real = torch.Generator()
     generators = random_streams._CudaDefaults([real])
     assert generators[0] is real
@@ -235,7 +235,7 @@ def test_torch_random_is_as_it_was_when_the_last_call_has_ended() -> None:
     run_in_background(func, inputs).result()
     assert len(seen) == 4
     assert all(kind is random_streams._RandomModule and type(found) is random_streams._Default for kind, found in seen)
-    deadline = time.monotonic() + LONG  # a worker may be about to put it back
+    deadline = time.monotonic() + LONG  # a worker may be about to restore it
     while shown()[0] is not types.ModuleType and time.monotonic() < deadline:
         time.sleep(0.001)
     assert shown() == (types.ModuleType, torch.default_generator)
@@ -302,7 +302,7 @@ def test_threads_outside_of_calls_see_the_generator_of_the_process_while_calls_b
 def test_a_call_that_begins_while_torch_random_is_put_back_keeps_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It begins between the question whether calls run and the change."""
+    """The call begins after the check for running calls and before torch.random is restored."""
     random_streams.install()
     begun, may_end = threading.Event(), threading.Event()
     seen: list[object] = []
@@ -334,7 +334,7 @@ def test_a_call_that_begins_while_torch_random_is_put_back_keeps_its_generator(
 
 
 def test_the_kernels_stay_and_answer_to_calls_alone() -> None:
-    """The one lasting effect: kernels of the operators that draw, on a key that only threads with a call include."""
+    """Maps leave behind only kernels for drawing operators, on a key that only threads with a running call include."""
     map_with_parallel_backward(torch.sin, (x,))
     with_kernels = {
         name.removeprefix("aten::")

@@ -1,4 +1,4 @@
-"""A call sees the state of the thread that called the map, whichever thread runs it; none of it is left behind."""
+"""Tests that a call on any thread sees the state of the map's caller, and leaves nothing of it behind."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
 
 def seen() -> Any:
     found = current()
-    # Calls have hooks that stand for the caller's (test_saved_tensor_hooks.py).
+    # In calls, other hooks replace the caller's hooks (test_saved_tensor_hooks.py).
     state = found._replace(saved_tensor_hooks=found.saved_tensor_hooks and (same, same))
     observed = (
         torch.empty(()).dtype,

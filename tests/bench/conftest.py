@@ -1,4 +1,4 @@
-"""One thread for the benchmark's tests: their shapes are tiny, and none of them asserts a time."""
+"""Uses one thread for the benchmark's tests, whose shapes are tiny, and which assert no times."""
 
 from __future__ import annotations
 

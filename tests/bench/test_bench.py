@@ -1,4 +1,4 @@
-"""The benchmark's command line: its output is complete, and it notices what is wrong. No time is asserted."""
+"""Tests that the benchmark's command line prints complete results and reports wrong ones. No time is asserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring on a GPU, proved without one: on a device whose events read a clock that only the calls move."""
+"""Tests of timing on a GPU, with a simulated device whose events read a clock that only the calls advance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCH, REPLAY = 20e-6, 1e-6
 
 
 class Device:
-    """A GPU that takes what a call says; eager calls cost a launch besides."""
+    """A simulated GPU; a call takes its given seconds, and an eager call at least the time of a launch."""
 
     def __init__(self):
         self.clock, self.log, self.capturing = 0.0, [], None
@@ -184,7 +184,7 @@ def test_a_line_shows_eager_time_and_time_in_a_graph(gpu, timer, most, reached):
 
 
 def test_what_waits_for_the_device_is_measured_eagerly_alone(gpu, timer):
-    """Where torch notices it, nothing is captured: a capture that fails would spoil what comes after."""
+    """If torch detects the wait, no capture is tried, since a failed capture would break later ones."""
 
     def waits():
         if gpu.waiting == "error":

@@ -1,4 +1,4 @@
-"""Verdicts and turns that all benchmarks share."""
+"""Tests of the verdicts and the order of turns that all benchmarks share."""
 
 import math
 
@@ -24,7 +24,7 @@ ONE = torch.ones(3)
     ],
 )
 def test_verdicts(found, expected, word):
-    """A difference whose square is 0 is one, too; what cannot be compared is wrong."""
+    """A difference whose square underflows to 0 still counts; results that cannot be compared are wrong."""
     assert verdict(relative_error(found, expected), 0.01) == word
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of experts on two ranks: it measures every system, checks their results, and writes its files."""
+"""Tests that the benchmark of experts on two ranks measures every system, checks the results, and writes its files."""
 
 import json
 import sys

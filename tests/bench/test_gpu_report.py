@@ -1,6 +1,6 @@
-"""The GPU report survives whatever a stage does, says what happened, and names neither machine nor paths.
+"""Tests that the GPU report survives any failure of a stage, reports it, and names neither machine nor paths.
 
-No GPU is needed: stages are planted, and compute-sanitizer's outputs are given.
+No GPU is needed: the stages are simple commands, and compute-sanitizer's outputs are given.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
-    """Tests and a measurement, with the very commands that a GPU gets; the sanitizer says why it does not run."""
+    """Tests and a measurement run with the same commands as on a GPU; the sanitizer reports why it cannot run."""
     stages = "^(tests_layers|sanitizer|operators)$"
     done = run_script("--device", "cpu", "--stages", stages, "--limit", str(4 * LONG), "--output", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -179,7 +179,7 @@ def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
 
 
 def test_a_script_without_torch_says_what_to_name(tmp_path):
-    """The Python that is found must have torch: one that fails is passed over."""
+    """The script skips a Python without torch."""
     for name in ("python3", "python"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
@@ -269,7 +269,7 @@ def test_a_tool_counts_only_after_it_reported_its_planted_fault(canary, status, 
 def test_every_tool_runs_its_canary_first_and_is_written_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sanitize, "time", SimpleNamespace(monotonic=lambda: 0.0)
-    )  # no time passes while it shares it out
+    )  # the clock stands still while the stages are planned
     commands, file = {tool: [] for tool in sanitize.TOOLS}, tmp_path / "sanitizer.json"
     granted = {tool: [] for tool in sanitize.TOOLS}
 
@@ -282,7 +282,7 @@ def test_every_tool_runs_its_canary_first_and_is_written_at_once(tmp_path, monke
         granted[tool].append(share)
         if "canary" in command:
             return 1, MEMCHECK.format(kernel=f"pymoe_canary_{tool}", calls="")
-        if tool == sanitize.TOOLS[0]:  # the others do not wait for it, and are written without it
+        if tool == sanitize.TOOLS[0]:  # the results of the others are written without waiting for it
             deadline = time.monotonic() + 30
             while len(written()) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -296,7 +296,7 @@ def test_every_tool_runs_its_canary_first_and_is_written_at_once(tmp_path, monke
     for of_tool in commands.values():
         assert ["canary" in command for command in of_tool] == [True, False]
     for of_tool in granted.values():
-        assert of_tool == pytest.approx([60.0 / 3, 0.95 * 60.0])  # of the 60 s that a tool may run
+        assert of_tool == pytest.approx([60.0 / 3, 0.95 * 60.0])  # shares of the 60 s that a tool may run
 
 
 def test_the_canary_has_a_fault_for_every_tool():

@@ -1,4 +1,4 @@
-"""``benchmarks/in_turns.py``: the figures of two trees are paired by name, and a run that fails says so."""
+"""Tests that ``benchmarks/in_turns.py`` pairs the figures of two trees by name, and reports a failed run."""
 
 import json
 import sys

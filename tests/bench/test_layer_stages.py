@@ -1,4 +1,4 @@
-"""The stages of a block: one after the other they compute what one call does, and tables say which share each takes."""
+"""Tests that the stages of a block together compute the same as one call, and that tables show each stage's share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmark of published models' blocks: all compute the same, errors show, and tables say what was missed."""
+"""Tests that contenders in the benchmark of published models' blocks agree, and that tables show errors and missed
+targets.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,7 @@ def test_a_slow_contender_is_timed_once_and_one_apart_by_itself():
 
 def test_a_slow_step_of_training_is_timed_by_the_second(monkeypatch):
     class Timer:
-        """A clock of which every step of the contender takes 30 s when it is looked at, 25 s when it is timed."""
+        """A clock by which each step takes 30 s; as a timer it returns 25 s."""
 
         steps = 0
 

@@ -1,4 +1,4 @@
-"""The benchmark of parallel backward passes: it runs, notices wrong gradients, and says which targets are met."""
+"""Tests that the benchmark of parallel backward passes runs, detects wrong gradients, and reports its targets."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The benchmark of captured models: everyone does equal work, and who fails or is wrong is named."""
+"""Tests that systems in the benchmark of captured models do equal work, and that failures and errors are reported."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of pipeline schedules: what it compares is equal work, and it names who fails or is wrong."""
+"""Tests that systems in the benchmark of schedules do equal work, and that failures and errors are reported."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def test_a_sleeping_layer_sleeps_where_its_times_say(monkeypatch):
     monkeypatch.setattr(work.time, "sleep", slept.append)
     model, (x, y) = Case("sleep", 2, 4).model(), Case("sleep", 2, 4).batch()
     sequential(Case("sleep", 2, 4), model, x, y)
-    assert sum(slept) == pytest.approx(4 * (3 * 8 - 1) * work.SLEEP)  # nobody wants the gradient of the model's input
+    assert sum(slept) == pytest.approx(4 * (3 * 8 - 1) * work.SLEEP)  # without the gradient of the model's input
     slept.clear()
     inner = Sleeping(8)
     out = inner(torch.ones(1, 8, requires_grad=True))

@@ -1,4 +1,4 @@
-"""benchmarks/runtime_load.py: every system's answers are checked, and one that lies, stalls or stops is noticed."""
+"""Tests that benchmarks/runtime_load.py checks all answers, and detects systems that are wrong, stall or stop."""
 
 from __future__ import annotations
 

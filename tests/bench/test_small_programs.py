@@ -1,4 +1,4 @@
-"""Benchmarks of one table each: a run leaves a positive figure for every line that its page names."""
+"""Tests that a run of each small benchmark writes a positive figure for every line of its table."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The comparisons see what they promise to see, and name it."""
+"""Tests that the comparisons of tensors detect and name the differences that they promise to detect."""
 
 import math
 

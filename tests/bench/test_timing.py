@@ -1,4 +1,4 @@
-"""Timing: rounds are interleaved and statistics are right, on a clock that only the candidates move."""
+"""Tests of interleaved rounds and their statistics, with a clock that only the candidates advance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pymoe.bench.timing import LONGEST_SPAN, MOST_CALLS, Quartiles, Timing, Wall
 
 
 class Clock:
-    """A clock that moves only when a candidate moves it, and a record of the candidates that did."""
+    """A clock that only candidates advance, and a record of the candidates that did."""
 
     def __init__(self):
         self.time = 0.0

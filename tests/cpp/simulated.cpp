@@ -110,7 +110,7 @@ void SimulatedSync::Condition::notify_all() {
 SimulatedSync::ThreadId SimulatedSync::Thread::start(std::function<void()>* function) {
   Simulation& s = here();
   if (s.count == kMostThreads) end_failed(s, "too many threads");
-  if (s.count == s.options.refused_thread) {  // the first thread is the body
+  if (s.count == s.options.refused_thread) {  // numbers include the body, which is the first thread
     delete function;
     throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again), "a thread is refused");
   }

@@ -258,7 +258,7 @@ TEST_CASE("quantized_linear by tiles: every number of rows that share tiles, and
     judge<kInt4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kMxfp4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
   }
-  for (const int64_t rows : {96, 97, 193}) {  // around the number of rows after which sums begin anew
+  for (const int64_t rows : {96, 97, 193}) {  // around the number of rows at which a new block of sums begins
     judge<kInt8, float>(random, rows, 40, 33, Values::kUsual);
     judge<kInt4, float>(random, rows, 40, 33, Values::kUsual);
     judge<kMxfp4, float>(random, rows, 40, 33, Values::kUsual);

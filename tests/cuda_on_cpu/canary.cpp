@@ -1,4 +1,4 @@
-// Kernels with a planted error. Each must be found by the build that is made to find it; ctest looks for the report.
+// Kernels with planted errors. The build for an error's kind must report it; ctest looks for the report.
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -23,17 +23,17 @@ __global__ void divergent_barrier(const int* x, int* out) {
   out[threadIdx.x] = x[threadIdx.x];
 }
 
-// One lane stays away from a collective that names it.
+// One lane does not take part in a collective whose mask includes it.
 __global__ void divergent_shuffle(const int* x, int* out) {
   if (threadIdx.x != 5) out[threadIdx.x] = __shfl_sync(0xffffffffu, x[threadIdx.x], 0);
 }
 
-// Blocks add to one place without an atomic: the sum comes out right here, since nothing runs between load and store.
+// Blocks add to one place without an atomic. The sum is right here, since nothing runs between load and store.
 __global__ void lost_atomic(const int* x, int* out) {
   if (threadIdx.x == 0) out[0] += x[blockIdx.x];
 }
 
-// One block tells another by a flag, but no fence orders the data before it.
+// One block signals another by a flag, without a fence between the data and the flag.
 __global__ void missing_fence(int* data, int* out) {
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) {
@@ -55,14 +55,14 @@ __global__ void shared_out_of_bounds(const int* x, int* out) {
   out[threadIdx.x] = values[threadIdx.x];
 }
 
-// Every block waits for the one after it, as if all were there at once.
+// Every block waits for the next one, as if all blocks ran at the same time.
 __global__ void waits_for_later_block(const int*, int* out) {
   if (threadIdx.x != 0) return;
   while (blockIdx.x + 1 < gridDim.x && atomicAdd(&out[blockIdx.x + 1], 0) == 0) __nanosleep(20);
   atomicExch(&out[blockIdx.x], 1);
 }
 
-// Copies that nobody waits for, or to where none may go.
+// Copies that no thread waits for, or with an invalid destination.
 __global__ void copy_without_wait(const int* x, int*) {
   PYMOE_SHARED(uint4, to, 16);
   if (threadIdx.x < 4) pymoe::cuda::copy_async(to + threadIdx.x, x + 4 * threadIdx.x, 16);
@@ -76,7 +76,7 @@ __global__ void misaligned_copy(const int* x, int*) {
   pymoe::cuda::wait_for_copies<0>();
 }
 
-// A thread reads what another one has copied and waited for, and no barrier lies between.
+// A thread reads data that another thread has copied and waited for, without a barrier in between.
 __global__ void copy_without_barrier(const int* x, int* out) {
   PYMOE_SHARED(uint4, to, 16);
   if (threadIdx.x < 16) pymoe::cuda::copy_async(to + threadIdx.x, x + 4 * threadIdx.x, 16);

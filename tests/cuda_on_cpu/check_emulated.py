@@ -1,4 +1,4 @@
-"""Run with the plugin ``emulated_ops``: every operator does reach its CUDA kernel there."""
+"""Tests that every operator reaches its CUDA kernel on the emulator. Run with the plugin ``emulated_ops``."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_operator_launches_an_emulated_kernel(name):
     ids=str,
 )
 def test_grouped_linear_leaves_to_torch_what_torch_makes_without_the_host(dtype, features, by_torch):
-    """Small integers: every sum is exact, so both ways must give the reference's bits."""
+    """The inputs are small integers, so sums are exact, and both ways must give the reference's bits."""
     offsets = torch.tensor([0, 5, 5, 40], dtype=torch.int32)
     shapes = [(43, features), (3, 24, features), (43, 24)]
     x, weight, grad = (
@@ -61,7 +61,7 @@ print(sum(event.name == "aten::_grouped_mm" for event in profile.events()))
 
 @pytest.mark.parametrize(("value", "calls"), [(None, "3"), ("", "3"), ("1", "3"), ("0", "0"), ("no", "")])
 def test_a_variable_of_the_environment_keeps_products_away_from_torch(value, calls):
-    """So that our own kernel can be measured beside torch's, and can stand in for it, where torch's would be taken."""
+    """The variable allows comparing pymoe's kernel with torch's product, and avoiding torch's product."""
     environment = {name: text for name, text in os.environ.items() if name != "PYMOE_TORCH_GROUPED_MM"}
     environment["PYTHONPATH"] = str(Path(__file__).parent)
     if value is not None:

@@ -1,7 +1,7 @@
-"""Run with the plugin ``emulated_ops``: what a layer in bfloat16 asks a GPU of compute capability 9.x to run.
+"""Tests of the launches of a bfloat16 layer on a GPU of compute capability 9.x. Run with the plugin ``emulated_ops``.
 
-The lists below are all of it, in order; one launch more or less fails. docs/concepts/proof_without_a_gpu.md has them as
-a table.
+The lists below are complete and in order; a launch more or less fails. docs/concepts/proof_without_a_gpu.md shows them
+as a table.
 """
 
 import sys
@@ -74,7 +74,7 @@ def test_a_training_step_launches_this_and_no_more():
 
 @pytest.mark.parametrize("tokens", [1, 20, 400])
 def test_any_number_of_tokens_launches_the_same(tokens):
-    """A gate of several blocks had memory cleared for the counts that they add up."""
+    """With several blocks, the gate used to clear memory for its counts, which was an additional launch."""
     forward, backward, _ = step(*make(tokens))
     assert forward == FORWARD
     assert backward == BACKWARD
@@ -105,7 +105,7 @@ def test_options_cost_what_they_compute(options, forward, backward):
 
 
 def test_one_launch_more_is_noticed(monkeypatch):
-    """Offsets that are not taken as they are cost two launches a product: the count finds what a fault brings back."""
+    """The planted fault converts the offsets of every product, which takes two more launches each."""
     product = raw.grouped_linear
     monkeypatch.setattr(raw, "grouped_linear", lambda *args, **_: product(*args, whole=False))
     forward, backward, _ = step(*make())
@@ -116,11 +116,11 @@ def test_one_launch_more_is_noticed(monkeypatch):
     "options", [{}, {"capacity_factor": 0.5}, {"num_shared_experts": 1}, {"aux_loss_coef": 0.1}], ids=str
 )
 def test_the_step_computes_what_the_reference_does(options):
-    """Nothing reads a row that no product wrote, which is NaN here; an expert without tokens gets the gradient 0."""
+    """Rows that no product wrote are NaN here, so nothing may read them; experts without tokens get zero gradients."""
     layer, x, grad = make(**options)
     with torch.no_grad():
         layer.router.weight[3] = 0
-        layer.router.weight[3, 0] = -100  # nobody's choice
+        layer.router.weight[3, 0] = -100  # no token chooses this expert
         x[:, 0] = 1
     found = step(layer, x, grad)[2]
     twin = MoE(64, 32, 8, 2, dtype=torch.float64, backend="reference", **options)

@@ -1,11 +1,11 @@
-"""Compiles every CUDA kernel for the GPUs that pymoe is built for, and holds the compiler's report to the rules.
+"""Compiles every CUDA kernel for the GPUs that pymoe is built for, and checks the compiler's report.
 
     python tests/cuda_on_cpu/compile_gate.py        # writes build/cuda/registers.md
 
-Machine code for every architecture that ships and PTX, with the build's flags and warnings as errors; no kernel may
-spill registers to memory. The report lists registers, shared memory, stack and spills of each kernel. What was compiled
-of the same sources before is not compiled again (tests/machine_code.py). Without nvcc nothing can be checked, and it
-says so.
+Kernels are compiled to machine code for every architecture that ships and to PTX, with the build's flags and with
+warnings as errors; no kernel may spill registers to memory. The report lists registers, shared memory, stack and spills
+of each kernel. Unchanged sources are not compiled again (tests/machine_code.py). Without nvcc nothing is checked, and
+the output says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def table(kernels: list[Kernel]) -> str:
 
 
 def main() -> int:
-    """Compile and judge; return 1 if a rule is broken."""
+    """Compile and check the kernels; return 1 if a rule is broken."""
     nvcc = find_nvcc()
     if nvcc is None:
         print("no nvcc: the CUDA kernels were not compiled (checks passed: none)")

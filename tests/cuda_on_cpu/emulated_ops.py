@@ -1,4 +1,4 @@
-"""A pytest plugin: ``pymoe._ops`` is the library whose CPU operators run the CUDA kernels on the emulator."""
+"""A pytest plugin that replaces ``pymoe._ops`` by the library that runs the CUDA kernels on the emulator."""
 
 import sys
 from pathlib import Path

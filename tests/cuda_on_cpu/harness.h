@@ -1,11 +1,11 @@
-// What the tests of emulated kernels share: random cases, exactly sized buffers, bits that are compared.
+// Helpers for the tests of emulated kernels: random cases, buffers of exact size, and comparisons bit for bit.
 //
 //     TEST_CASE("combine: emulated kernel = CPU twin") {
 //       for_cases("combine", 120, [](Random& random) { ... one random case, one or more launches ... });
 //     }
 //
-// Under ThreadSanitizer, where a thread is thousands of times as dear, fewer cases run (cases()) and sizes are cut
-// (size()), but every kernel is launched at least twelve times: main.cpp counts.
+// Under ThreadSanitizer a thread is thousands of times slower, so fewer cases run (cases()) and sizes are limited
+// (size()), but every kernel is launched at least twelve times; main.cpp checks this.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -33,8 +33,8 @@ inline constexpr bool kSlow = true;
 inline constexpr bool kSlow = false;
 #endif
 
-// On the PTX (tests/cuda_ptx) kernels have CUDA's own logarithm and erfc; on the emulator the C library's, as the CPU
-// twins have.
+// Kernels in PTX (tests/cuda_ptx) use CUDA's logarithm and erfc; on the emulator they use the C library's, as the CPU
+// kernels do.
 #if defined(PYMOE_WATCHED_MEMORY)
 inline constexpr bool kOwnFunctions = true;
 #else
@@ -52,7 +52,7 @@ inline int cases(int usual) {
   const int count = static_cast<int>(usual * scale);
   return kSlow ? std::min(count, 18) : count;
 }
-// A size of the usual kind, cut under ThreadSanitizer.
+// Returns `usual`, or under ThreadSanitizer at most `slow`.
 inline int64_t size(int64_t usual, int64_t slow) { return kSlow ? std::min(usual, slow) : usual; }
 
 class Random {
@@ -85,13 +85,13 @@ void for_cases(const char* name, int usual, F&& one_case) {
   }
 }
 
-// Calls f(TypeTag<T>{}) for a dtype at random.
+// Calls f(TypeTag<T>{}) for a random dtype.
 template <typename F>
 void with_random_dtype(Random& random, F&& f) {
   visit_dtype(random.one_of({DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}), f);
 }
 
-// Normal numbers, now and then a special one.
+// Returns normal numbers, with some special ones.
 template <typename T>
 void fill(Buffer<T>& buffer, Random& random, double special = 0.0) {
   using S = accumulate_t<T>;
@@ -105,7 +105,7 @@ void fill(Buffer<T>& buffer, Random& random, double special = 0.0) {
   }
 }
 
-// The greatest of |a - b| / (absolute + relative * |b|) over the elements; a NaN must meet a NaN, an infinity itself.
+// Returns the greatest |a - b| / (absolute + relative * |b|) over the elements; a NaN equals a NaN, an infinity itself.
 template <typename T>
 double worst_error(const Buffer<T>& a, const Buffer<T>& b, double relative, double absolute) {
   double worst = 0;
@@ -118,7 +118,7 @@ double worst_error(const Buffer<T>& a, const Buffer<T>& b, double relative, doub
   return worst;
 }
 
-// Same bits, but for those of a NaN, which depend on the order of a product's operands.
+// Compares bits, except those of a NaN, which depend on the order of a product's operands.
 template <typename T>
 bool same_values(const Buffer<T>& a, const Buffer<T>& b) {
   for (int64_t i = 0; i < a.size(); ++i) {
@@ -128,7 +128,7 @@ bool same_values(const Buffer<T>& a, const Buffer<T>& b) {
   return a.size() == b.size();
 }
 
-// A stretch of address space that costs memory only where it is touched: for offsets past 2^31.
+// A range of addresses that uses memory only where it is touched, to test offsets past 2^31.
 class SparseMemory {
  public:
   explicit SparseMemory(int64_t bytes);

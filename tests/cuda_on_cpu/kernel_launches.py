@@ -1,12 +1,12 @@
-"""Counts what a CUDA device would be asked to run, by name and in order, without one.
+"""Records the names of the kernels that a CUDA device would launch, in order, without such a device.
 
-Tensors lie on the pretended device and operators of pymoe run their CUDA kernels on the emulator, which keeps a list of
-its launches. Operators of torch are seen by a dispatch mode; :data:`LAUNCHES` says how many kernels each of them starts
-on CUDA, and one that it does not name is an error.
+Tensors lie on the pretended device. Operators of pymoe run their CUDA kernels on the emulator, which records its
+launches. Operators of torch are recorded by a dispatch mode: :data:`LAUNCHES` lists the kernels that each of them
+launches on CUDA, and an operator without an entry is an error.
 
-torch's grouped product is replaced here by one that behaves as its kernel for compute capability 9.x does: it trusts
-its offsets and leaves rows past the last of them as they were, which are NaN here. So results tell whether anything
-reads a row that nobody wrote.
+torch's grouped product is replaced by a function that behaves like torch's kernel for compute capability 9.x: it trusts
+its offsets, and does not write the rows past the last offset, which are NaN here. So a NaN in the results shows that
+something read a row that was never written.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NONE: tuple[str, ...] = ()
 GROUPED = ("torch: prepare a grouped product", "torch: grouped product")
-"""aten/src/ATen/native/cuda/GroupMM.cu: one block writes pointers, sizes and strides; then the product itself."""
+"""The launches in aten/src/ATen/native/cuda/GroupMM.cu: a block that writes pointers, sizes and strides, and the
+product."""
 
 QUESTIONS = {"promote_types", "is_same_size", "_has_compatible_shallow_copy_type"}
 LAUNCHES = {
-    # Views, and memory that nobody clears.
+    # Views and uninitialised memory launch nothing.
     **dict.fromkeys(
         ["alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "narrow", "new_empty"], NONE
     ),
     **dict.fromkeys(["permute", "reshape", "select", "slice", "split", "squeeze", "t", "transpose", "unbind"], NONE),
     **dict.fromkeys(["unsqueeze", "view", "_unsafe_view", "new_empty_strided"], NONE),
-    # These start one kernel each. cuBLAS makes a product in one, or, split over its depth, in two: it counts as one.
+    # These launch one kernel each. A product of cuBLAS counts as one, although it takes two if split over its depth.
     **{
         name: (f"torch: {name}",)
         for name in (
@@ -45,7 +46,7 @@ LAUNCHES = {
 
 
 class Launches(TorchDispatchMode):
-    """Inside, :attr:`names` grows by what every operation launches."""
+    """Appends to :attr:`names` the launches of every operation inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Launches(TorchDispatchMode):
             with listening(self.names):
                 result = func(*args, **(kwargs or {}))
             own = torch.ops.pymoe_emulator.history(seen).splitlines()
-            # Ours first and torch's after them: the order within one operator is not ours to know.
+            # pymoe's launches come first, then torch's, since their order within one operator is not recorded.
             self.names[begin:begin] = [f"pymoe: {one}" for one in own]
             return result
         if namespace == "aten" and name not in QUESTIONS:
@@ -75,7 +76,7 @@ _listener: list[str] | None = None
 
 @contextmanager
 def listening(names: list[str]) -> Iterator[None]:
-    """Add to ``names`` what operators of pymoe ask of torch."""
+    """Append to ``names``, inside the context, the launches of torch's operators that pymoe's operators call."""
     global _listener
     before, _listener = _listener, names
     try:
@@ -85,7 +86,7 @@ def listening(names: list[str]) -> Iterator[None]:
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:
-    """Multiply groups as torch does, with NaN where its CUDA kernel writes nothing."""
+    """Multiply groups as torch does, with NaN in the rows that torch's CUDA kernel does not write."""
     if _listener is not None:
         _listener.extend(GROUPED)
     ends = [0, *offs.tolist()]

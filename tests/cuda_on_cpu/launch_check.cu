@@ -1,4 +1,4 @@
-// kernels/cuda/launch.h as nvcc compiles it, on the CUDA runtime of pretended_runtime.h.
+// Calls kernels/cuda/launch.h, compiled by nvcc, on the stub of the CUDA runtime (pretended_runtime.h).
 #include <cstdio>
 #include <stdexcept>
 #include <string>
@@ -10,7 +10,7 @@ namespace {
 
 __global__ void kernel(int) {}
 
-// "started" or what launch() threw.
+// Returns "started", or the message of the exception from launch().
 std::string launch_with(int64_t shared_bytes) {
   const int before = pretended::launched;
   try {

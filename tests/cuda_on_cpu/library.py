@@ -2,8 +2,8 @@
 
     python tests/cuda_on_cpu/library.py [--sanitize]      # writes build/cuda_on_cpu; compiles only what changed
 
-With the pytest plugin ``emulated_ops`` it takes the place of ``pymoe._ops``, and tests of operators and layers then
-prove the CUDA kernels with the checks and allocations around them:
+The pytest plugin ``emulated_ops`` replaces ``pymoe._ops`` by it, so that tests of operators and layers test the CUDA
+kernels together with the checks and allocations around them:
 
     PYTHONPATH=tests/cuda_on_cpu python -m pytest -p emulated_ops tests/ops/test_native_equals_reference.py
 """
@@ -23,15 +23,15 @@ SANITIZE = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recove
 
 
 def build(sanitize: bool = False) -> Path:
-    """Compile and link what changed; raises RuntimeError with the compiler's output when that fails.
+    """Compile the changed files and link; raise RuntimeError with the compiler's output if that fails.
 
-    With ``sanitize`` AddressSanitizer and UBSan watch operators and CUDA kernels (tests/sanitized/build.py runs Python
-    with such a library).
+    With ``sanitize``, operators and CUDA kernels are instrumented with AddressSanitizer and UBSan
+    (tests/sanitized/build.py runs Python with such a library).
     """
     tests = ROOT / "tests" / "cuda_on_cpu"
     unwatched = "-O2 -fno-sanitize=all -DPYMOE_EMULATOR_ADDRESS=1" if sanitize else "-O2"
     sources = [
-        *(Source(one.file, "-O0 -fno-sanitize=all") for one in kernel_sources()),  # few are run
+        *(Source(one.file, "-O0 -fno-sanitize=all") for one in kernel_sources()),  # only a few of them run
         *operator_sources(),
         *(Source(file, "-x c++") for file in sorted(ROOT.glob("csrc/kernels/*.cu"))),
         *(Source(tests / f"{name}.cpp", unwatched) for name in EMULATOR),

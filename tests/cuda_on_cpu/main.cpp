@@ -1,4 +1,4 @@
-// Runs the tests of the emulated kernels, and counts: a run without a filter must have launched enough.
+// Runs the tests of the emulated kernels; a run without a filter fails if a kernel was launched too few times.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <sys/mman.h>
 

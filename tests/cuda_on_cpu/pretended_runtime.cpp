@@ -41,7 +41,7 @@ cudaError_t cudaGetLastError() {
 const char* cudaGetErrorString(cudaError_t) { return "refused"; }
 cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return remember(cudaErrorInvalidValue); }
 
-// What the compiler makes of <<<...>>>, in this toolkit and older ones.
+// Functions to which the compiler translates <<<...>>>, in this toolkit and in older ones.
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st*) {
   pushed = {grid, block, shared};
   return 0;

@@ -1,11 +1,11 @@
-// A CUDA runtime of the tests, for one program (launch_check.cu). It keeps the rules that count there: the most shared
-// memory that a kernel may be given is one number, whoever sets it, and an error is remembered until it is asked for.
+// A stub of the CUDA runtime for launch_check.cu. As in CUDA, a kernel has one limit of shared memory for all threads,
+// and an error is kept until it is read.
 #pragma once
 
 namespace pretended {
 
 inline int launched = 0;
 inline bool refuse_attribute = false;
-inline void (*other_thread)() = nullptr;  // once, between a thread's attribute and its launch
+inline void (*other_thread)() = nullptr;  // called once, after a thread sets the attribute and before its launch
 
 }  // namespace pretended

@@ -1,4 +1,4 @@
-// Operators of the emulated library alone: which kernels the emulator has run, and how often.
+// Operators that only the emulated library has: they return the kernels that the emulator has run, and how often.
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Returns the launches of the kernel launched under `name`; of all kernels for "".
+// Returns the number of launches of the kernel `name`, or of all kernels for "".
 int64_t launches(std::string name) {
   int64_t count = 0;
   for (const auto& [launched, times] : pymoe::emulator::launches()) {
@@ -17,7 +17,7 @@ int64_t launches(std::string name) {
   return count;
 }
 
-// The names of all launches and memsets from the `first` one on, a line each, in their order.
+// Returns the names of all launches and memsets from number `first` on, one per line, in order.
 std::string history(int64_t first) {
   std::string lines;
   const auto& names = pymoe::emulator::history();

@@ -1,4 +1,4 @@
-// Random routings for tests: rows for the choices of tokens, as build_routing may hand them out.
+// Random routings for tests: rows for the choices of tokens, as build_routing may assign them.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace pymoe::test {
 
-// Every choice owns a row of its own, in random order, or was dropped; the rows in use come first.
+// Every choice owns a different row, in random order, or was dropped; the rows in use come first.
 struct Slots {
   Buffer<int32_t> slot, used;
 
@@ -26,10 +26,10 @@ struct Slots {
     }
   }
 
-  // The rows of a buffer: one a choice, or any number that holds those in use.
+  // Returns the number of rows of a buffer: one per choice, or any number from the rows in use on.
   int64_t rows(Random& random) const { return random.chance(0.5) ? slot.size() : used[0] + random.between(0, 9); }
 
-  // Some slots, and perhaps the number of rows in use, name what is not there or what another choice owns.
+  // Makes some slots, and perhaps the number of rows in use, invalid: missing rows, or rows of another choice.
   void spoil(Random& random) {
     const auto rows = static_cast<int32_t>(slot.size());
     for (int32_t& value : slot) {

@@ -1,4 +1,4 @@
-// build_routing: the emulated CUDA kernels sort as the CPU twin does, bit for bit.
+// Tests build_routing: the emulated CUDA kernels must give the CPU kernel's results bit for bit.
 #include <algorithm>
 
 #include "cuda_on_cpu/harness.h"
@@ -29,7 +29,7 @@ BuildRoutingArguments arguments(const Buffer<Index>& named, Routing& to, Buffer<
           workspace.data(), s.tokens,           s.choices,      s.experts,       s.capacity};
 }
 
-// Most choices go to few experts, as in a router that has not been trained, or all are alike.
+// Either most choices go to few experts, as with an untrained router, or experts are equally likely.
 template <typename Index>
 void fill_experts(Buffer<Index>& named, Random& random, int64_t experts) {
   const int64_t popular = random.between(0, experts - 1);
@@ -41,7 +41,7 @@ void fill_experts(Buffer<Index>& named, Random& random, int64_t experts) {
 
 template <typename Index>
 void check_equal(Random& random, const Sizes& s) {
-  Buffer<Index> named(s.rows(), random.between(0, 3));  // off the alignment of a wide load, now and then
+  Buffer<Index> named(s.rows(), random.between(0, 3));  // sometimes not aligned for a wide load
   fill_experts(named, random, s.experts);
   Routing expected(s.rows(), s.experts), got(s.rows(), s.experts);
   Buffer<int32_t> cpu_workspace(cpu::build_routing_workspace(s.rows(), s.experts));
@@ -68,7 +68,7 @@ int64_t random_capacity(Random& random, int64_t tokens, int64_t choices, int64_t
 TEST_CASE("build_routing: one launch equals the CPU twin") {
   for_cases("build_routing", 48, [](Random& random) {
     const int64_t choices = random.between(1, size(9, 4));
-    // Sizes at, before and after the edge of a tile, which is 512 or 1024 choices.
+    // Sizes at, below and above a multiple of the tile, which is 512 or 1024 choices.
     const int64_t edge = random.one_of<int64_t>({0, 0, 512, 1024, size(2048, 1024), size(4096, 1024)});
     const int64_t tokens = std::max<int64_t>(0, edge / choices + random.between(-3, size(80, 20)));
     const int64_t experts =
@@ -78,8 +78,8 @@ TEST_CASE("build_routing: one launch equals the CPU twin") {
 }
 
 TEST_CASE("build_routing: two launches equal the CPU twin") {
-  // Two launches come with many choices or with many experts: 1407 and more have fewer warps a block, 4219 and more
-  // keep their counters in the workspace.
+  // Many choices or many experts take two launches. From 1407 experts on a block has fewer warps, and from 4219 on the
+  // counters lie in the workspace.
   for_cases("build_routing two", 24, [](Random& random) {
     const int64_t choices = random.between(1, 4), tokens = random.between(0, size(700, 300));
     const int64_t experts = random.one_of<int64_t>({1407, 2531, 2532, 4218, 4219, 5000});
@@ -127,7 +127,7 @@ TEST_CASE("build_routing: the same bits whatever the workspace held and whatever
 
 namespace {
 
-// What the CPU twin makes of the choices that name an expert; the others get -1.
+// Returns the CPU kernel's result for the choices that name an expert; the others get -1.
 template <typename Index>
 void check_hostile(Random& random, const Sizes& s, std::initializer_list<int64_t> outside) {
   Buffer<Index> named(s.rows());
@@ -188,7 +188,7 @@ TEST_CASE("build_routing: choices outside [0, E) are dropped, the others are as 
 
 namespace {
 
-// The gate's counts of choices, in tiles of so many tokens.
+// The gate's counts of choices, by tiles of a given number of tokens.
 struct Counted {
   ChoiceCounts counts;
   Buffer<uint16_t> values;
@@ -213,14 +213,14 @@ TEST_CASE("build_routing: the gate's counts give what the CPU twin gives, and th
     const int64_t experts =
         random.one_of<int64_t>({1, 2, 7, 60, 128, 129, 160, 256, size(744, 8), size(1021, 60), size(1024, 60)});
     const int64_t choices = random.between(1, std::min<int64_t>(experts, size(9, 4)));
-    // One tile or many; of more tiles than 128 a block has several, and of large ones several rounds.
+    // One tile or many. With more than 128 tiles a block has several of them; a large tile takes several rounds.
     const int64_t tile = random.one_of<int64_t>({1, 8, 16, 32, size(100, 9)});
     const int64_t tokens = random.between(0, tile * random.one_of<int64_t>({1, 3, size(40, 4), size(140, 5)}));
     const Sizes s{tokens, choices, experts, random_capacity(random, tokens, choices, experts)};
     INFO("T ", tokens, " K ", choices, " E ", experts, " capacity ", s.capacity, " tile ", tile);
     Buffer<int32_t> named(s.rows());
     fill_experts(named, random, experts);
-    for (int64_t i = 0; i < s.rows(); ++i) {  // a token's choices are distinct
+    for (int64_t i = 0; i < s.rows(); ++i) {  // choices of a token are distinct
       const int64_t first = i / choices * choices;
       while (std::find(named.begin() + first, named.begin() + i, named[i]) != named.begin() + i) {
         named[i] = static_cast<int32_t>((named[i] + 1) % experts);

@@ -1,5 +1,5 @@
-// combine and its backward: the emulated CUDA kernels give the CPU twin's bits, but for dweights, whose sums have
-// another order.
+// Tests combine and its backward: the emulated CUDA kernels must give the CPU kernels' bits, except in dweights, whose
+// sums have another order.
 #include "cuda_on_cpu/harness.h"
 #include "cuda_on_cpu/slots.h"
 #include "kernels/combine.h"
@@ -27,13 +27,13 @@ struct Shape {
   int64_t slots() const { return tokens * choices; }
 };
 
-// Within so many roundings of one another: two sums of `hidden` products in different orders.
+// Checks that two sums of `hidden` products in different orders agree up to rounding.
 template <typename T>
 double tolerance(int64_t hidden) {
   return static_cast<double>(hidden + 4) * std::numeric_limits<accumulate_t<T>>::epsilon();
 }
 
-// |a - b| against the sum of the products' magnitudes.
+// Checks |a - b| against a bound from the sum of the products' magnitudes.
 template <typename T>
 bool close_weights(const Buffer<accumulate_t<T>>& a, const Buffer<accumulate_t<T>>& b, const Buffer<T>& grad,
                    const Buffer<T>& y, const Buffer<int32_t>& slot, const Shape& shape) {
@@ -140,7 +140,7 @@ TEST_CASE("combine_backward: the emulated kernel gives the CPU twin's dy, and dw
       if (!sums) return;
       CHECK(close_weights(dweights, expected_dweights, grad, y, slots.slot, shape));
 
-      // The order of a sum depends neither on addresses nor on whether dy is asked for.
+      // The order of a sum must not depend on addresses, or on whether dy is computed.
       Buffer<T> moved(grad.size(), shape.shift + 1);
       std::copy(grad.begin(), grad.end(), moved.begin());
       a.grad = moved.data();
@@ -160,7 +160,7 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
       if (shape.tokens == 0) return;
       Slots slots(random, shape.tokens, shape.choices, 0.2);
       slots.spoil(random);
-      // Rows that two choices own are written by both: one owner each, for the search for races.
+      // Two choices that own one row would both write it, which the race detector reports: keep one owner per row.
       std::vector<bool> owned(static_cast<size_t>(shape.slots()));
       for (int32_t& slot : slots.slot) {
         if (slot < 0 || slot >= shape.slots()) continue;
@@ -196,7 +196,7 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
 
 namespace {
 
-// The buffers have more rows than there are choices, so that few elements are touched.
+// The buffers have more rows than choices, so few elements are touched.
 void check_far_row(int64_t choices) {
   constexpr int64_t kHidden = 1024, kTarget = (int64_t{1} << 31) / kHidden + 5, kRows = kTarget + 3;
   SparseMemory y(kRows * kHidden * 2), dy(kRows * kHidden * 2), out(kHidden * 2), grad(kHidden * 2);

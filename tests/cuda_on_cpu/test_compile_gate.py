@@ -1,4 +1,4 @@
-"""The compile gate passes the kernels, and would not pass a warning or a spill."""
+"""Tests that the compile gate accepts the kernels, and rejects a warning and a spill."""
 
 import sys
 from pathlib import Path

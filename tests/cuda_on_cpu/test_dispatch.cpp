@@ -1,4 +1,4 @@
-// dispatch: the emulated CUDA kernel moves the bytes that the CPU twin moves.
+// Tests dispatch: the emulated CUDA kernel must move the same bytes as the CPU kernel.
 #include "cuda_on_cpu/harness.h"
 #include "cuda_on_cpu/slots.h"
 #include "kernels/dispatch.h"
@@ -81,7 +81,7 @@ TEST_CASE("dispatch: a slot of a row that is not in use is skipped, as the row i
   });
 }
 
-// Streaming stores are chosen from 64 MiB on, and offsets pass 2^31: in memory that is touched at few places.
+// Covers streaming stores, which are used from 64 MiB on, and offsets past 2^31, in sparse memory.
 TEST_CASE("dispatch: more than 2^31 bytes and rows past them") {
   if (kSlow) return;
   for_cases("dispatch large", 8, [](Random& random) {

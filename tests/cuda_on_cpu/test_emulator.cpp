@@ -1,4 +1,4 @@
-// The emulator itself: barriers, collectives, atomics and shared memory mean what CUDA says they mean.
+// Tests the emulator itself: barriers, collectives, atomics and shared memory must behave as CUDA specifies.
 #include <numeric>
 #include "cuda_on_cpu/harness.h"
 
@@ -40,7 +40,7 @@ __global__ void collectives(int* out) {
   mine[9] = __reduce_max_sync(kAll, -lane);
   mine[10] = static_cast<int>(__reduce_add_sync(kAll, static_cast<unsigned>(lane)));
   mine[11] = __syncthreads_count(lane < 4);
-  // Halves of a warp on their own, as after a branch.
+  // Each half of a warp alone, as after a branch.
   const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
   mine[12] = __reduce_min_sync(half, lane);
   if (lane >= 16) mine[13] = __shfl_sync(half, lane, 20);
@@ -51,7 +51,7 @@ __global__ void count_in_blocks(unsigned* total, unsigned* histogram) {
   atomicAdd(&histogram[(blockIdx.x * blockDim.x + threadIdx.x) % 7], 1u);
 }
 
-// The last block to finish sees what all others wrote, if the fences are there.
+// With the fences, the last block to finish sees the writes of all others.
 __global__ void sum_by_last_block(int* values, unsigned* finished, int* sum) {
   PYMOE_SHARED(int, is_last, 1);
   if (threadIdx.x == 0) {
@@ -73,7 +73,7 @@ __global__ void dynamic_shared(int* out, int size) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = memory[threadIdx.x];
 }
 
-// Every thread begins three groups of one copy, the second of them empty, and looks at what has come after each wait.
+// Every thread starts three groups of copies, the second of them empty, and checks after each wait what has arrived.
 __global__ void copies(const unsigned char* from, const int* bytes, uint32_t* seen) {
   PYMOE_SHARED(uint4, to, 32 * 2);
   const int thread = static_cast<int>(threadIdx.x);
@@ -85,7 +85,7 @@ __global__ void copies(const unsigned char* from, const int* bytes, uint32_t* se
   cuda::copy_async(mine + 1, from + 16 * thread, 16);
   uint32_t* out = seen + 10 * thread;
   *out++ = mine[0].x;
-  cuda::wait_for_copies<2>();  // two groups so far: nothing to wait for
+  cuda::wait_for_copies<2>();  // only two groups so far, so this does not wait
   *out++ = mine[0].x;
   cuda::commit_copies();
   cuda::wait_for_copies<2>();

@@ -1,4 +1,4 @@
-// expert_activation and its backward: the emulated CUDA kernels give the CPU twin's bits.
+// Tests expert_activation and its backward: the emulated CUDA kernels must give the CPU kernels' bits.
 #include <cmath>
 #include <random>
 
@@ -10,7 +10,7 @@ using namespace pymoe::test;
 
 namespace {
 
-// Values that reach every branch: the usual, the far tails, the special.
+// Returns values that reach every branch: usual ones, far tails, and special values.
 template <typename T>
 void fill_wide(Buffer<T>& buffer, Random& random) {
   using S = accumulate_t<T>;
@@ -43,7 +43,7 @@ struct Shape {
   }
   int64_t inputs() const { return outputs() * (is_gated(kind) ? 2 : 1); }
 
-  // Same bits; within some roundings where fp64 takes a library's erfc, and the libraries are two.
+  // Results have the same bits, except in fp64 with erfc, which two different libraries compute: up to rounding.
   template <typename T>
   bool agree(const Buffer<T>& got, const Buffer<T>& expected) const {
     const bool by_library = kind == Activation::kGelu || kind == Activation::kGeglu;
@@ -77,7 +77,7 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
   });
 }
 
-// Two rows of 96 threads a block: the one number of threads that shares a block and is no power of two.
+// Two rows of 96 threads share a block; 96 is the only such number that is not a power of two.
 TEST_CASE("expert_activation: every row of a block is found") {
   Random random(1);
   Shape shape(random);
@@ -110,8 +110,8 @@ TEST_CASE("one_plus_exp: the bits of 1 + e^x for every x but NaN") {
   CHECK(different == 0);
 }
 
-// On a GPU these products and sums are fused, which must show in no bit: of n ln 2 in its upper part, of twice e^r, and
-// of e^r times a power of two, which may overflow.
+// A GPU fuses these products and sums, which must not change any bit: the upper part of n ln 2, twice e^r, and e^r
+// times a power of two, which may overflow.
 template <typename S>
 int differences_of_fused_steps() {
   using Steps = ExpSteps<S>;
@@ -134,5 +134,5 @@ int differences_of_fused_steps() {
 TEST_CASE("add_exact_product: where it stands, a fused multiply-add has the bits of a product and a sum") {
   CHECK(differences_of_fused_steps<float>() == 0);
   CHECK(differences_of_fused_steps<double>() == 0);
-  CHECK(std::fma(1.1f, 1.1f, -1.21f) != 1.1f * 1.1f - 1.21f);  // elsewhere it has not
+  CHECK(std::fma(1.1f, 1.1f, -1.21f) != 1.1f * 1.1f - 1.21f);  // elsewhere fusing does change bits
 }

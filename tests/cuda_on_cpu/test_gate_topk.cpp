@@ -1,5 +1,5 @@
-// gate_topk and its backward: the emulated CUDA kernels choose what the CPU twins choose, and weigh it with the same
-// bits.
+// Tests gate_topk and its backward: the emulated CUDA kernels must give the CPU kernels' choices, and weights with the
+// same bits.
 #include <algorithm>
 
 #include "cuda_on_cpu/harness.h"
@@ -31,7 +31,7 @@ GateOptions random_options(Random& random) {
   return {random.one_of({Score::kSoftmax, Score::kSigmoid}), random.chance(0.6), random.one_of({1.0, 2.5, -0.5})};
 }
 
-// What a gate writes, in exactly sized buffers.
+// The outputs of a gate, in buffers of exactly their size.
 template <typename T>
 struct Outputs {
   Buffer<accumulate_t<T>> weights;
@@ -45,7 +45,7 @@ struct Outputs {
   }
 };
 
-// Counts in place of the load: the same choice, and of every tile of tokens how many choices its experts have.
+// Checks a gate that counts the choices of each expert in each tile instead of the load; its choices must be the same.
 template <typename T>
 void check_counts(GateTopkArguments a, const Shape& s, const Outputs<T>& expected, Random& random) {
   a.counts = cuda::gate_topk_counts(a);
@@ -123,7 +123,7 @@ void check_backward(const Shape& s, Logits kind, bool on_logits, const GateOptio
   forward.options = options;
   gate.write_from(forward);
   cpu::gate_topk(forward);
-  if (!on_logits) {  // some other experts, as a bias would have it
+  if (!on_logits) {  // replace some experts, as a bias would
     for (int64_t i = 0; i < gate.experts.size(); ++i) {
       gate.experts[i] = static_cast<int32_t>((gate.experts[i] + s.num_experts / 2) % s.num_experts);
     }
@@ -140,7 +140,7 @@ void check_backward(const Shape& s, Logits kind, bool on_logits, const GateOptio
   cuda::gate_topk_backward(a, nullptr);
   CHECK(same_values(out, expected));
   CHECK((out.intact() && workspace.intact()));
-  if constexpr (std::is_same_v<T, float>) {  // the same gradients, rounded once more
+  if constexpr (std::is_same_v<T, float>) {  // the same gradients, rounded to a narrower dtype
     Buffer<BFloat16> narrow(expected.size(), random.between(0, 3)), of_cpu(expected.size()), rounded(expected.size());
     for (int64_t i = 0; i < expected.size(); ++i) rounded[i] = round_to<BFloat16>(expected[i]);
     a.narrow = true;

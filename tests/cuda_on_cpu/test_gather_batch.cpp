@@ -1,4 +1,4 @@
-// gather_batch: the emulated CUDA kernel joins what the CPU twin joins, byte for byte.
+// Tests gather_batch: the emulated CUDA kernel must give the CPU kernel's result byte for byte.
 #include "cuda_on_cpu/harness.h"
 #include "kernels/gather_batch.h"
 
@@ -7,7 +7,7 @@ using namespace pymoe::test;
 
 namespace {
 
-// Blocks in buffers of their own, so that a sanitizer sees a read past any of them. `shift` is of bytes.
+// Blocks in separate buffers, so that a sanitizer detects a read past any of them. `shift` is in bytes.
 struct Blocks {
   std::vector<Buffer<unsigned char>> buffers;
   std::vector<const void*> sources;

@@ -1,6 +1,5 @@
-// grouped_linear and its gradients: the emulated CUDA kernels against the CPU twins. Small integers make every sum
-// exact in fp32, so that the order of addition does not show and results must agree bit for bit; other numbers agree
-// within rounding.
+// Tests grouped_linear and its gradients: compares the emulated CUDA kernels with the CPU kernels. Sums of small
+// integers are exact in fp32, so results must agree bit for bit; for other numbers they agree up to rounding.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -15,7 +14,7 @@ using namespace pymoe::test;
 
 namespace {
 
-// A matrix of `rows` x `columns` in memory of its own: by rows, by columns, or with gaps; at any alignment.
+// A matrix of `rows` x `columns` in its own memory: row-major, column-major, or with gaps; at any alignment.
 template <typename T>
 struct Matrix {
   int64_t row_stride, column_stride;
@@ -44,7 +43,7 @@ void fill_integers(Buffer<T>& buffer, Random& random) {
   for (T& value : buffer) value = round_to<T>(static_cast<accumulate_t<T>>(random.between(-2, 2)));
 }
 
-// Offsets of E experts in `rows` rows; some experts are empty, rows may be left over.
+// Returns offsets of E experts in `rows` rows; some experts are empty, and rows may be left over.
 Buffer<int32_t> random_offsets(Random& random, int64_t experts, int64_t rows) {
   Buffer<int32_t> offsets(experts + 1);
   std::vector<int64_t> cuts;
@@ -57,7 +56,7 @@ Buffer<int32_t> random_offsets(Random& random, int64_t experts, int64_t rows) {
   return offsets;
 }
 
-// What any offsets mean to the CUDA twin.
+// Returns the offsets that the CUDA kernel uses in place of any given offsets, valid or not.
 Buffer<int32_t> bounds_of(const Buffer<int32_t>& offsets, int64_t rows) {
   Buffer<int32_t> bounds(offsets.size());
   bounds[0] = 0;
@@ -77,7 +76,8 @@ Shape random_shape(Random& random) {
           random.chance(0.3) ? 8 * random.between(1, size(24, 4)) : random.between(1, size(150, 40))};
 }
 
-// |difference| allowed: half an ulp each of two roundings, and fp32 sums in different orders of `terms` normal numbers.
+// Returns the permitted |difference|: two roundings of half an ulp, and fp32 sums of `terms` normal numbers in
+// different orders.
 template <typename T>
 void check_close(const Buffer<T>& found, const Buffer<T>& expected, int64_t terms) {
   const double ulp = sizeof(T) == 8 ? 2e-16 : sizeof(T) == 4 ? 1e-7 : std::is_same_v<T, Float16> ? 1e-3 : 8e-3;
@@ -89,7 +89,7 @@ template <typename T>
 struct Problem {
   Shape shape;
   Matrix<T> x, grad, bias;
-  Matrix<T> weight;  // (E N, H): expert e's begins weight_stride * e elements in
+  Matrix<T> weight;  // (E N, H): the matrix of expert e begins at element weight_stride * e
   int64_t weight_stride;
   bool has_bias, exact, ordered;
   Buffer<int32_t> workspace, order;
@@ -148,7 +148,7 @@ struct Problem {
     }
   }
 
-  // All four products with the CUDA twins' `offsets` against the CPU twins' `bounds`.
+  // Compares all four products: the CUDA kernels get `offsets`, the CPU kernels `bounds`.
   void check(Random& random, const Buffer<int32_t>& offsets, const Buffer<int32_t>& bounds) {
     const int64_t shift = random.chance(0.3) ? random.between(1, 3) : 0;
     const auto [experts, rows, input, output] = shape;
@@ -185,7 +185,7 @@ TEST_CASE("grouped_linear: the emulated kernels equal the CPU twins in any shape
   });
 }
 
-// Few experts with many rows, so that tiles are the larger ones, with more of them than a band has.
+// Few experts with many rows, so that the larger tiles are used, and more of them than a band holds.
 TEST_CASE("grouped_linear: large tiles equal the CPU twins in any shape, layout and dtype, by order too") {
   for_cases("grouped_linear large", 24, [](Random& random) {
     const auto check = [&](auto tag) {
@@ -404,7 +404,7 @@ void check_far_strides(Random& random) {
 
 }  // namespace
 
-// In both kinds of tile: 16-bit floats have other ones than float32.
+// Covers both kinds of tile, one for 16-bit floats and one for float32.
 TEST_CASE("grouped_linear: strides past 2^31 elements") {
   for_cases("grouped_linear far", 6, check_far_strides<BFloat16>);
   for_cases("grouped_linear far", 6, check_far_strides<float>);

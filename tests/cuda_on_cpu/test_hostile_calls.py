@@ -1,6 +1,6 @@
-"""Whatever a raw operator is handed, its CUDA kernels touch no memory outside its tensors.
+"""Tests that CUDA kernels touch no memory outside their tensors, whatever the arguments of a raw operator.
 
-The operators run on CPU tensors through the CUDA kernels, on the emulator, under AddressSanitizer and UBSan.
+The operators run the CUDA kernels on CPU tensors, on the emulator, under AddressSanitizer and UBSan.
 """
 
 import sys
@@ -19,7 +19,7 @@ def emulated(sanitized):
 
 
 def calls_made(result, phase):
-    """How many calls ``phase`` says it made; the process must have ended well."""
+    """Return the number of calls that ``phase`` printed; fail if the process failed."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[:6000]
     line = next(line for line in result.stdout.splitlines() if line.startswith(f"{phase}: "))
     return int(line.split()[1])

@@ -1,4 +1,4 @@
-"""kernels/cuda/launch.h as nvcc compiles it, on a CUDA runtime that is pretended (pretended_runtime.h)."""
+"""Tests of kernels/cuda/launch.h, compiled by nvcc, with a stub of the CUDA runtime (pretended_runtime.h)."""
 
 import subprocess
 from pathlib import Path
@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 
 
 def test_launches_do_not_disturb_one_another(tmp_path):
-    """A thread that launched with 60 KiB of shared memory lowered the kernel's limit under another's 90 KiB, whose
-    launch was refused; and what the runtime had refused was reported once more, by the next launch that went well.
+    """A launch with 60 KiB of shared memory lowered the kernel's limit while another thread launched with 90 KiB, so
+    that launch was refused. The error was also reported again by the next successful launch.
     """
     nvcc = find_nvcc()
     if nvcc is None:

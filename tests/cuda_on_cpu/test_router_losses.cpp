@@ -1,5 +1,5 @@
-// router_losses and its backward: the emulated CUDA kernels give the CPU twin's bits. (On a GPU the two differ by the
-// rounding of its library's logarithm.)
+// Tests router_losses and its backward: the emulated CUDA kernels must give the CPU kernels' bits. (On a GPU, results
+// differ by the rounding of CUDA's logarithm.)
 #include "cuda_on_cpu/harness.h"
 #include "kernels/router_losses.h"
 
@@ -23,7 +23,7 @@ struct Options {
         score(random.one_of({Score::kSoftmax, Score::kSigmoid})) {}
 };
 
-// A load of counts, or of anything at all.
+// Returns a load of valid counts or of arbitrary values.
 template <typename Count>
 void fill_load(Buffer<Count>& load, Random& random) {
   const bool hostile = random.chance(0.2), empty = random.chance(0.1);
@@ -41,7 +41,7 @@ void compare(const Options& o, Random& random) {
   using S = accumulate_t<T>;
   Buffer<T> logits(o.tokens * o.experts, o.shift);
   fill(logits, random, random.one_of({0.0, 0.0, 0.01}));
-  if (random.chance(0.2)) {  // far apart: scores that underflow, sums of sigmoids that are floored
+  if (random.chance(0.2)) {  // logits far apart: scores underflow, and sums of sigmoids get the floor
     for (T& logit : logits) logit = round_to<T>(to_accumulate(logit) * S(random.one_of({30.0, 1000.0})) - S(100));
   }
   Buffer<int32_t> narrow_load(o.experts);
@@ -72,7 +72,7 @@ void compare(const Options& o, Random& random) {
   cpu::router_losses_backward(b);
   b.grad_logits = grad.data();
   cuda::router_losses_backward(b, nullptr);
-  if (kOwnFunctions && o.with_z) {  // the last bits of a token's logarithm, times what the gradient has of it
+  if (kOwnFunctions && o.with_z) {  // the rounding of a token's logarithm, times its factor in the gradient
     double greatest = std::log(static_cast<double>(o.experts));
     for (const T logit : logits) {
       const auto size = std::abs(static_cast<double>(to_accumulate(logit)));

@@ -1,4 +1,4 @@
-// What grouped_linear's tiles on the tensor cores stand on: the instructions, and where packs lie in shared memory.
+// Tests the basis of grouped_linear's tensor-core tiles: the instructions, and the layout of packs in shared memory.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -43,7 +43,7 @@ __global__ void load_kernel(const uint16_t* from, uint32_t* straight, uint32_t* 
   for (int i = 0; i < 4; ++i) transposed[i * 32 + lane] = to[i];
 }
 
-// Shared memory serves eight 16-byte accesses at once if their places differ modulo eight.
+// Shared memory serves eight 16-byte accesses at once if their indices differ modulo eight.
 template <int kRows, bool kAlongRows>
 void check_banks() {
   using Layout = cuda::TensorLayout<kRows, kAlongRows>;
@@ -60,7 +60,7 @@ void check_banks() {
       REQUIRE(place < used.size());
       CHECK(!used[place]);
       used[place] = true;
-      // ldmatrix reads a pack of eight lines; a row of a matrix is one of a line.
+      // ldmatrix reads one pack from each of eight lines; a row of a matrix is a pack of a line.
       if (line % 8 == 0) CHECK(differ([&](int i) { return Layout::place(line + i, across); }));
     }
   }

@@ -1,11 +1,12 @@
-"""Holds what nvcc makes of the kernels to bars.
+"""Checks the kernels' machine code against rules and against the limits in bars.json.
 
     python tests/cuda_static/check.py
 
-For every architecture that ships: no spill, no store of 4 bytes where one of 16 is meant, no fused multiply-add where
-sums must have the CPU's bits, no communication between blocks. The calls of record.cpp, which have the shapes of the
-design, are held to bars.json, by the code that their kernels have for sm_90: registers, loads that are under way
-together, launches and memsets. Without nvcc nothing can be checked, and it says so; nvcc without nvdisasm is an error.
+For every architecture that ships, there must be no spill, no 4-byte store where 16-byte stores are intended, no fused
+multiply-add where sums must equal the CPU's bit for bit, and no communication between blocks. bars.json holds limits
+for the calls of record.cpp, which have the shapes of the design: registers, loads in flight together, launches and
+memsets, for the kernels' sm_90 code. Without nvcc nothing is checked, and the output says so; nvcc without nvdisasm is
+an error.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ OF_BARS = "sm_90"
 AT_MOST = ("registers", "launches", "memsets")
 AT_LEAST = ("16-byte loads together",)
 IDEAL = {"launches": 1, "memsets": 0}
-"""The design's goals; a bar that allows more gives the reason."""
+"""The design's goals. A limit in bars.json that allows more has a reason beside it."""
 
-# Kernels whose results go out in packs of 16 bytes alone, and those whose sums have the CPU's bits and no division.
+# Kernels that write results only in packs of 16 bytes, and kernels without divisions whose sums must equal the CPU's.
 PACKED_NAMES = (
     "dispatch_kernel<uint4", r"combine_kernel<\w+, 16,", "expert_activation_kernel<.*(BFloat16|Float16)>",
     "expert_activation_backward_kernel<.*(BFloat16|Float16)>",
@@ -38,7 +39,7 @@ PACKED_NAMES = (
 UNFUSED_NAMES = ("dispatch_kernel<", "combine_kernel<", "combine_backward_kernel<")
 PACKED = re.compile("|".join(PACKED_NAMES))
 UNFUSED = re.compile("|".join(UNFUSED_NAMES))
-# Blocks of these tell each other something, for the reason that stands beside the name.
+# Kernels whose blocks may communicate, each with the reason.
 MAY_COMMUNICATE: dict[str, str] = {}
 
 
@@ -62,7 +63,7 @@ def static_complaints(found: list[Statics]) -> list[str]:
 
 
 def forgotten(found: list[Statics]) -> list[str]:
-    """Return the rules that apply to no existing kernel."""
+    """Return a complaint for each rule that applies to no kernel."""
     names = [one.name for one in found]
     return [
         f"no kernel is called {pattern!r}, for which there is a rule"
@@ -72,7 +73,7 @@ def forgotten(found: list[Statics]) -> list[str]:
 
 
 def bar_complaints(figures: dict[str, dict[str, float]], bars: dict[str, Any]) -> list[str]:
-    """Return the figures that are worse than their bars, and figures without a bar."""
+    """Return complaints about figures that are worse than their limits or have no limit, and about unused limits."""
     complaints = [f"{case}: bars.json has bars for it, but it was not recorded" for case in bars if case not in figures]
     for case, found in figures.items():
         for name, value in found.items():
@@ -87,7 +88,7 @@ def bar_complaints(figures: dict[str, dict[str, float]], bars: dict[str, Any]) -
 
 
 def figures_of(compiled: list[Compiled], cases: dict[str, recorded.Case]) -> dict[str, dict[str, float]]:
-    """Return the figures of every call; of one with several launches those of the worst kernel, and their number."""
+    """Return the figures of every call; for a call with several launches, those of the worst kernel."""
     registers = {
         kernel.name: kernel.registers
         for one in compiled
@@ -113,7 +114,7 @@ def judge(
     """Read the code of all kernels, or of the source ``only``.
 
     Returns:
-        What is wrong with the code, the figures of the recorded calls, and what stands in the code of each kernel.
+        The complaints, the figures of the recorded calls, and the counts for each kernel.
     """
     read = [one for one in compiled if only in one.source.name]
     every = statics(read, of_architectures)
@@ -128,7 +129,7 @@ def judge(
 
 
 def main() -> int:
-    """Compile, read and judge; return 1 if something is worse than allowed."""
+    """Compile, read and check the kernels; return 1 if there are complaints."""
     nvcc = find_nvcc()
     if nvcc is None:
         print("no nvcc: the machine code was not read (checks passed: none)")

@@ -1,4 +1,4 @@
-"""Counts what stands in the machine code of the kernels: stores, fused multiply-adds, fences, loads that wait."""
+"""Counts instructions in the kernels' machine code: stores, fused multiply-adds, fences, and loads in flight."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ FUSED = ("FFMA", "DFMA", "FFMA2")
 STORE = re.compile(r"STG?\b(?!.*\.(U8|S8|U16|S16|64|128))")
 """Stores of 4 bytes to global memory."""
 WIDE_LOAD = re.compile(r"LDG?\b.*\.128")
-"""Loads of 16 bytes from global memory: of rows, where others are of indices, weights and counts."""
-# What makes one block wait for, or see the work of, another: fences beyond the block, atomics that return something,
-# loads past the caches that other blocks do not share, clusters. Blocks may add to counters that none of them reads
-# (RED) and write past L1 (ST.STRONG.GPU, which __stcg becomes); atomics in shared memory (ATOMS) stay in the block.
+"""Loads of 16 bytes from global memory, which load rows; narrower loads are for indices, weights and counts."""
+# Instructions by which a block can wait for another block or see its results: fences beyond the block, atomics that
+# return a value, loads that bypass the caches of one multiprocessor, clusters. Blocks may add to counters that no block
+# reads (RED) and bypass L1 when they write (ST.STRONG.GPU, from __stcg); atomics in shared memory (ATOMS) stay within
+# the block.
 BETWEEN_BLOCKS = re.compile(
     r"^(MEMBAR\.(?!\w*\.?CTA)|ERRBAR|CCTL\.IVALL|ATOMG?\.|LDG?\..*STRONG|STG?\..*STRONG\.SYS|UCGABAR|MAPA|SYNCS|NANOSLEEP)"
 )
 
 
 def loads_together(instructions: Iterable[sass.Instruction]) -> float:
-    """Return how many loads of 16 bytes a kernel has under way together, on average over groups of them.
+    """Return the mean number of 16-byte loads that a kernel has in flight together.
 
-    A load begins a group where a result of the group before was waited for, in order of address: a loop's body counts
-    once, and so does each of two ways that a warp may take.
+    Loads are grouped in order of address; a new group begins after the kernel waits for a result of the current group.
+    Each instruction counts once, in loops and on both sides of a branch.
     """
     loads = groups = 0
-    under_way: set[int] = set()  # the scoreboards that loads of the present group release
+    under_way: set[int] = set()  # the scoreboards that loads of the current group release
     for one in instructions:
         if one.waits & under_way:
             under_way.clear()
@@ -47,7 +48,7 @@ def loads_together(instructions: Iterable[sass.Instruction]) -> float:
 
 @dataclass(frozen=True)
 class Statics:
-    """What stands in the machine code of one kernel for one architecture, whether it is reached or not."""
+    """Counts of instructions in the machine code of one kernel for one architecture, reachable or not."""
 
     kernel: Kernel
     name: str
@@ -57,14 +58,14 @@ class Statics:
 
 
 def statics(compiled: list[Compiled], architectures: list[str]) -> list[Statics]:
-    """Read every kernel's code for these architectures; several files at a time."""
+    """Count the instructions of every kernel for these architectures; several files are read in parallel."""
     jobs = [(one, name) for name in architectures for one in compiled]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # nvdisasm runs in processes of its own
         return [found for of_file in pool.map(lambda job: statics_of(*job), jobs) for found in of_file]
 
 
 def statics_of(one: Compiled, architecture: str) -> list[Statics]:
-    """Read the kernels of one file."""
+    """Count the instructions of the kernels of one file."""
     found = []
     functions = sass.disassemble(one.cubin(architecture), encoding=False)
     kernels = [kernel for kernel in parse(one.report, one.source.name) if kernel.architecture == architecture]

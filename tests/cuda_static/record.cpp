@@ -1,5 +1,5 @@
-// Which kernels do the host functions launch? This program calls them on shapes of the design, on a CUDA runtime that
-// starts nothing, and prints every call (case), every kernel that it launches, and every memset.
+// Calls the kernels' host functions on the shapes of the design, with a stub of the CUDA runtime that runs nothing, and
+// prints every call (case), every kernel that it launches, and every memset.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -20,14 +20,14 @@
 
 namespace {
 
-std::map<const void*, std::string> names;  // of the kernels, by the host's stubs
+std::map<const void*, std::string> names;  // names of the kernels by the address of their host stubs
 
 cudaError_t print_launch(const void* stub) {
   std::printf("launch %s\n", names.at(stub).c_str());
   return cudaSuccess;
 }
 
-// Returns an address that no host memory has, aligned as an allocation is: nothing is read or written there.
+// Returns an address outside host memory, aligned like an allocation. Nothing is read or written there.
 template <typename T = void>
 T* buffer() {
   static uint64_t next = uint64_t{1} << 40;
@@ -42,7 +42,7 @@ struct Shape {
   int64_t tokens, choices, hidden, experts;
 };
 
-// `counted`: for build_routing, as in a layer.
+// `counted`: whether the gate counts choices for build_routing, as in a layer.
 void gate(const char* name, Shape s, DType dtype, pymoe::Score score, bool biased, bool counted) {
   std::printf("case %s\n", name);
   pymoe::GateTopkArguments a{};
@@ -65,7 +65,7 @@ void gate(const char* name, Shape s, DType dtype, pymoe::Score score, bool biase
   pymoe::cuda::gate_topk(a, nullptr);
 }
 
-// `counted`: behind the gate, as in a layer.
+// `counted`: whether the gate has counted the choices, as in a layer.
 void routing(const char* name, Shape s, bool counted) {
   std::printf("case %s\n", name);
   const int64_t rows = s.tokens * s.choices;

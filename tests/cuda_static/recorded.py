@@ -1,4 +1,4 @@
-"""The launches that the kernels' host functions make, as ``record.cpp`` writes them down."""
+"""Builds and runs ``record.cpp``, and reads the launches of the kernels' host functions from its output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from machine_code import FOLDER, ROOT, Compiled
 
 @dataclass
 class Case:
-    """One call of an operator: the mangled names of the kernels that it launches, and how often it clears memory."""
+    """One call of an operator: the mangled names of the kernels that it launches, and the number of its memsets."""
 
     launches: list[str] = field(default_factory=list)
     memsets: int = 0
 
 
 def read(text: str) -> dict[str, Case]:
-    """Read what ``record`` prints."""
+    """Parse the output of ``record.cpp``."""
     cases: dict[str, Case] = {}
     current = Case()
     for line in text.splitlines():
@@ -38,7 +38,7 @@ def read(text: str) -> dict[str, Case]:
 
 
 def record(nvcc: str, compiled: list[Compiled], folder: Path = FOLDER) -> dict[str, Case]:
-    """Build ``record`` with the objects that were compiled, run it, and return the calls by their names."""
+    """Link ``record.cpp`` with the compiled objects, run it, and return the calls by name."""
     source = Path(__file__).with_name("record.cpp")
     parts = [source.read_text(), *(str(one.folder) for one in compiled)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

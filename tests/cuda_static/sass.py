@@ -1,9 +1,8 @@
-"""Machine code as nvdisasm prints it: instructions, and which of them wait for which.
+"""Parses machine code as nvdisasm prints it: instructions, and the scoreboards that they release and wait for.
 
-An instruction of compute capability 7.0 and later is 128 bits. Bits 105 to 125 are for the scheduler, and nvdisasm
-prints them in the encoding alone: the scoreboard that the instruction releases when its result is there, and the
-scoreboards that must be released before it may issue. So the encoding says exactly where a warp waits for a load;
-nothing has to be inferred from registers.
+Since compute capability 7.0 an instruction has 128 bits. Bits 105 to 125 are for the scheduler; nvdisasm prints them
+only as part of the encoding. They hold the scoreboard that the instruction releases when its result is ready, and the
+scoreboards that must be released before it may issue. So the encoding shows exactly where a warp waits for a load.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SECOND_HALF = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/$")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: its opcode, such as ``LDG.E.128``, and the orders to the scheduler in its encoding."""
+    """One instruction: its opcode, such as ``LDG.E.128``, and its encoding's bits for the scheduler."""
 
     opcode: str
     control: int
@@ -50,24 +49,24 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel: its mangled name, and its code, which is read when it is asked for."""
+    """A kernel: its mangled name, and its code, which is parsed on first access."""
 
     name: str
     listing: str
 
     @cached_property
     def instructions(self) -> list[Instruction]:
-        """Every instruction in order of address."""
+        """Return the instructions in order of address."""
         return read_function(self.listing)
 
     @cached_property
     def opcodes(self) -> list[str]:
-        """The opcodes in order of address, without reading the rest."""
+        """Return the opcodes in order of address, without parsing the encodings."""
         return OPCODE.findall(self.listing)
 
 
 def find_nvdisasm() -> str | None:
-    """Find the disassembler: of the toolkit, or of the package nvidia-cuda-nvdisasm."""
+    """Return the path of nvdisasm, from the toolkit or from the package nvidia-cuda-nvdisasm; None if not found."""
     for place in ("nvidia.cu13", "nvidia.cuda_nvdisasm"):
         spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec(place)
         for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -78,9 +77,9 @@ def find_nvdisasm() -> str | None:
 
 @cache
 def disassemble(cubin: Path, encoding: bool = True) -> dict[str, Function]:
-    """Return the functions of a file of machine code, by their mangled names.
+    """Return the functions of a cubin by mangled name.
 
-    Without ``encoding`` it is quicker, and the functions have opcodes alone.
+    Without ``encoding``, disassembling is faster, and the functions have only opcodes.
     """
     tool = find_nvdisasm()
     if tool is None:
@@ -93,7 +92,7 @@ def disassemble(cubin: Path, encoding: bool = True) -> dict[str, Function]:
 
 
 def parse(listing: str) -> dict[str, Function]:
-    """Split what ``nvdisasm -hex -c`` prints into functions."""
+    """Split the output of ``nvdisasm -hex -c`` into functions."""
     begins = list(SECTION.finditer(listing))
     if not begins:
         raise ValueError("the listing holds no function")
@@ -102,7 +101,7 @@ def parse(listing: str) -> dict[str, Function]:
 
 
 def read_function(listing: str) -> list[Instruction]:
-    """Read the instructions of one function. A line of code that is not understood is an error."""
+    """Parse the instructions of one function; raise an error for a line that cannot be parsed."""
     instructions: list[Instruction] = []
     opcode: str | None = None
     for line in listing.splitlines():

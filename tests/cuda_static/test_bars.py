@@ -1,4 +1,4 @@
-"""Bars and rules for the machine code, without a compiler."""
+"""Tests of the rules and limits for machine code, without a compiler."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def test_a_rule_for_kernels_that_are_called_otherwise_is_an_error():
 
 @pytest.mark.parametrize(("nvcc", "status", "said"), [(None, 0, "no nvcc"), ("nvcc", 1, "pip install")])
 def test_nvcc_without_nvdisasm_is_an_error(monkeypatch, capsys, nvcc, status, said):
-    """It once said that no check had passed, and that all was well."""
+    """The check used to exit with status 0 although it had checked nothing."""
     monkeypatch.setattr(check, "find_nvcc", lambda: nvcc)
     monkeypatch.setattr(check.sass, "find_nvdisasm", lambda: None)
     monkeypatch.setattr(sys, "argv", ["check.py"])
@@ -90,7 +90,7 @@ def test_faults_that_cannot_be_judged_for_want_of_nvdisasm_are_no_success(monkey
 def test_names_keep_the_arguments_of_their_templates():
     if shutil.which("c++filt") is None:
         pytest.xfail("there is no c++filt")
-    # One of nvcc's, whose unnamed namespace has a number: expert_activation_kernel<Activation(1), BFloat16>(BFloat16*).
+    # As nvcc mangles expert_activation_kernel<Activation(1), BFloat16>(BFloat16*); it numbers unnamed namespaces.
     unnamed = "_GLOBAL__N__1234abcd_25_expert_activation_cuda_cu_5678abcd"
     name = f"_ZN5pymoe4cuda{len(unnamed)}{unnamed}24expert_activation_kernelILNS_10ActivationE1ENS_8BFloat16EEEvPKT0_"
     assert demangle([name]) == ["expert_activation_kernel<(Activation)1, BFloat16>"]

@@ -1,4 +1,4 @@
-"""The reader on kernels that nvcc compiles for the purpose: each fault is seen, its absence too."""
+"""Tests of the counts on kernels that nvcc compiles for these tests, with and without each fault."""
 
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(1024, 2) spills(const float* x, float* out) {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """The planted kernels; a function that compiles them with other flags comes with them."""
+    """Return the counts for the test kernels, and a function that compiles the kernels with other flags."""
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.xfail("there is no nvcc to compile with")

@@ -1,4 +1,4 @@
-"""What decides whether a source is compiled again, and for which GPUs, without a compiler."""
+"""Tests of when a source is compiled again, and for which GPUs, without a compiler."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import nvcc_flags
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A source that includes one header beside it and, through that, one of another folder."""
+    """Return a source that includes a header of its folder, which includes a header of another folder."""
     monkeypatch.setattr(machine_code, "version_text", lambda nvcc: "release 13.0, V13.0.88")
     files = {
         "csrc/kernels/x_cuda.cu": '#include "near.h"\n#include <cstdint>\n',
@@ -57,7 +57,7 @@ def test_a_source_is_compiled_again_for_other_flags_and_compilers_and_not_otherw
 
 
 def test_what_was_compiled_is_fetched_and_what_is_out_of_date_removed(tree, monkeypatch):
-    """A second compilation of the same runs no compiler; one of a changed source leaves one folder."""
+    """Compiling an unchanged source again runs no compiler; compiling a changed one removes the old folder."""
     runs = []
 
     def compiler(command, **_):

@@ -1,4 +1,4 @@
-"""The reader of machine code, on code made by hand."""
+"""Tests of the parser of machine code, on handwritten listings."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,13 @@ from counters import loads_together
 
 
 def encoded(*, releases=7, waits=()):
-    """The upper half of an instruction with these orders to the scheduler."""
+    """Return the upper half of an instruction's encoding with the given scoreboards."""
     control = 1 | releases << 5 | 7 << 8 | sum(1 << board for board in waits) << 11
     return control << 41
 
 
 def listing(*lines, name="kernel"):
-    """What nvdisasm prints: a line is an instruction's text and its orders, or a label."""
+    """Return a listing as nvdisasm prints it; each line is an instruction's text with its encoding, or a label."""
     text, address = [f".text.{name}:"], 0
     for line in lines:
         if isinstance(line, str):
@@ -32,7 +32,7 @@ def listing(*lines, name="kernel"):
 
 
 def together(*lines):
-    """Return how many loads the kernel of these lines has under way together."""
+    """Return the number of loads in flight together in a kernel of these lines."""
     return loads_together(sass.parse(listing(*lines, ("EXIT", {})))["kernel"].instructions)
 
 
@@ -48,7 +48,7 @@ def test_the_orders_to_the_scheduler_are_read():
 
 
 def test_the_orders_are_those_that_ptxas_wrote():
-    """LDC of sm_90, whose result the sixth instruction after it waits for: from a listing of nvdisasm."""
+    """The lines are copied from a listing for sm_90; the sixth instruction after LDC waits for its result."""
     text = (
         ".text.k:\n        /*0000*/                   LDC R13, c[0x0][0x250] ;     /* 0x00009400ff0d7b82 */\n"
         "          /* 0x000e220000000800 */\n"

@@ -1,6 +1,6 @@
-"""Every Python block of README and docs runs, and every command of a shell block exists.
+"""Tests that every Python block of README and docs runs, and that every command of a shell block exists.
 
-The blocks of a page run in order, in one process of their own. A block is skipped if the line above it gives a reason:
+The blocks of a page run in order, in a separate process. A block is skipped if the line above it gives a reason:
 ``<!-- not run: it needs two processes -->``.
 """
 
@@ -20,7 +20,7 @@ PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for blo
 MOST_NOT_RUN = 8
 SHELLS = {"sh", "shell", "bash", "console"}
 MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
-# Commands of systems that a page speaks to and tests need not have.
+# Commands that pages use and that need not be installed for the tests.
 COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl"}
 
 

@@ -1,7 +1,7 @@
-"""Links and paths of README and docs lead somewhere.
+"""Tests that links and paths in README and docs exist.
 
-Sphinx checks the links between pages of docs/ (``make docs``); this file checks the links of README, CONTRIBUTING and
-CHANGELOG, which a forge shows as they are, and every path of the tree that any page names.
+Sphinx checks the links between pages of docs/ (``make docs``). This file checks the links of README, CONTRIBUTING and
+CHANGELOG, which are not built by Sphinx, and every path of the tree that a page names.
 """
 
 import re
@@ -13,7 +13,7 @@ from docs_pages import PAGES, ROOT, name, prose
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 TOP_FOLDERS = "pymoe|csrc|tests|benchmarks|examples|docs"
 PATH = re.compile(rf"(?<![\w/.-])((?:{TOP_FOLDERS})/[\w./-]*\w/?)")
-# What commands make, and stand-ins for names of one's own.
+# Files that commands create, and placeholders for a user's own names.
 NOT_IN_THE_TREE = re.compile(r"(^|/)(X|NAME)\b|_X|X_|gpu_NAME|my_|\.so$|^docs/_build")
 INDEX_HOSTS = re.compile(r"(?<![\w.])(files\.pythonhosted|pypi|anaconda|download\.pytorch|conda\.anaconda)\.(org|com)")
 README_LINES = 200
@@ -27,7 +27,7 @@ def with_included(file: Path) -> str:
 
 
 def heading_anchors(text: str) -> set[str]:
-    """Return the anchors that a forge and MyST derive from a page's headings."""
+    """Return the anchors that GitHub and MyST derive from a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

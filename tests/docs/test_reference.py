@@ -1,4 +1,4 @@
-"""The reference is complete: public names, commands and their options, environment variables, metrics."""
+"""Tests that the reference lists all public names, commands with options, environment variables and metrics."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ import pytest
 from docs_pages import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-# No programs import these: what they hold can change at any time.
+# Programs must not import these modules, which may change at any time.
 INTERNAL = re.compile(
     r"pymoe\.(autograd|bench|testing|pipe\.(capture|traced|execution|split_backward)|runtime\.monitoring)\b"
 )

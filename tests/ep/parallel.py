@@ -154,7 +154,7 @@ def fill(spread, whole):
 
 
 def accumulated_with_every_sum(rank, world):
-    """Do the same with DDP summing over ranks in every backward pass."""
+    """Return the largest error of accumulated gradients if DDP sums over ranks in every backward pass."""
     whole, (spread, called) = model(), made((2, 2), "ddp")
     x = data(world, 3)
     for own in x:

@@ -26,7 +26,7 @@ def gradients(rank, world, schedule, checkpoint, clones=0):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     stage_number, place = mesh.get_coordinate()
     whole, spread = model(), model()
-    # Ranks of a group have the same stage: they shard that, and the other stage's layers stay as they are.
+    # Ranks of a group have the same stage, whose experts they shard; the layers of the other stage do not change.
     own = range(3 * stage_number, 3 * stage_number + 3)
     for index in own:
         if isinstance(spread[index], MoE):

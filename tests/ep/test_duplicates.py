@@ -8,7 +8,7 @@ import ways
 @pytest.mark.parametrize("top_k", [2, 8])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_sums_by_rank_are_within_their_bound(ranks, dtype, top_k, chunks):
-    """K + 3 roundings of the sum of the terms' sizes."""
+    """The bound is K + 3 roundings, relative to the sum of the terms' magnitudes."""
     assert max(ranks.run(ways.error_of_sums, dtype=dtype, top_k=top_k, chunks=chunks)) <= 1
 
 

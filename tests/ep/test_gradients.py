@@ -181,7 +181,7 @@ def test_clipping_refuses_what_is_no_parameter_or_number(what, kind, text):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_with_the_same_experts_start_from_those_of_the_first(ranks, kind):
-    """Another seed on each: they stayed different for ever, each rank's own output for the same tokens."""
+    """With a different seed on each rank, copies of an expert stayed different, and so did their outputs."""
     for row, differed, right in ranks.run(parallel.twins, kind=kind):
         assert differed == (row == 1)
         assert right

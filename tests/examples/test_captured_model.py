@@ -1,4 +1,4 @@
-"""The example of a captured model that the README shows runs and learns, and says how it was cut."""
+"""Tests that the README's example of a captured model runs, learns, and prints the cut."""
 
 import re
 import runpy

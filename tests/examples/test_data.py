@@ -1,4 +1,4 @@
-"""The windows of examples/common.py: which bytes a step reads."""
+"""Tests of the windows in examples/common.py, the bytes that a step reads."""
 
 from __future__ import annotations
 

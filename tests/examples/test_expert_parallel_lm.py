@@ -1,5 +1,5 @@
-"""examples/expert_parallel_lm.py, small: with experts over processes, the losses equal those of one process, also after
-a resume, and where experts move and are cloned meanwhile.
+"""Tests that examples/expert_parallel_lm.py has equal losses in one process and in several, also after a resume and
+with moved and cloned experts.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Examples that the tutorials show say with --help what they are instead of training."""
+"""Tests that the tutorials' examples print a description for --help instead of training."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The example of a mixture that the README shows runs, learns, and goes on without an expert."""
+"""Tests that the README's example of a mixture runs, learns, and continues without one of its experts."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""examples/pipeline_torchrun.py, small: over several processes, the losses equal those of one process."""
+"""Tests that examples/pipeline_torchrun.py has equal losses in one process and in several."""
 
 import pytest
 from torchrun import torchrun

@@ -1,4 +1,4 @@
-"""The example of a model of the transformers library: pipelines cut out of its capture train as the model does."""
+"""Tests that pipelines captured from a model of the transformers library train like the model, as the example shows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_architecture_and_cut_is_tried():
 
 @pytest.mark.slow
 def test_the_example_writes_a_record_and_pictures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pipeline_traced, "FALL", 2.0)  # three steps teach nothing
+    monkeypatch.setattr(pipeline_traced, "FALL", 2.0)  # after three steps the loss has not fallen
     arguments = (
         "--width 32 --layers 3 --context 12 --rows 7 --micro-batches 3 --steps 3 --exact-steps 2 --stages 2 3 "
         "--schedule zero-bubble"

@@ -1,4 +1,4 @@
-"""The example of a pipelined U-Net: pipelines train as the plain loop does, under every schedule."""
+"""Tests that pipelines in the example of a U-Net train like the plain loop, under every schedule."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_digits_are_held_back():
 
 
 def test_the_example_writes_a_record_and_pictures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pipeline_unet, "FALL", 2.0)  # three steps teach nothing
+    monkeypatch.setattr(pipeline_unet, "FALL", 2.0)  # after three steps the loss has not fallen
     status = pipeline_unet.main([*SMALL.split(), "--out", str(tmp_path), "--schedule", "zero-bubble"])
     out = capsys.readouterr().out
     assert status == 0, out

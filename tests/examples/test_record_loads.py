@@ -1,4 +1,4 @@
-"""The example that records the loads of the language model, and what a simulation makes of them."""
+"""Tests of the example that records the loads of the language model, and of a simulation with these loads."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_a_run_leaves_a_file_and_prints_what_it_would_cost(tmp_path, capsys, mon
     found = {int(ranks): float(factor) for ranks, factor in re.findall(r"^(\d) ranks: .*?contiguous (\S+),", out, re.M)}
     assert set(found) == {2, 4, 8}
     assert all(1 <= factor <= ranks for ranks, factor in found.items())
-    # K (1 - 1 / R) rows a token if the load were even; and no rank is reached twice.
+    # Under an even load, a token sends K (1 - 1 / R) rows; deduplicated, at most one row per rank.
     for ranks, each, once in re.findall(r"^(\d) ranks: .* once a rank: (\S+) or (\S+)$", out, re.MULTILINE):
         assert float(each) == pytest.approx(4 * (1 - 1 / int(ranks)), rel=0.1)
         assert float(once) <= min(float(each), int(ranks) - 1)

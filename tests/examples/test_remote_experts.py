@@ -1,4 +1,4 @@
-"""The example of experts on two servers runs, learns, and goes on without a server."""
+"""Tests that the example of experts on two servers runs, learns, and continues without one of the servers."""
 
 import re
 import subprocess

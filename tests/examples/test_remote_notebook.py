@@ -1,4 +1,4 @@
-"""examples/remote_experts.ipynb: its cells run one after the other, and it is stored without what they printed."""
+"""Tests that the cells of examples/remote_experts.ipynb run in order, and that the file holds no output."""
 
 import json
 from pathlib import Path

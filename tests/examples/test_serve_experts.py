@@ -1,4 +1,4 @@
-"""examples/serve_experts.py, small: what a run shows, what it leaves, and that it notices when nothing was learned."""
+"""Tests of the output and the files of examples/serve_experts.py, and of its checks if nothing was learned."""
 
 from __future__ import annotations
 

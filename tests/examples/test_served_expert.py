@@ -1,4 +1,4 @@
-"""The example of a served expert that the README shows runs, learns, and fills batches."""
+"""Tests that the README's example of a served expert runs, learns, and fills batches."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The example of a pipeline that the README shows runs, learns, and draws its last step."""
+"""Tests that the README's example of a pipeline runs, learns, and draws its last step."""
 
 import re
 import runpy

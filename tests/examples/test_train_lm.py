@@ -1,4 +1,4 @@
-"""Small runs of examples/train_lm.py from the command line's point of view: what a run leaves and what it says."""
+"""Tests of the command line of examples/train_lm.py: the output and the files of small runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from train_lm import FILE_NAME, main
 import pymoe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# One thread: small steps, and a machine that may be busy with other tests.
+# Uses one thread, since steps are small and the machine may be busy with other tests.
 SMALL = (
     *("--width", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch-size", "8", "--threads", "1"),
     *("--ffn-size", "32", "--num-experts", "4", "--learning-rate", "1e-2", "--warmup", "3"),
     *("--sample-bytes", "8", "--compare-steps", "1", "--eval-every", "15"),
 )
 STEPS = 30
-# Nats per byte. Both backends choose the same experts and move the same rows; the sums of their matrix products
-# differ by rounding, and training lets that grow with the steps.
+# In nats per byte. Both backends choose the same experts and move the same rows, but their matrix products differ by
+# rounding, and the difference grows during training.
 CURVE_TOLERANCE = 1e-4
 
 
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_loss_falls(runs: dict[str, Path], name: str) -> None:
     losses = record_of(runs[name])["loss"]
     assert len(losses) == STEPS
-    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 256: nothing known yet
+    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 256, the loss of an untrained model
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
 
 

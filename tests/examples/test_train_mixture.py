@@ -1,4 +1,4 @@
-"""examples/train_mixture.py, small: what its runs show and leave, and that it notices when nothing was learned."""
+"""Tests of the output and the files of examples/train_mixture.py, and of its checks if nothing was learned."""
 
 from __future__ import annotations
 

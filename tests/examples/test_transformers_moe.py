@@ -1,4 +1,4 @@
-"""examples/transformers_moe.py, small: it trains on after the switch, generates, and notices when losses differ."""
+"""Tests that examples/transformers_moe.py trains after the switch, generates, and detects losses that differ."""
 
 import os
 import re

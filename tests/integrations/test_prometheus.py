@@ -1,4 +1,4 @@
-"""The Prometheus collector: stable names and labels, exact buckets, and values that a scrape can read."""
+"""Tests of the Prometheus collector: stable names and labels, exact buckets, and values that can be scraped."""
 
 from __future__ import annotations
 

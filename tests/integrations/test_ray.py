@@ -1,4 +1,4 @@
-"""Servers in actors of a local Ray: found by name, killed, started again with their checkpoint, followed."""
+"""Tests of servers in actors of a local Ray: clients find them by name and follow them through kills and restarts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_mixture_follows_an_actor_that_is_killed_and_starts_again(ray: Any, tm
         eventually(lambda: ray.get(actors["left"].save.remote()) == 0)  # all of it is saved
         ray.kill(actors["left"], no_restart=False)
         eventually(lambda: not left.get_pools()[0].served)
-        mixture(x).sum().backward()  # goes on without it
+        mixture(x).sum().backward()  # the mixture continues without the expert
         eventually(lambda: mixture.backends["left"] is not left)
         again = mixture.backends["left"]
         assert again.updates == 3, "from its checkpoint"
@@ -122,7 +122,7 @@ sys.stdin.read()
 @pytest.mark.thinned(usual=1)
 @pytest.mark.parametrize("who", ["a client", "the actor"])
 def test_an_actor_whose_server_was_drained_by_the_command_ends(tmp_path: Path, who: str) -> None:
-    """The actor lived on without a server, so that Ray had nothing to restart."""
+    """The actor stayed alive without a server, so Ray did not restart it."""
     program = ACTOR.format(folder=str(Path(__file__).parent), checkpoints=str(tmp_path))
     paths = [str(Path(__file__).parents[1]), *(one for one in sys.path if one)]
     with subprocess.Popen(
@@ -167,7 +167,7 @@ def test_the_documented_program_makes_a_mixture(monkeypatch: pytest.MonkeyPatch)
 
 
 class Moved:
-    """Stands in for Ray, and knows where each server is now."""
+    """Replaces Ray, and holds the current address of each server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **servers: ExpertServer) -> None:
         self.servers = servers
@@ -181,7 +181,7 @@ def server_of(name: str) -> ExpertServer:
 
 
 def test_all_mixtures_follow_a_server_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each had a thread, and the first that saw the new address kept it from the others."""
+    """Each mixture had its own thread, and only the first thread that saw the new address used it."""
     moved = Moved(monkeypatch, left=server_of("left"))
     with pymoe_ray.ServedExperts(["left"]) as served:
         mixtures = [pymoe.MixtureOfExpertBackends(served.backends(), top_k=1, max_experts=1) for _ in range(2)]
@@ -196,7 +196,9 @@ def test_all_mixtures_follow_a_server_that_moved(monkeypatch: pytest.MonkeyPatch
 
 
 def test_connections_that_come_to_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections opened before a missing name stayed open, as did one per second while a mixture refused what came."""
+    """If a name was missing, connections opened before it stayed open. So did one connection per second while a mixture
+    refused the new backends.
+    """
     made: list[Connection] = []
     real = pymoe_ray.ServedExperts._connect
 

@@ -1,4 +1,4 @@
-"""Experts, mixtures over them, and the same mixtures in plain PyTorch."""
+"""Builds experts, mixtures of them, and equivalent mixtures in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Plain(nn.Module):
         self.top_k = mixture.top_k
         self.experts = nn.ModuleList(copy.deepcopy(one.expert) for one in mixture.backends.values())
         self.slots = list(mixture.slots.values())
-        self.out = set(out)  # slots whose answers do not come
+        self.out = set(out)  # slots that give no answers
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         logits = self.gate(args[0])[:, self.slots]

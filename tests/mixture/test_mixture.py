@@ -1,4 +1,4 @@
-"""A mixture over backends that are all alive: the layer that it is equal to, and the module that it is."""
+"""Tests of a mixture whose backends are all alive: it equals a plain layer, and behaves as a module."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_minus_infinity_is_never_chosen_and_such_a_row_asks_fewer() -> None:
 
 
 class Pair(nn.Module):
-    """Two tensors of other shapes, from a matrix a row, a table's row and a keyword argument."""
+    """Returns two tensors of different shapes, from a matrix per row, an index into a table, and a keyword argument."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_repeated_calls_are_bit_equal() -> None:
 
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_a_mixture_inside_an_expert_of_the_same_runtime_needs_no_second_worker(capacity: int | None) -> None:
-    """The only worker waits inside of a batch for requests that nobody else could run."""
+    """The only worker waits, inside a batch, for requests that no other thread could run."""
     inner = [backend(f"inner{i}", Scaled(i + 1.0), capacity=capacity, max_batch_size=1, lr=0.0) for i in range(2)]
     nested = mixture(inner, gate=Logits([0.0, 0.0]))
 
@@ -263,7 +263,7 @@ def test_its_state_is_that_of_the_gate_and_says_whose_columns_are_whose() -> Non
     assert other.slots == {"e2": 0, "e1": 1, "e0": 2}
     assert torch.equal(other.gate.weight, moe.gate.weight)
     del state["_extra_state"]
-    other.load_state_dict(state)  # of a bare gate: slots stay
+    other.load_state_dict(state)  # the state of a bare gate leaves the slots unchanged
     assert other.slots == {"e2": 0, "e1": 1, "e0": 2}
     assert list(moe.parameters()) == list(moe.gate.parameters())
 

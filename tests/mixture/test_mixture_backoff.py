@@ -1,4 +1,4 @@
-"""A backend that times out again and again is not asked for a while. The clock is under the control of the tests."""
+"""Tests that a backend that times out repeatedly gets no requests for a while. The tests control the clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mixtures import LONG, WIDTH, Stuck, dead, mixture, scaled
 from pymoe.mixture import members
 from pymoe.runtime import MixtureOfExpertBackends, Runtime
 
-SOON = 0.02  # seconds: for what is meant to run out
+SOON = 0.02  # seconds, for timeouts that are meant to expire
 ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 
 
@@ -36,7 +36,7 @@ def test_it_is_asked_now_and_then_ever_less_often_until_it_answers(clock: Simple
     moe = mixture(backends, timeout_after_k_min=SOON, rest_after=3, rest=10.0)
     with Runtime(backends, num_workers=2):
         assert requests(moe, 6) == [6, 3]
-        assert torch.equal(moe(ONES), ONES)  # all weight goes to the expert that is asked
+        assert torch.equal(moe(ONES), ONES)  # the expert that is asked gets all of the weight
         for span in (10, 20, 40):
             clock.now += span - 0.1
             assert requests(moe, 2) == [2, 0]
@@ -48,7 +48,7 @@ def test_it_is_asked_now_and_then_ever_less_often_until_it_answers(clock: Simple
         assert requests(moe, 3) == [3, 3]
         stuck.open.clear()
         moe.rules = moe.rules._replace(timeout_after_k_min=SOON)
-        assert requests(moe, 6) == [6, 3]  # as if nothing had been
+        assert requests(moe, 6) == [6, 3]  # as before the timeouts
         stuck.open.set()
 
 

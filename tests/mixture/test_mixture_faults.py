@@ -1,6 +1,6 @@
-"""A mixture some of whose experts are dead, slow, or talk nonsense: what it counts, returns, raises and leaves behind.
+"""Tests of mixtures with dead, slow or faulty experts: their counts, results, errors, and that nothing is left behind.
 
-Slow experts are held until the test lets them go, so that nothing here hangs on how fast the machine is.
+Slow experts are blocked until the test releases them, so results do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pymoe.mixture import fan_out
 from pymoe.runtime import Runtime, TooFewAnswersError
 
-SOON = 0.05  # seconds: for what is meant to run out
+SOON = 0.05  # seconds, for timeouts that are meant to expire
 ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 
 
@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_answers_that_came() -> None:
 
 
 def test_gradients_of_answers_that_did_not_come_are_zero_and_not_whatever_the_memory_held() -> None:
-    """With ``detect_anomalies``, such gradients were checked, too: training failed now and then without a reason."""
+    """``detect_anomalies`` also checked this uninitialised memory, so training sometimes failed without a reason."""
     backends = scaled(None, dead)
     moe = mixture(backends, gate=Logits([0.0, 0.0]), detect_anomalies=True)
     x = torch.ones(512, WIDTH, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_gradients_of_answers_that_did_not_come_are_zero_and_not_whatever_the_me
         for _ in range(50):
             nothing = [torch.full((1024, WIDTH), math.nan, dtype=torch.float64) for _ in range(8)]
             y = moe(x).sum()
-            del nothing  # the memory that comes next
+            del nothing  # the next allocations reuse this memory
             y.backward()
 
 
@@ -98,7 +98,7 @@ def test_a_late_answer_is_ignored_and_counted() -> None:
     moe = mixture(backends, gate=Logits([0.0, 5.0]), timeout_after_k_min=SOON)
     with Runtime(backends, num_workers=2):
         y = moe(ONES)
-        assert torch.equal(y, ONES)  # all the weight is on the one that answered
+        assert torch.equal(y, ONES)  # the expert that answered has all of the weight
         assert moe.stats()["e1"].forward.given_up == 1
         stuck.open.set()
     stats = moe.stats()["e1"].forward
@@ -284,7 +284,7 @@ def test_missing_gradients_are_zero_where_enough_came() -> None:
         moe(x).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 0.5))
     torch.testing.assert_close(moe.gate.logits.grad.sum(), torch.tensor(0.0, dtype=torch.float64))
-    assert moe.gate.logits.grad[1] > 0  # of the answers, which both came
+    assert moe.gate.logits.grad[1] > 0  # the gradient with respect to the answers, both of which arrived
     assert [one.updates for one in backends] == [1, 0]
 
 
@@ -372,7 +372,7 @@ def test_a_backend_whose_runtime_has_gone_gives_no_answer() -> None:
         with Runtime([gone]):
             assert moe(ONES)[0, 0] > 1.9
             y = moe(ONES)
-        y.sum().backward()  # one of two gradients comes
+        y.sum().backward()  # one of the two gradients arrives
         assert torch.equal(moe(ONES), alive.expert.factor * ONES)
     assert (alive.updates, gone.updates) == (1, 0)
     assert quiet(moe)

@@ -1,4 +1,4 @@
-"""Tests of what a mixture must survive: endless limits, a gate that goes mad, hung queues, changes in the middle of a
+"""Tests of mixtures in extreme conditions: infinite limits, a gate with invalid outputs, hung queues, changes during a
 call.
 """
 
@@ -57,7 +57,7 @@ def test_minus_infinity_of_the_gate_is_no_anomaly() -> None:
 
 
 def test_a_hung_backend_with_a_full_queue_takes_one_thread_however_often_it_is_asked() -> None:
-    """The test counted threads, and failed unless the one of the line took the number of one that had ended."""
+    """The test used to compare numbers of threads, so it failed unless another thread happened to end meanwhile."""
     stuck = Stuck()
     backends = scaled(None, stuck, capacity=1, max_batch_size=1)
     moe = mixture(backends, gate=Logits([0.0, 5.0]), forward_timeout=None, timeout_after_k_min=0.0, rest_after=None)
@@ -70,7 +70,7 @@ def test_a_hung_backend_with_a_full_queue_takes_one_thread_however_often_it_is_a
         try:
             for _ in range(20):
                 moe(ONES[:1])
-                # Workers of the runtime become known to Python when one of them asks for its name.
+                # Python learns of the runtime's worker threads when one of them looks up its name.
                 added = [one for one in threading.enumerate() if one not in before]
                 names = [one.name for one in added if not isinstance(one, threading._DummyThread)]
                 assert names in ([], ["pymoe-room"])
@@ -102,7 +102,7 @@ def test_threads_that_add_at_once_get_slots_of_their_own() -> None:
     class Slow(Logits):
         def reset_slot(self, slot: int) -> None:
             with suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # two who think that they have the same slot meet here
+                both.wait(0.2)  # two threads that were given the same slot would meet here
 
     first, second, third = scaled(None, None, None)
     moe = mixture([first], gate=Slow([0.0, 0.0, 0.0]), max_experts=3)
@@ -238,7 +238,7 @@ def test_what_it_wraps_as_distributed_data_parallel_trains(tmp_path: Path) -> No
 
 
 def test_a_parallel_call_runs_no_slow_expert_itself() -> None:
-    """A worker of parallel calls took the batch of the expert that it asked, and its limits with it."""
+    """A worker of parallel calls ran the batch of the expert that it asked, so the call's time limits had no effect."""
     callers, runners = set(), set()
     stuck, blocked = Stuck(), Stuck()
 

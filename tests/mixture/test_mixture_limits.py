@@ -1,4 +1,4 @@
-"""Tests of what ends a mixture's wait, and of which experts it does not ask.
+"""Tests of the limits on a mixture's waits, and of the experts that it does not ask.
 
 Nothing here depends on how fast the machine is: a wait that must end runs on a thread while an expert is held for as
 long as the wait may last.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pymoe.runtime import MixtureOfExpertBackends, Runtime, TooFewAnswersError
 
-SOON = 0.05  # seconds: for what is meant to run out
+SOON = 0.05  # seconds, for timeouts that are meant to expire
 ONES = torch.ones(3, WIDTH, dtype=torch.float64)
 
 
@@ -34,7 +34,7 @@ def ends(call: Callable[[], Any]) -> list[Any]:
 def test_the_seconds_after_k_min_do_not_go_past_the_limit_of_the_whole_pass() -> None:
     stuck = Stuck()
     backends = scaled(None, stuck)
-    moe = mixture(backends, k_min=1, forward_timeout=1.0, timeout_after_k_min=LONG)  # e0 answers in it
+    moe = mixture(backends, k_min=1, forward_timeout=1.0, timeout_after_k_min=LONG)  # e0 answers within this time
     with Runtime(backends, num_workers=2):
         found = ends(lambda: moe(ONES))
         stuck.open.set()

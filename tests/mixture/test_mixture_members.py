@@ -1,4 +1,4 @@
-"""Backends that are added to a mixture, removed and replaced while it trains."""
+"""Tests of adding, removing and replacing backends of a mixture while it trains."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_call_that_is_under_way_goes_on_with_those_that_it_began_with() -> Non
         caller.join(LONG)
         (y,) = results
         torch.testing.assert_close(y, (weights[:, :1] + 2 * weights[:, 1:]) * x)
-        y.sum().backward()  # although the gate was written to meanwhile
+        y.sum().backward()  # although the gate's parameters were changed since the forward
     assert (first.updates, second.updates, third.updates) == (1, 1, 0)
 
 

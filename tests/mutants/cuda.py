@@ -1,7 +1,7 @@
-"""Faults in the CUDA kernels, every one of which the emulated tests must notice.
+"""Plants faults in the CUDA kernels, each of which the emulated tests must detect.
 
-A fault (faults_cuda.py) is compiled into the tests of its kernel, in the build that is to notice it: plain (values, and
-the emulator's own checks), address or thread (sanitizers).
+A fault (faults_cuda.py) is compiled into the tests of its kernel, in the build that must detect it: plain (wrong
+values, and the emulator's own checks), address or thread (sanitizers).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-# Texts that a run prints when it has noticed a fault, and what each means; the first one found counts.
+# Texts that a run prints when it detects a fault, and their meanings; the first one found counts.
 SIGNS = {
     "ThreadSanitizer: data race": "data race",
     "AddressSanitizer: ": "address error",
@@ -42,7 +42,7 @@ TARGETS = ("pymoe_emulated_tests", "pymoe_emulated_kernels", "pymoe_emulator", "
 
 
 def build(how: str) -> Path:
-    """Build the emulated tests of a variant; returns its folder."""
+    """Build the emulated tests of a variant; return its folder."""
     name, sanitizer = VARIANTS[how]
     folder = ROOT / "build" / "cpp" / name
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -64,9 +64,9 @@ def compile_command(folder: Path, source: Path) -> list[str]:
 
 
 def run_tests(program: Path, fault: CudaFault, scales: Sequence[float] = (1.0,)) -> tuple[int, str]:
-    """Exit status and output of the fault's tests at the first of the scales at which they fail, or at the last one.
+    """Run the fault's tests at each scale until they fail; return the last exit status and output.
 
-    A scale is the share of every test's random cases. One that does not end has the status ENDLESS.
+    A scale is the share of every test's random cases. A run that does not end has the status ENDLESS.
     """
     command = [str(program), f"--source-file=*test_{fault.tests}.cpp", "--abort-after=1"]
     status, output = 0, ""
@@ -98,7 +98,7 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
         *command[:1],
         f"-I{place / 'csrc'}",
         *command[1:],
-        "-O0",  # a third of the compiler's time, which is most of it
+        "-O0",  # the compiler takes most of a run's time, and a third as long without optimisation
         "-o",
         str(place / "kernel.o"),
         "-c",
@@ -144,7 +144,7 @@ def prepare(faults: Sequence[Any]) -> dict[str, Path]:
 def judge(fault: CudaFault, folders: dict[str, Path]) -> tuple[bool, str]:
     """Build and run the kernel's tests with the fault; the fault is noticed if they fail."""
     with tempfile.TemporaryDirectory() as place:
-        # Some of the cases first: a fault that a late test notices would else wait for all cases of those before.
+        # A share of the cases runs first. Otherwise all cases of earlier tests would run before a later test fails.
         status, output = run_tests(plant(fault, folders[fault.how], Path(place)), fault, (0.2, 1.0))
     if status == 0:
         return False, "-"

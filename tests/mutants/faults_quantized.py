@@ -242,11 +242,18 @@ FAULTS = [
         ("tests/integrations/transformers/test_quantizer.py", "-k", "comes_back and mxfp4"),
     ),
     Fault(
-        "a traced dense layer computes as many rows as its example had",
+        "the native call of a dense layer gets the bits in place of the format",
         "pymoe/nn/quantized_dense.py",
-        "if torch.jit.is_tracing():",
-        "if False:",
-        (DENSE, "-k", "traced"),
+        "FORMATS[self.format, self.bits]",
+        "self.bits",
+        (DENSE, "-k", "one_native_call"),
+    ),
+    Fault(
+        "the native call of a dense layer drops gradients",
+        "pymoe/nn/quantized_dense.py",
+        "and not is_recorded(x, bias)",
+        "and True",
+        (DENSE, "-k", "gradients or tangents"),
     ),
     Fault(
         "a head that shares its weight's memory is rounded",

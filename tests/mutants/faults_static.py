@@ -1,4 +1,4 @@
-"""Faults that no test of values notices, because the bits stay as they are; and one that drops a flag."""
+"""Faults that tests of values cannot detect, since results keep their bits, and one that drops a flag."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Faults that are planted in the sources one at a time, to show that tests notice them.
+"""Plants faults in the sources one at a time, to show that tests detect them.
 
-A kind of faults (python.py, schedules.py, cuda.py, static.py) defines its faults, how a fault is built and run, and
-what its tests reported. This file has the common parts: what a fault is, that its text is found exactly once, running
-several at the same time, and the report in ``build/mutants/KIND.md``.
+Each kind of fault (python.py, schedules.py, cuda.py, static.py) defines how a fault is built and run, and how its
+tests' output is interpreted. This file has the common parts: the classes of faults, the check that a fault's text
+occurs exactly once, running several faults at the same time, and the report in ``build/mutants/KIND.md``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fault:
         """Return the text of the file with the fault in it.
 
         Raises:
-            ValueError: ``old`` is not there exactly once: the file has changed, and the fault needs a new text.
+            ValueError: ``old`` does not occur exactly once, so the file has changed and the fault needs a new text.
         """
         path = ROOT / self.file
         text = path.read_text() if path.exists() else ""
@@ -56,7 +56,7 @@ class ScheduleFault(Fault):
     schedules: str
     """The test file: ``workers`` for test_schedules_workers.cpp."""
     case: str = ""
-    """A part of the test case's name; without it, the file's first that notices."""
+    """A part of the test case's name; if empty, the first failing case of the file counts."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,21 @@ class StaticFault(Fault):
     source: str
     """The file of kernels that is compiled with it."""
     architectures: str
-    """For which, as TORCH_CUDA_ARCH_LIST spells them; 9.0 is among them, for which bars are set."""
+    """The architectures to compile for, as in TORCH_CUDA_ARCH_LIST, including 9.0, for which bars.json has limits."""
     said: str
-    """A part of the complaint that notices it."""
+    """A part of the complaint that must be reported."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Faults of one kind, and functions to find out whether tests notice them."""
+    """Faults of one kind, and functions that find out whether tests detect them."""
 
     name: str
     faults: Sequence[Any]
     prepare: Callable[[Sequence[Any]], Any]
-    """Builds what the chosen faults share and runs the unharmed tests; raises ``RuntimeError`` where these fail."""
+    """Builds the common parts for the chosen faults, and runs the tests without a fault; RuntimeError if they fail."""
     judge: Callable[[Any, Any], tuple[bool, str]]
-    """Takes a fault and what ``prepare`` returned: whether it was noticed, and as what."""
+    """Takes a fault and the result of ``prepare``; returns whether the fault was detected, and by what."""
     at_once: int = os.cpu_count() or 1
     """The number of faults that are tried at the same time."""
 
@@ -101,7 +101,7 @@ def chosen(kind: Kind, words: Sequence[str]) -> list[Any]:
 
 
 def plant(kind: Kind, words: Sequence[str]) -> bool:
-    """Try the chosen faults, print and write what became of them; return whether all were noticed."""
+    """Try the chosen faults, print and write the results; return whether all faults were detected."""
     faults = chosen(kind, words)
     rows = ["| fault | file | noticed | as |", "|---|---|---|---|"]
 
@@ -109,7 +109,7 @@ def plant(kind: Kind, words: Sequence[str]) -> bool:
         start = time.monotonic()
         try:
             noticed, by = kind.judge(fault, shared)
-        except (RuntimeError, ValueError) as error:  # it does not fit or does not compile
+        except (RuntimeError, ValueError) as error:  # the fault does not fit the sources or does not compile
             noticed, by = False, f"not tried: {error}"
         return fault, noticed, by, time.monotonic() - start
 

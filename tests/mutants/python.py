@@ -1,5 +1,7 @@
-"""Faults in the CPU kernels and the operators: pytest must notice them, in a copy of the tree under build/mutants. They
-are not part of a test run: every fault compiles a kernel and takes half a minute or more.
+"""Plants faults in the CPU kernels and the operators, which pytest must detect in a copy of the tree under
+build/mutants.
+
+Test runs do not include these: compiling a kernel with a fault takes half a minute or more.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Plants faults in the sources, one at a time, and checks whether tests notice them.
+"""Plants faults in the sources, one at a time, and checks whether tests detect them.
 
     python tests/mutants/run.py cuda                  # in the CUDA kernels: the emulated tests must notice
     python tests/mutants/run.py schedules [WORD ...]  # in the runtime: the seeded schedules must; WORDs choose by name
     python tests/mutants/run.py static                # in the machine code of the kernels: tests/cuda_static must
     python tests/mutants/run.py python                # in the CPU kernels and operators: pytest must (minutes a fault)
 
-Without a kind all run. Nothing in the source tree is changed. planting.py says what a fault is; faults_KIND.py
-holds them. The exit status is 1 if one was not noticed, or no longer fits the sources.
+Without a kind, all kinds run. The source tree is not changed. planting.py defines faults, and the files faults_KIND.py
+list them. The exit status is 1 if a fault was not detected, or no longer fits the sources.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Faults in the runtime's headers: the seeded schedules must notice.
+"""Plants faults in the runtime's headers, which the seeded schedules must detect.
 
-A fault (faults_schedules.py) is compiled into the test file that is to notice it.
+A fault (faults_schedules.py) is compiled into the test file that must detect it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from planting import ROOT, Kind, ScheduleFault
 
 FOLDER = ROOT / "build" / "schedules"
 SECONDS = 60
-# No optimisation: compiling is most of the time.
+# No optimisation, since most of the time goes into compiling.
 COMPILE = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", "-w"]
 INCLUDES = [f"-I{ROOT / folder}" for folder in ("csrc", "tests/cpp", "tests")]
 COMMON = ["tests/cpp/main.cpp", "tests/cpp/simulated.cpp", "tests/cpp/scheduler.cpp", "tests/cuda_on_cpu/fiber.cpp"]
-UNHARMED_SEEDS = "500"  # a test case: the C++ tests run all
+UNHARMED_SEEDS = "500"  # seeds per test case without a fault; the C++ tests run all seeds
 
 
 def command(words: list[str]) -> None:
@@ -47,7 +47,7 @@ def build(schedules: str, overlay: Path | None, target: Path, common: list[str])
 
 
 def run(program: Path, case: str, seeds: str | None) -> tuple[int, str]:
-    """Exit status and output of the test cases with ``case`` in their names; a hang counts as status 124."""
+    """Run the test cases with ``case`` in their names; return exit status and output. A hang counts as status 124."""
     environment = {**os.environ, **({"PYMOE_SEEDS": seeds} if seeds else {})}
     try:
         result = subprocess.run(
@@ -65,7 +65,7 @@ def run(program: Path, case: str, seeds: str | None) -> tuple[int, str]:
 
 
 def prepare(faults: Sequence[Any]) -> list[str]:
-    """Compile what all programs share, and run the unharmed schedules."""
+    """Compile the objects that all programs share, and run the schedules without a fault."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     names = sorted({fault.schedules for fault in faults})
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -79,7 +79,7 @@ def prepare(faults: Sequence[Any]) -> list[str]:
 
 
 def judge(fault: ScheduleFault, common: list[str]) -> tuple[bool, str]:
-    """Build and run the schedules with the fault; the fault is noticed if they fail."""
+    """Build and run the schedules with the fault, which is detected if they fail."""
     with tempfile.TemporaryDirectory() as place:
         changed = Path(place) / fault.file
         changed.parent.mkdir(parents=True)

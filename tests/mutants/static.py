@@ -1,6 +1,6 @@
-"""Faults that change nothing but the machine code, or its speed: tests/cuda_static must notice them.
+"""Plants faults that change only the machine code or its speed, which tests/cuda_static must detect.
 
-A fault (faults_static.py) is compiled for sm_90 and one more architecture, and judged by the bars.
+A fault (faults_static.py) is compiled for sm_90 and one more architecture, and compared with the limits in bars.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sass  # noqa: E402
 
 
 def prepare(faults: Sequence[Any]) -> tuple[str, dict[str, machine_code.Compiled]]:
-    """Compile the unharmed sources, which must be as good as their bars."""
+    """Compile the sources without a fault, which must satisfy their limits."""
     nvcc = machine_code.find_nvcc()
     if nvcc is None:
         raise LookupError("no nvcc: the machine code was not read (checks passed: none)")
@@ -39,7 +39,7 @@ def prepare(faults: Sequence[Any]) -> tuple[str, dict[str, machine_code.Compiled
 
 
 def judge(fault: StaticFault, shared: tuple[str, dict[str, machine_code.Compiled]]) -> tuple[bool, str]:
-    """Compile the source that has the fault, or includes it, and look for what ``said`` names."""
+    """Compile the source that contains or includes the fault, and look for the complaint ``said``."""
     nvcc, unharmed = shared
     with tempfile.TemporaryDirectory() as place:
         overlay = Path(place)

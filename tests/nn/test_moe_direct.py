@@ -1,6 +1,6 @@
-"""A forward goes straight to the native calls, with the same bits; or it has to call the parts of the layer.
+"""Tests of the direct forward: native calls without the layer's parts, unless a part must be called; same bits.
 
-What is differentiated has more tests in test_one_node.py.
+test_one_node.py has further tests of forwards with gradients.
 """
 
 import copy

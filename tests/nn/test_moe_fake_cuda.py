@@ -1,4 +1,4 @@
-"""Without a GPU: the whole layer, forward and backward, on CUDA tensors that have no values."""
+"""Tests the layer's forward and backward on CUDA tensors without values, on machines without a GPU."""
 
 import os
 import subprocess

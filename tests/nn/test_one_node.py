@@ -298,8 +298,8 @@ def test_copies_of_a_layer_and_threads_do_not_meet():
 
 
 def test_a_kept_graph_runs_backward_in_two_threads(monkeypatch):
-    """The node recorded which operators a pass runs, so a plain pass in one thread made another thread's pass, whose
-    gradients are to be differentiated again, go on without a graph.
+    """The node stored which operators the current pass runs. A plain pass in one thread overwrote this for a pass with
+    ``create_graph=True`` in another thread, which then recorded no graph.
     """
     layer, x = make_layer(), make_input(5)
     y = layer(x).sum()

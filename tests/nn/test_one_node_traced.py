@@ -20,8 +20,8 @@ def traced(function, *example):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_traced_layer_routes_the_tokens_that_it_is_given(options):
-    """The node read its logits without the tracer seeing it: a program sent all tokens where its example's tokens
-    had gone.
+    """The tracer did not record how the node computes its logits, so a traced program sent all tokens to the experts of
+    its example's tokens.
     """
     layer = make_layer(**options)
     program = traced(layer, make_input(5))

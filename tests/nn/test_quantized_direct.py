@@ -146,7 +146,7 @@ def test_biases_that_are_no_buffers_are_used():
 
 @pytest.mark.parametrize(("name", "value"), [("bits", 8), ("format", "x"), ("format", ["mxfp"])])
 def test_a_format_that_somebody_has_set_is_refused_with_a_sentence(name, value):
-    """The one native call raised a KeyError."""
+    """With such a value, the path that makes one native call raised a KeyError."""
     layer, x = quantized(4, "mxfp"), make_input(5, dtype=torch.float32)
     setattr(layer.experts.w_in, name, value)
     with torch.no_grad(), pytest.raises(ValueError, match="expected a quantised weight of format"):

@@ -35,7 +35,7 @@ def described(moe):
 @pytest.mark.parametrize("options", (OPTIONS | MORE).values(), ids=(OPTIONS | MORE).keys())
 def test_a_layer_comes_back(options, form, tmp_path):
     moe = quantised(*form, **options)
-    moe.router.row_invariant = True  # what is mapped may round otherwise in torch's products
+    moe.router.row_invariant = True  # torch's products may round differently with weights mapped from a file
     if moe.router.expert_bias is not None:
         moe.router.expert_bias.uniform_(-0.1, 0.1)
     save_quantized(moe, tmp_path / "layer.safetensors")

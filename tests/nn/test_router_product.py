@@ -20,8 +20,8 @@ from pymoe.nn.router_product import wide_product
 
 pytestmark = pytest.mark.only_on("cpu")
 HALVES = (torch.bfloat16, torch.float16)
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # roundings, relative
-TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}  # and the least number
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # relative size of a rounding error
+TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}  # smallest number
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def within(found, exact, bound):
     seed=st.integers(0, 2**31),
 )
 def test_logits_and_gradients_keep_their_bounds_against_float64(dtype, sizes, scale, seed):
-    """The bounds that pymoe/nn/router_product.py states, with the sums' own n u of float32 and the last rounding."""
+    """pymoe/nn/router_product.py states the bounds; errors of float32 sums and of the last rounding are added here."""
     tokens, hidden, experts = sizes
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(tokens, hidden, generator=generator) * scale).to(dtype).requires_grad_()
@@ -175,7 +175,7 @@ def test_a_gradient_that_shared_experts_see_stays_as_they_saw_it():
 
 
 def test_double_backward_is_that_of_the_float32_product():
-    """A gradient penalty on the router: its second derivatives, closed over two products, against float64."""
+    """Compare second derivatives of a gradient penalty, computed through two products, with float64."""
     weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     x = torch.randn(7, 12, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
 

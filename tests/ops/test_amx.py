@@ -1,6 +1,6 @@
-"""Products of bfloat16 by the tiles of AMX: what the system must grant, and bits that no neighbour changes.
+"""Tests of bfloat16 products with AMX tiles: the system's permission, and rows that do not depend on other rows.
 
-``tests/cpp/test_amx_gemm.cpp`` judges every element of them, also on machines without AMX.
+``tests/cpp/test_amx_gemm.cpp`` checks every element of such products, also on machines without AMX.
 """
 
 import subprocess

@@ -1,8 +1,7 @@
-"""On CUDA, indices are not checked before a kernel runs, so a kernel must survive any indices: it returns, and touches
-nothing outside its tensors.
+"""Tests that CUDA kernels return for any indices, since these are not checked before a kernel runs on CUDA.
 
-That nothing outside the tensors is touched is seen on the CPU, where the emulator runs the same kernels under the
-address sanitizer (tests/cuda_on_cpu), and on a GPU by compute-sanitizer (benchmarks/gpu_report.sh).
+Accesses outside the tensors are detected elsewhere: on the CPU by the address sanitizer around the emulated kernels
+(tests/cuda_on_cpu), and on a GPU by compute-sanitizer (benchmarks/gpu_report.sh).
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""torch's counter of FLOPs counts the products of every native operator, as it counts those of the reference."""
+"""Tests that torch's FLOP counter counts the same products for every native operator as for its reference."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_products_are_counted_by_the_rows_that_an_order_names(outputs):
 
 
 def test_a_pipeline_is_split_where_half_of_the_products_are():
-    """Mixtures counted nothing, so that all of them went into one stage with most of the other layers."""
+    """MoE layers counted as 0 FLOPs, so one stage got all of them and most of the other layers."""
     linear = torch.nn.Linear(HIDDEN, HIDDEN)
     model = torch.nn.Sequential(layer(), layer(), linear, torch.nn.Linear(HIDDEN, HIDDEN))
     pipe = pymoe.pipeline(model, (torch.randn(TOKENS, HIDDEN),), split_policy=pymoe.pipe.split_by_flops(2))

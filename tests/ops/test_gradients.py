@@ -1,7 +1,6 @@
-"""First and second derivatives of every operator that has any, in float64.
+"""Tests of the first and second derivatives of all differentiable operators, in float64.
 
-That the gradients in the other dtypes are the reference's is tested with every sample, in
-test_native_equals_reference.py.
+test_native_equals_reference.py compares gradients in the other dtypes with the reference, for every sample.
 """
 
 from functools import cache

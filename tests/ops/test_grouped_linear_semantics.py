@@ -1,4 +1,4 @@
-"""Tests of what grouped_linear and expert_activation promise by name."""
+"""Tests of the documented promises of grouped_linear and expert_activation."""
 
 import sys
 
@@ -25,7 +25,7 @@ def problem(counts, outputs=20, inputs=13, past=0, dtype=torch.float32):
 @pytest.mark.only_on("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_gradient_too_large_for_the_caches_is_the_same(dtype):
-    """Past 64 MiB it is written past the caches, whole vectors at a time, and what is left over is not."""
+    """From 64 MiB on, whole vectors of the gradient are written with streaming stores, and the remainder is not."""
     x, _, offsets, _ = problem([3, 0, 33], inputs=1001, dtype=dtype)
     grad = problem([3, 0, 33], inputs=12001, dtype=dtype)[0].detach()
     large = torch.ops.pymoe.grouped_linear_weight_grad(grad, x.detach(), offsets)
@@ -77,7 +77,7 @@ def test_experts_without_rows_have_zero_gradients(backend):
 @pytest.mark.parametrize("transposed", [False, True], ids=["(E, N, H)", "(E, H, N)"])
 @pytest.mark.parametrize("inputs", [13, 450, 2300])
 def test_a_row_does_not_depend_on_the_rows_around_it(inputs, transposed, dtype):
-    """Kernels differ by the number of an expert's rows, and by what of it is contiguous: bits must not."""
+    """The kernel depends on the number of an expert's rows and on the layout of its weight; the bits must not."""
     x, weight, _, bias = (one.detach() for one in problem([150], outputs=141, inputs=inputs, dtype=dtype))
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)

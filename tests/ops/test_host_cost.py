@@ -1,4 +1,4 @@
-"""Tests of what a call costs the host besides its kernel, in counts, because counts are equal on all machines.
+"""Tests of the host's cost of a call in addition to its kernel, in counts, since these are equal on all machines.
 
 A call for a few tokens takes some microseconds, half of them in the native call. Each further Python function takes a
 twentieth of a microsecond, and ``Function.apply`` of an ``autograd.Function`` takes ten.

@@ -1,7 +1,7 @@
-"""Raw operators called past Python's checks never touch memory outside their tensors.
+"""Tests that raw operators, called without Python's checks, touch no memory outside their tensors.
 
-Index tensors that point outside must raise; every other wrong call must raise or return. That nothing outside is
-touched is seen by the address and undefined-behaviour sanitizers, which are shown to report two planted faults.
+Index tensors that point outside must raise; every other wrong call must raise or return. The address and
+undefined-behaviour sanitizers detect accesses outside the tensors, and two planted faults show that they work.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def test_slot_outside_raises(name, value, threads):
 
 @pytest.mark.parametrize("used", OUTSIDE)
 def test_offsets_outside_stay_inside_the_output(used):
-    """The number of rows in use is clamped to the rows that there are."""
+    """The number of rows in use is clamped to the number of rows."""
     slot, _, offsets = routing()
     out = torch.ops.pymoe.dispatch(torch.ones(TOKENS, HIDDEN), slot, with_value(offsets, -1, used))
     assert out.shape == (ROWS, HIDDEN)

@@ -1,4 +1,4 @@
-"""An operator without a CUDA kernel tells callers with CUDA tensors so, in a helpful message."""
+"""Tests that an operator without a CUDA kernel refuses CUDA tensors with a helpful message."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def test_a_build_with_cuda_kernels_has_all_that_there_are_and_one_without_has_no
 
 
 def test_the_refusal_names_the_operator_and_the_ways_out():
-    """The call bypasses the choice by device and goes to the CUDA kernel, so that no GPU is needed."""
+    """The call goes directly to the CUDA kernel, whatever the device, so that no GPU is needed."""
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for name, call in CALLS.items():
         operator = getattr(torch.ops.pymoe, name).default

@@ -1,10 +1,9 @@
-"""A reference does not depend on the vectors of the processor: the same calls where torch may use fewer of them.
+"""Tests that references do not depend on the processor's vector instructions, by restricting those that torch may use.
 
-What torch and its libraries compute there differs in the last bits, and for infinities and values near overflow in
-whole results: oneDNN, which makes gelu where there is AVX-512, has NaN for infinity.
-Children of the test compute all references, and their gradients, from the same stored inputs under each setting of
-``ATEN_CPU_CAPABILITY`` that the machine has: the samples of every specification, and the same shapes full of special
-values.
+With other instructions, torch's own functions differ in the last bits, and for infinities and values near overflow even
+more: oneDNN, which computes gelu on machines with AVX-512, returns NaN for infinity. Child processes compute all
+references and their gradients from the same stored inputs, under each ``ATEN_CPU_CAPABILITY`` that the machine
+supports. The inputs are the samples of every specification, and the same shapes filled with special values.
 """
 
 import os
@@ -28,12 +27,10 @@ CAPABILITIES = {
     "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
-"""The environment also keeps the libraries that torch calls to the same vectors, since each library asks the
-processor itself.
-"""
+"""The variables also restrict the libraries that torch calls, since each library queries the processor itself."""
 ROUNDED = {"grouped_linear": {torch.float32: 4e-6, torch.float64: 8e-15, torch.bfloat16: 8e-3, torch.float16: 1e-3}}
-"""The references that promise rounding alone: the most that two processors' results may differ by, relative to one plus
-the greatest result of the call. Sums of up to 1100 terms. All others promise bits."""
+"""The references that promise results up to rounding, with the largest permitted difference between two processors,
+relative to one plus the greatest result of the call (sums of up to 1100 terms). All others promise equal bits."""
 
 FINITE = {"quantize_weight"}
 """The references that refuse special values."""
@@ -135,7 +132,7 @@ def assert_within_rounding(got, wanted, tolerance, what):
 
 @pytest.mark.slow
 def test_torch_itself_does_depend_on_the_processor(everywhere):
-    """Otherwise, the tests above would compare nothing with nothing."""
+    """If torch's own results did not differ, the tests above would prove nothing."""
     torchs = [found["torch"] for found in everywhere.values()]
     different = [not bool(same_bits(a, b).all()) for a, b in zip(torchs[0], torchs[1], strict=True)]
     assert any(different)

@@ -1,6 +1,6 @@
-"""Random shapes, layouts and special values: operators agree with their references, and with what they promise.
+"""Tests that operators agree with their references and their promises, for random shapes, layouts and special values.
 
-Shapes are small, 0 to 6 a side, where edges meet; the examples are the same in every run.
+Shapes are small, with sizes from 0 to 6, to reach edge cases; the examples are the same in every run.
 """
 
 import pytest

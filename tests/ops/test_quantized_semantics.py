@@ -138,7 +138,7 @@ def test_bfloat16_values_near_their_blocks_largest_are_kept():
 @BACKENDS
 @FORMS
 def test_a_row_does_not_depend_on_the_rows_around_it(backend, form):
-    """One row at a time goes another way through the kernel than many at once."""
+    """The kernel has different code for one row and for many rows."""
     x, weight = normal(230, 200).bfloat16(), backend.quantize_weight(normal(1, 130, 200, seed=1), *form)
     together = backend.quantized_linear(x, weight, offsets_of([230]))
     for rows in (1, 2, 3, 5, 7, 60):
@@ -261,7 +261,7 @@ def test_mxfp4_rounds_as_the_standard_says(backend):
     far = (scaled.abs()[..., None] - E2M1[:8].double()).abs()
     nearest = far.amin(-1, keepdim=True)
     even = torch.tensor([0, 1] * 4)
-    expected = (far != nearest).int() * 2 + even  # of the nearest the even one, and then the least
+    expected = (far != nearest).int() * 2 + even  # prefers the nearest, then an even code, then the lowest
     expected = expected.argmin(-1) | groups.signbit().int() << 3
     assert torch.equal(torch.stack([codes & 15, codes >> 4], dim=4).flatten(3).long(), expected.long())
 

@@ -1,4 +1,4 @@
-"""The quick test before an operator's named checks decides as these checks do, for right and wrong arguments."""
+"""Tests that an operator's quick test accepts the same arguments as its named checks."""
 
 import pytest
 import torch

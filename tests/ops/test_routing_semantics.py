@@ -83,11 +83,11 @@ def test_dropped_choices_are_zero_rows_without_gradient():
 @pytest.mark.parametrize("combine", [pymoe.ops.combine, pymoe.reference.combine], ids=["native", "reference"])
 @pytest.mark.parametrize("of", ["weight", "row"])
 def test_a_dropped_choice_has_no_part_in_gradients_whatever_its_weight(of, combine, value):
-    """The reference read row 0 for it: a NaN of either was in the gradient of the other, and from there in weights."""
+    """The reference read row 0 for a dropped choice, so a NaN in row 0 or in the choice's weight reached gradients."""
     routing = build_routing(torch.zeros(3, 1, dtype=torch.int32), 1, capacity=2)
     y, weights = torch.ones(3, 4), torch.full((3, 1), 0.5)
     if of == "weight":
-        weights[2] = value  # of the dropped one
+        weights[2] = value  # the weight of the dropped choice
     else:
         y[0] = value
     y.requires_grad_()
@@ -184,7 +184,7 @@ def test_dispatch_refuses_a_buffer_that_overlaps_its_input():
 
 @pytest.mark.parametrize("read", ["x", "slot", "offsets"])
 def test_the_raw_dispatch_refuses_a_buffer_that_overlaps_what_it_reads(read):
-    """The kernels give rows to threads in any order, which would read what others have written."""
+    """Kernels process rows in any order, so a thread would read values that another thread has already overwritten."""
     slot, _, offsets = build_routing(distinct(4, 2, 4, generator()), 4)
     values = {"x": torch.rand(4, 6), "slot": slot, "offsets": offsets}
     memory = torch.zeros(100)

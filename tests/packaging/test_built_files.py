@@ -1,4 +1,4 @@
-"""The built operator library: what it exports, what it needs, and from which torch on."""
+"""Tests of the built operator library: its exported symbols, its dependencies, and the oldest supported torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_symbol_of_torch_was_there_in_the_oldest_release_served(target_ver
     source.write_text(
         "#include <torch/csrc/stable/c/shim.h>\n"
         "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
-        "#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>\n"  # what torch/csrc/stable/ops.h calls
+        "#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>\n"  # called by torch/csrc/stable/ops.h
         'extern "C" int aoti_torch_get_current_cuda_stream(int, void**);\n'  # weak in ops/twins.h, since torch 2.0
     )
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]

@@ -28,7 +28,7 @@ class Environment:
     folder: Path
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Python of this environment, in its own folder, so that no source tree is in the way."""
+        """Run this environment's Python in its own folder, so that it does not import from the source tree."""
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         variables["PATH"] = f"{self.folder / 'bin'}:{TOOLS}:{variables['PATH']}"
         command = [str(self.folder / "bin" / "python"), *arguments]
@@ -46,9 +46,9 @@ def new_environment(folder: Path) -> Environment:
 
 
 def with_these_packages(environment: Environment) -> Environment:
-    """Lend an environment the packages of this one, except pymoe: its own torch would be a download of 5 GB."""
+    """Link this environment's packages, except pymoe, into another one, to avoid a 5 GB download of torch."""
     (packages,) = environment.folder.glob("lib/python*/site-packages")
-    for old in packages.glob("setuptools*"):  # of the interpreter's bundle
+    for old in packages.glob("setuptools*"):  # bundled with the interpreter
         shutil.rmtree(old)
     for path in Path(torch.__file__).parents[1].iterdir():
         if "pymoe" not in path.name and not (packages / path.name).exists():
@@ -104,7 +104,7 @@ print(json.dumps({"new_threads": threads, "file": pymoe.__file__, **pymoe.build_
 
 @dataclass
 class Checkout:
-    """The files of the sdist as a source tree, with an environment of its own where ``make`` has one."""
+    """A source tree from the sdist, with its own environment in the place where ``make`` creates one."""
 
     folder: Path
     environment: Environment
@@ -162,7 +162,7 @@ def test_an_installation_of_the_wheel_works(checkout: Checkout, wheel: Path) -> 
     typed = environment.run("-c", "import pymoe, os; print(sorted(os.listdir(os.path.dirname(pymoe.__file__))))")
     assert "py.typed" in typed.stdout
     assert "_runtime.pyi" in typed.stdout
-    # The source tree comes first where Python starts in it, and holds no native modules.
+    # A Python that starts in the source tree imports from it, and it holds no native modules.
     hidden = checkout.run("python", "-m", "pymoe.bench", "env")
     assert f"It hides the pymoe installed in {environment.folder}" in hidden.stderr
     assert f'-m pip install --no-build-isolation -e "{checkout.folder}"' in hidden.stderr
@@ -175,7 +175,7 @@ def test_the_readmes_installation_works_in_the_checkout_and_elsewhere(checkout: 
     before = compiled()
     done = checkout.run("pip", "install", "--no-deps", "--no-build-isolation", "-e", ".")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert compiled() == before  # the wheel's objects serve
+    assert compiled() == before  # the wheel's object files are reused
     assert len(before) > 10
     for told in (
         checkout.run("python", "-m", "pymoe.bench", "env"),

@@ -1,4 +1,4 @@
-"""Tests of what pymoe says if it was not built, or was built for another Python: a few lines with one command."""
+"""Tests of pymoe's message if it was not built, or built for another Python: a few lines with one command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    """Python without site, so that an editable installation of another tree lends it no modules."""
+    """Run Python without ``site``, so that it cannot import from an editable installation of another tree."""
     before = f"import sys; sys.path[:0] = {[str(folder) for folder in (*path, PACKAGES)]}\n"
     command = [sys.executable, "-S", "-c", before + code]
     return subprocess.run(command, cwd=path[0], capture_output=True, text=True)
@@ -109,4 +109,4 @@ def test_no_message_names_the_project_that_has_the_name_on_the_index() -> None:
     files += [ROOT / "setup.py", ROOT / "Makefile", ROOT / "CONTRIBUTING.md", *ROOT.glob("benchmarks/*.md")]
     named = re.compile(r"pip install[^\n`]*[ '\"]pymoe(?![-\w/.])")
     assert [str(file) for file in files if named.search(file.read_text())] == []
-    assert len(named.findall((ROOT / "README.md").read_text())) == 1  # where it says what it is
+    assert len(named.findall((ROOT / "README.md").read_text())) == 1  # in the introduction

@@ -1,4 +1,4 @@
-"""What setup.py decides from its environment, seen without compiling anything."""
+"""Tests of the decisions that setup.py makes from its environment, without compiling anything."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
 
 
 def test_a_torch_without_metadata_is_asked_itself(tmp_path: Path) -> None:
-    """One that was put on the path, not installed, ended in a PackageNotFoundError."""
+    """A torch that is on the path but not installed caused a PackageNotFoundError."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.9.1+local'")
     code = """

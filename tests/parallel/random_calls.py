@@ -1,4 +1,4 @@
-"""The functions of random maps: what a call does is decided by its first argument, never by when it runs."""
+"""Defines the functions of random maps; the first argument of a call determines what it does, never its timing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mapper = Callable[..., tuple[tuple[Any, ...], ...]]
 
 @dataclass(frozen=True)
 class Made:
-    """A function to map, and what it reaches without being given it."""
+    """A function to map, and the tensors that it uses without having them as arguments."""
 
     function: Any
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def mixed(recipe: int, *values: Any) -> Any:
         one, other = rng.sample(results, 2)
         results.append(one.mean() * other)
     if rng.random() < 0.3:
-        results.append(numbers[0])  # an argument, handed through
+        results.append(numbers[0])  # an argument, returned unchanged
     if rng.random() < 0.3:
         results.append(numbers[0][..., :1])  # a view of one
     if rng.random() < 0.3:
@@ -86,7 +86,7 @@ def make_callable(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Ge
 
 
 def make_closure(mapper: Mapper, leaves: dict[str, Tensor], generator: torch.Generator) -> Made:
-    """Return calls that use leaves that are not among the arguments."""
+    """Return calls that use leaves from a closure, not from their arguments."""
     tensors = list(leaves.values())
 
     def closure(recipe: int, *values: Any) -> Any:
@@ -168,7 +168,7 @@ def product_grads(ctx: Any, grads: tuple[Tensor | None, ...]) -> list[Tensor | N
 
 
 class Products(torch.autograd.Function):
-    """The context and the computation in one method."""
+    """A Function whose forward takes the context."""
 
     @staticmethod
     def forward(ctx: Any, recipe: int, *tensors: Tensor) -> Any:
@@ -186,7 +186,7 @@ class Products(torch.autograd.Function):
 
 
 class ProductsWithSetup(torch.autograd.Function):
-    """The context in a separate method; differentiable once."""
+    """A Function with ``setup_context``, differentiable once."""
 
     @staticmethod
     def forward(recipe: int, *tensors: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Random maps: a function, the arguments of some calls and a loss over their outputs, all decided by a seed.
+"""Makes random maps: a function, the arguments of some calls and a loss over their outputs, determined by a seed.
 
     expected = outcome(seed, serial)
     found = outcome(seed, pymoe.map_with_parallel_backward)
@@ -24,7 +24,7 @@ ROWS, COLUMNS = 5, 4
 
 
 def serial(func: Any, *args_per_call: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
-    """Return what a loop over the calls returns, which a map must equal."""
+    """Return the results of a loop over the calls, which a map must equal."""
     call = func.apply if isinstance(func, type) and issubclass(func, torch.autograd.Function) else func
     results = [call(*args) for args in args_per_call]
     return tuple(result if isinstance(result, tuple) else (result,) for result in results)
@@ -83,7 +83,7 @@ class Leaves:
 
 
 def outcome(seed: int, mapper: Mapper) -> Outcome:
-    """Make everything anew, map, go backward, and say what came of it."""
+    """Make all inputs from the seed, run the map and its backward pass, and return the results."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     leaves = Leaves(rng, generator)

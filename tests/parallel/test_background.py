@@ -1,4 +1,4 @@
-"""Functions in the background, and their futures."""
+"""Tests of functions that run in the background, and of their futures."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pymoe.runtime import map_with_parallel_backward, parallel_workers
 
 
 class Cuda(threading.local):
-    """Two devices: what each thread has chosen, as torch keeps it."""
+    """Two simulated CUDA devices; each thread has its own current device, as in torch."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -81,7 +81,7 @@ def test_backward_passes_of_other_devices_wait_for_nobody(monkeypatch: Any) -> N
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             threads.add(threading.get_ident())
-            threading.Event().wait(0.02)  # time for workers to come
+            threading.Event().wait(0.02)  # gives workers time to start
             return grad
 
     monkeypatch.setattr(parallel_map, "is_on_host", lambda tensor: False)

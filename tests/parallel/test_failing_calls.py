@@ -1,4 +1,4 @@
-"""If calls fail, the first call's own exception is raised, and nothing else is left: no gradient, no thread."""
+"""Tests that after failing calls the first call's exception is raised, and no gradients or threads are left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKERS = 4
 
 
 class Broken(Exception):
-    """Raised by a call; its number tells which one."""
+    """Raised by the call with the given number."""
 
 
 def break_forward(number: int) -> None:
@@ -31,14 +31,14 @@ def break_backward(number: int) -> None:
 
 
 class Plan:
-    """A map of which some calls fail, in one pass or the other, and what all its calls share."""
+    """A map in which some calls fail, in forward or backward, and the tensors that all calls share."""
 
     def __init__(self, trial: int) -> None:
         rng = random.Random(trial)
         self.calls = rng.randint(2, 9)
         failing = rng.sample(range(self.calls), rng.choice([1, 1, 2, self.calls]))
         self.passes = {number: rng.choice(["forward", "backward"]) for number in failing}
-        if trial % 4 == 0:  # in one pass all of them
+        if trial % 4 == 0:  # all calls fail in one pass
             self.passes = dict.fromkeys(failing, rng.choice(["forward", "backward"]))
         self.kind = trial % 3
         self.preset = trial % 2 == 0
@@ -114,7 +114,7 @@ def test_the_first_failure_comes_out_and_nothing_is_left(trial):
     torch.manual_seed(trial)
     plan = Plan(trial)
     plan.healthy = True
-    plan.loss().backward()  # every thread that there will be
+    plan.loss().backward()  # starts all threads
     expected = [leaf.grad for leaf in plan.leaves]
     before = threads()
 
@@ -140,4 +140,4 @@ def test_the_first_failure_comes_out_and_nothing_is_left(trial):
     for leaf, wanted in zip(plan.leaves, expected, strict=True):
         assert (leaf.grad is None) == (wanted is None)
         assert wanted is None or torch.equal(leaf.grad, wanted)
-    assert threads() <= before  # less where threads of an earlier test were still ending
+    assert threads() <= before  # fewer if threads of an earlier test were still ending

@@ -1,4 +1,4 @@
-"""Calls that fail: one exception, no partial gradient, nothing left behind."""
+"""Tests that failing calls raise one exception, and leave no partial gradients or anything else behind."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_failures_leave_no_thread_and_the_next_map_works() -> None:
             with pytest.raises(Planted):
                 map_with_parallel_backward(fail, (), (), ())
             assert len(map_with_parallel_backward(torch.sin, (x,), (x,))) == 2
-        assert threading.active_count() <= before + 3  # Python counts a worker once the worker has asked for its name
+        assert threading.active_count() <= before + 3  # Python counts a worker after the worker has looked up its name
 
 
 def test_an_exception_that_all_calls_share() -> None:
@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_out_what_has_not_started_and_waits_for_the_rest() -> None
     with parallel_workers(1), pytest.raises(KeyboardInterrupt):
         map_with_parallel_backward(call, *[(i,) for i in range(50)])
     assert len(started) < 50
-    assert len(ended) == len(started) - 1  # all but that of the main thread
+    assert len(ended) == len(started) - 1  # all calls except the main thread's
 
 
 def test_ctrl_c_while_the_main_thread_waits() -> None:

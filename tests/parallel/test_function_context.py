@@ -1,4 +1,4 @@
-"""Within a map, an autograd.Function has all that it has outside."""
+"""Tests that an autograd.Function has the same features within a map as outside."""
 
 from __future__ import annotations
 

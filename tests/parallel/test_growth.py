@@ -1,4 +1,4 @@
-"""Without a word from the user, calls that wait are all under way at once, and calls that compute are not."""
+"""Tests that the pool by default runs all waiting calls at the same time, but not all computing ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_calls_within_calls_may_wait_for_each_other() -> None:
 
 
 def test_calls_get_on_while_others_of_all_kinds_wait() -> None:
-    """Waiting calls hold no thread that others need: maps, both passes, with calls too short for workers at first."""
+    """Waiting calls must not block other maps, in either pass, even ones whose calls were too short for workers."""
     release = threading.Event()
     waiting = [run_in_background(release.wait, LONG) for _ in range(40)]
     both_passes(8)
@@ -107,9 +107,9 @@ def test_calls_that_compute_do_not_make_the_pool_grow(compute: Callable[[], None
     map_with_parallel_backward(call, *[()] * 60)
     for future in [run_in_background(call) for _ in range(60)]:
         future.result()
-    # Calls that wait make the pool grow to one thread each. On a busy machine a thread that has been handed the
-    # interpreter's lock may get no processor for a while, and the one that handed it over waits for it without doing
-    # anything: that looks like a call that waits, and adds a thread or two (10 in all were seen at a load of 20).
+    # Waiting calls would make the pool grow to one thread each. On a busy machine, a thread that was given the GIL may
+    # get no processor for a while, and the thread that released the GIL waits for it. This looks like a waiting call,
+    # and adds a thread or two (up to 10 in all at a load of 20).
     assert (os.cpu_count() or 1) <= most < 30
 
 

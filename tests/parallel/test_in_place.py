@@ -1,4 +1,4 @@
-"""Writing in place: within a call to its arguments, and outside to what a call has seen or returned."""
+"""Tests of in-place writes: within a call to its arguments, and outside to a call's arguments and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves that require gradients are handed to calls as they are, where no other argument has a history."""
+"""Tests of leaves that require gradients: calls get them unchanged if no other argument has a history."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_leaf_that_a_call_returns_or_looks_at_through_a_view() -> None:
 
 
 def test_a_leaf_and_what_was_made_of_it_have_gradients_of_their_own() -> None:
-    """The call is not differentiated through the history of what it was given."""
+    """A call's backward pass must not continue into the history of its arguments."""
     x = leaf(1, 2)
     h = x * 3
     seen: list[Any] = []

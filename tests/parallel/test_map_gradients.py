@@ -1,4 +1,4 @@
-"""A map computes what a loop computes, in both passes."""
+"""Tests that a map computes the same as a loop, in both passes."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_arguments_that_no_graph_has_saved_are_let_go_of() -> None:
     ref = weakref.ref(x)
     ((y,), (z,)) = map_with_parallel_backward(lambda t: t * 2, (x,), (x,))
     del x
-    kept = ref()  # by its place in the history of the outputs, or not at all
+    kept = ref()  # alive only if the outputs' history holds it
     assert kept is None
     (y + z).sum().backward()
 

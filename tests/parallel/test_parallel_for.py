@@ -1,4 +1,6 @@
-"""``pymoe._runtime.parallel_for``: a Python function called for many numbers, on a pool of workers and by who waits."""
+"""Tests of ``pymoe._runtime.parallel_for``, which calls a Python function for many numbers on workers and on the
+waiting thread.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_a_stop_of_the_pool_leaves_out_what_has_not_started() -> None:
         pool.shutdown(drain=False)
 
     def let_go() -> None:
-        with contextlib.suppress(RuntimeError):  # until the pool refuses: then it has stopped
+        with contextlib.suppress(RuntimeError):  # until the pool refuses calls because it was stopped
             while True:
                 pool.submit(int)
                 time.sleep(0.001)
@@ -143,7 +145,7 @@ def press() -> None:
 
 
 def test_ctrl_c_while_the_main_thread_waits_for_calls_that_run() -> None:
-    """Goes before what a call raised, and comes when all that had started have ended."""
+    """KeyboardInterrupt takes precedence over a call's error, and is raised after all started calls have ended."""
     ended: list[int] = []
     waits = threading.Event()
 

@@ -1,4 +1,4 @@
-"""torch's profiler sees calls on whatever thread they run."""
+"""Tests that torch's profiler records calls on any thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A map equals the loop over its calls on any graph, and repeats it bit for bit, whichever thread is faster.
+"""Tests that a map equals the loop over its calls on random graphs, with equal bits in every run.
 
-random_maps.py says what there is in these graphs.
+random_maps.py makes the graphs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_repeats_of_a_map_are_equal_to_the_bit(seed):
 
 
 def test_graphs_are_of_all_kinds():
-    """Or their equality would say little."""
+    """If the graphs lacked variety, the tests above would prove little."""
     outcomes = [outcome(seed, serial) for seed in range(GRAPHS)]
     outputs = [value for one in outcomes for value in one.outputs]
     dtypes = {value.dtype for value in outputs if isinstance(value, Tensor)}

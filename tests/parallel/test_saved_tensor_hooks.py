@@ -1,4 +1,4 @@
-"""Saved-tensor hooks around parallel calls, ``torch.utils.checkpoint`` among them: as around the serial loop."""
+"""Tests that saved-tensor hooks, such as those of ``torch.utils.checkpoint``, work around maps as around loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def late(x: torch.Tensor) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Saves several tensors of one shape, whose order between calls is anybody's."""
+    """Saves several tensors of one shape; concurrent calls save theirs in any order."""
 
     def __init__(self, inner_checkpoint: bool = False) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_only_what_a_backward_pass_needs_is_unpacked_and_what_graphs_drop_is_let
 
 
 def test_a_tensor_that_is_edited_after_it_was_saved_is_noticed() -> None:
-    """With a serial loop such a hook sees the tensor before the edit; here it cannot, and must not act as if."""
+    """With a loop the hook would see the tensor before the edit. Here it cannot, so an error must be raised."""
 
     def func(x: torch.Tensor, edits: bool) -> torch.Tensor:
         h = x * 2
@@ -236,7 +236,7 @@ def test_a_call_that_goes_backward_itself_under_hooks() -> None:
 
 
 def test_a_background_call_within_a_checkpoint_is_refused() -> None:
-    """Nobody can tell when its tensors are saved: with others of their shape gradients would be wrong."""
+    """The order in which its tensors are saved is unknown, so tensors of equal shape could be mixed up."""
     x = torch.ones(2, requires_grad=True)
 
     def background(x: torch.Tensor) -> torch.Tensor:

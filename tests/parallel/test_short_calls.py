@@ -1,4 +1,4 @@
-"""Functions whose calls have been short stay on the thread that asked for longer, and still get workers."""
+"""Tests that functions whose calls were short run longer on the calling thread before workers take calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pymoe.runtime import map_with_parallel_backward, parallel_workers
 def trusted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], bool]:
     trusted: dict[tuple[str, int], bool] = {}
     monkeypatch.setattr(runs, "_trusted", trusted)
-    # Seconds: every call of these tests is short, however busy the machine is, unless it waits for another.
+    # In seconds. Every call of these tests counts as short on any machine, unless it waits for another call.
     monkeypatch.setattr(runs, "INLINE_LIMIT_S", float(LONG))
-    # And this thread is not kept from them for so long that workers take them.
+    # Workers take calls only after this many seconds, which is longer than this thread is ever delayed.
     monkeypatch.setattr(runs, "TRUSTED_INLINE_LIMIT_S", 1.0)
     return trusted
 

@@ -1,4 +1,4 @@
-"""One isolated call by itself."""
+"""Tests of a single isolated call."""
 
 from __future__ import annotations
 

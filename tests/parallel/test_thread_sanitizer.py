@@ -1,6 +1,6 @@
-"""ThreadSanitizer finds no race in the runtime while maps and pipes go on, and does find one that is planted.
+"""Tests that ThreadSanitizer finds no race in the runtime under maps and pipes, and finds a planted one.
 
-It watches pymoe's own code. torch and Python are not instrumented: of them it sees locks, threads and memory.
+Only pymoe's own code is instrumented. Of torch and Python, ThreadSanitizer sees locks, threads and allocations.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Calls that share, keep, hook and write in unusual ways have the loop's gradients, or say that they cannot.
+"""Tests that calls with unusual sharing, caching, hooks and writes have the loop's gradients or raise an error.
 
-Each of these once had other gradients than the loop, silently.
+Each of these cases used to have wrong gradients without an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def leaf(*values: float) -> torch.Tensor:
 
 
 class Box:
-    """An object that nothing looks into."""
+    """An object whose contents pymoe does not inspect."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""The workers of parallel calls: when they are there, how many, and what exit and forks do to them."""
+"""Tests of the workers of parallel calls: their number, their start and end, interpreter exit, and forks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_number_of_workers() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_as_many_calls_at_once_as_there_are_workers_and_the_caller(workers: int) -> None:
-    """Each call waits for all others: with a thread less nobody would get on."""
+    """Each call waits for all others, so one thread fewer would be a deadlock."""
     barrier = threading.Barrier(workers + 1)
     with parallel_workers(workers):
         map_with_parallel_backward(barrier.wait, *[(LONG,)] * (workers + 1))

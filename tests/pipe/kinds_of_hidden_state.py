@@ -11,7 +11,7 @@ import torch
 from kinds_of_state import CHUNKS, LARGE, OPEN_KINDS, InObject, Keeps, Large, ParameterWithoutGradient
 from torch import nn
 
-# --- written behind the back of the version counter, and not copied before it is known that it is ---
+# --- state that is written without a new version of the tensor: it is copied only once this has been noticed ---
 
 
 class ParameterByData(ParameterWithoutGradient):
@@ -82,7 +82,7 @@ class LargeByDataLater(LargeByData):
     begins = CHUNKS + 3
 
 
-# --- kept where no module keeps it ---
+# --- state that is not registered in a module ---
 
 
 class Anew(Keeps):

@@ -160,8 +160,8 @@ class OwnBatchNorm(nn.Module):
 @pytest.mark.parametrize("make", [nn.BatchNorm1d, OwnBatchNorm])
 @pytest.mark.parametrize("channels", [4, 1 << 15], ids=["small", "large"])
 def test_batch_norms_of_any_width_are_recomputed(make, channels):
-    """Their nodes save running statistics needlessly; the second micro-batch of a wide batch norm raised torch's
-    error.
+    """Batch norms' autograd nodes save running statistics without need. The second micro-batch changes them, and with
+    many channels torch then raised an error.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, channels), make(channels), nn.Linear(channels, 1))

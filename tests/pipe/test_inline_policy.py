@@ -1,4 +1,4 @@
-"""When a pipe starts its threads: not for short actions, and not for long ones if threads make them slower."""
+"""Tests that a pipe starts no threads for short actions, nor for long ones that threads make slower."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Centre(nn.Module):
 
 
 class Plain:
-    """The same without a module, so that it cannot be found."""
+    """The same distance without a module, so that its state cannot be found."""
 
     def __init__(self, centre):
         self.centre = centre

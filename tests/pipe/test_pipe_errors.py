@@ -23,7 +23,7 @@ class FailsAt(nn.Module):
     def __init__(self, where=None, index=1, pause=0.0):
         super().__init__()
         self.index, self.pause = index, pause
-        self.told = unseen([where])  # not part of the model's state: recomputations count, too
+        self.told = unseen([where])  # not state of the model, so a recomputation does not restore it
 
     @property
     def where(self):

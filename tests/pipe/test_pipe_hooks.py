@@ -48,7 +48,7 @@ def test_a_call_of_the_pipe_calls_the_models_own_hooks(hooks, copied):
         if len(hooks) == 1:  # before
             getattr(module, hooks[0])(HOOKS[hooks[0]])
         called = wrap(module)
-        if len(hooks) > 1:  # hooks added later, on the called object
+        if len(hooks) > 1:  # after
             for name in hooks:
                 getattr(called, name)(HOOKS[name])
         given = x.clone().requires_grad_()

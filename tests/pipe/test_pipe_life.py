@@ -265,7 +265,7 @@ class Calls(nn.Module):
 
 @pytest.mark.parametrize("around", [1, 2])
 def test_a_pipe_that_would_wait_for_itself_is_told(around: int) -> None:
-    """Directly, and through another pipe."""
+    """A stage calls its own pipe, directly or through another pipe."""
     faults = Faults(3)
     pipes = [Pipe(nn.Sequential(model(faults), Calls(), nn.Identity()), CHUNKS) for _ in range(around)]
     for number, pipe in enumerate(pipes):

@@ -165,7 +165,7 @@ def test_gradients_are_the_models_or_there_is_an_error(doubles, name, checkpoint
     model = nn.Sequential(*[make() for make in MODELS[name]])
     x = torch.randn(6, WIDTH)
     plain = copy.deepcopy(model)
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():  # what the model means, whatever autograd can do
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():  # autograd alone may refuse
         expected, error = refused(lambda: gradients(plain, lambda z: plain(z).sum().backward(), x))
     assert error is None or "leaf Variable" in error
     for how, schedule in itertools.product(["forward", "step"], ["1f1b", "zero-bubble"]):

@@ -136,7 +136,7 @@ def test_times_may_be_zero():
 
 
 def test_a_large_plan_keeps_its_closed_form():
-    """A thousand micro-batches on sixteen stages: 47,000 actions."""
+    """A thousand micro-batches on sixteen stages have 47,000 actions."""
     record = simulate(build("zero-bubble", 16, 1000))
     assert record.makespan == 3 * 1000 + 15
     assert sum(map(len, record.spans)) == 47_000

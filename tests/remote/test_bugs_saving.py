@@ -147,12 +147,12 @@ def test_a_checkpoint_does_not_undo_updates_without_a_word(tmp_path: Path) -> No
 
 
 def test_an_expert_that_cannot_be_saved_is_not_removed(tmp_path: Path) -> None:
-    """It was removed from the server anyway, whose save() and drain() then reported nothing unsaved."""
+    """The expert was removed from the server anyway, and save() and drain() then reported nothing unsaved."""
     with ExpertServer([mlp("a"), mlp("b")], checkpoints=tmp_path) as server:
         train(server)
         folder = tmp_path / "expert-a"
         while (first := server._service.entries["a"].checkpoints._first_update) is None or not first.done():
-            time.sleep(0.001)  # it tries whether the state can be saved, with a file in the folder
+            time.sleep(0.001)  # the server tests with a file in the folder whether the state can be saved
         shutil.rmtree(folder)
         folder.write_text("in the way")
         with pytest.raises(OSError, match="'a' cannot be saved"):

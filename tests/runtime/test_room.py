@@ -1,4 +1,4 @@
-"""Requests that wait for room in a full pool: in order, on one thread, and never sent once they are given up."""
+"""Tests that requests wait for room in a full pool in order, on one thread, and are never sent after a cancellation."""
 
 from __future__ import annotations
 

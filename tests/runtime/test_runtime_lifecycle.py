@@ -1,4 +1,6 @@
-"""Runtimes as processes see them: start, shutdown, exit, fork, Ctrl-C. Each case would otherwise hang or abort."""
+"""Tests of runtimes at start, shutdown, exit, fork and Ctrl-C of a process; without special care each of them hangs or
+aborts.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Builds the operator library with AddressSanitizer and UndefinedBehaviorSanitizer, and runs Python with it.
 
-    python tests/sanitized/build.py        # writes build/sanitized/_ops.so; only what changed is compiled again
+    python tests/sanitized/build.py        # writes build/sanitized/_ops.so; compiles only changed files
 
-The library holds the CPU kernels, the operators and probe.cpp. In the child process that :func:`run` starts, it takes
-the place of ``pymoe._ops`` (see driver.py).
+The library holds the CPU kernels, the operators and probe.cpp. In the child process that :func:`run` starts, it
+replaces ``pymoe._ops`` (see driver.py).
 """
 
 import os
@@ -22,9 +22,9 @@ SANITIZE = "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recove
 
 
 def build():
-    """Compile and link what changed; raises with the compiler's output when that fails."""
+    """Compile the changed files and link; raise RuntimeError with the compiler's output if that fails."""
     sources = [*kernel_sources(), *operator_sources(), Source(ROOT / "tests/sanitized/probe.cpp")]
-    # No optimisation: compiling takes longer than all that runs.
+    # No optimisation, since compiling takes longer than running the tests.
     return build_library(LIBRARY.parent, f"-O0 -g1 -DPYMOE_WITH_CUDA=0 {SANITIZE}", sources, SANITIZE)
 
 
@@ -34,10 +34,10 @@ def runtime_library(name):
 
 
 def run(*arguments, library=LIBRARY, **environment):
-    """``python tests/sanitized/driver.py *arguments`` with a sanitized library; returns the finished process."""
+    """Run ``python tests/sanitized/driver.py *arguments`` with a sanitized library; return the finished process."""
     variables = {
         **os.environ,
-        # libstdc++ too: the sanitizer looks for __cxa_throw when it starts, before Python would load it.
+        # The sanitizer looks up __cxa_throw when it starts, which is before Python would load libstdc++.
         "LD_PRELOAD": f"{runtime_library('libasan.so')} {runtime_library('libstdc++.so.6')}",
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:exitcode=66",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=67",

@@ -1,9 +1,9 @@
 """Builds the runtime with ThreadSanitizer, and runs Python with it.
 
-    python tests/sanitized/build_runtime.py        # writes build/sanitized_runtime/_runtime.so; only what changed
+    python tests/sanitized/build_runtime.py    # writes build/sanitized_runtime/_runtime.so; compiles only changed files
 
-In the child process that :func:`run` starts, the library takes the place of ``pymoe._runtime`` (see
-runtime_driver.py). It holds race.cpp besides: a function that breaks the rules on purpose.
+In the child process that :func:`run` starts, the library replaces ``pymoe._runtime`` (see runtime_driver.py). It also
+holds race.cpp, which contains a deliberate data race.
 """
 
 import os
@@ -22,13 +22,13 @@ RACE_FOUND = 66  # exit status
 
 
 def build():
-    """Compile and link what changed; raises with the compiler's output when that fails."""
+    """Compile the changed files and link; raise RuntimeError with the compiler's output if that fails."""
     sources = [*runtime_sources(), Source(Path(__file__).parent / "race.cpp")]
     return build_library(LIBRARY.parent, f"-O1 -g1 {SANITIZE}", sources, SANITIZE, "_runtime")
 
 
 def run(*arguments, suppressions=SUPPRESSIONS):
-    """``python tests/sanitized/runtime_driver.py *arguments`` with the library; returns the finished process."""
+    """Run ``python tests/sanitized/runtime_driver.py *arguments`` with the library; return the finished process."""
     found = subprocess.run([compiler(), "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
     variables = {
         **os.environ,

@@ -2,7 +2,7 @@
 
     driver.py LIBRARY samples | few_samples | errors | hostile | threads | read_past_end | overflow
 
-Ends with status 0 and prints how many calls it made; a report of a sanitizer ends the process with another status.
+Prints the number of calls and exits with status 0. A sanitizer's report ends the process with another status.
 """
 
 import os
@@ -29,7 +29,7 @@ BACKWARD_IS_VIEWS = {"gather_batch"}
 
 
 def samples(stride=10):
-    """Some samples a dtype, exactly allocated so that no neighbour hides an overrun; forward and backward."""
+    """Run every ``stride``-th sample, forward and backward. Allocations have no slack that could hide an overrun."""
     count, stride = 0, 3 if EXHAUSTIVE else stride
     for spec in all_specs():
         for dtype in spec.dtypes:
@@ -42,12 +42,12 @@ def samples(stride=10):
 
 
 def few_samples():
-    """Fewer of them, for the emulator, which takes its time."""
+    """Run fewer samples, for the emulator, which is slow."""
     return samples(stride=24)
 
 
 def errors():
-    """Run every mistake of the specifications."""
+    """Run every invalid input of the specifications."""
     count = 0
     for spec in all_specs():
         for error_input in spec.error_inputs():
@@ -57,11 +57,11 @@ def errors():
 
 
 def hostile():
-    """Every raw call with one argument gone wrong: an exception or a result, and nothing else."""
+    """Make every raw call with one invalid argument, which must raise an exception or return a result."""
     count, refused = 0, 0
     for call in all_raw_calls():
         if call.operator == "apply_experts" and call.name in OTHER_ACTIVATIONS and not EXHAUSTIVE:
-            continue  # made of operators that have raw calls of their own, with every activation
+            continue  # the operators that it consists of are called with every activation
         operator = getattr(torch.ops.pymoe, call.operator)
         for bad in hostile_calls(call):
             try:
@@ -78,7 +78,7 @@ def hostile():
 
 
 def threads():
-    """Forward and backward of every kernel at a benchmark shape: on as many threads as torch is given."""
+    """Run forward and backward of every kernel at a benchmark shape; print the number of threads that took part."""
     probe = torch.ops.pymoe_probe
     count = 0
     for spec in all_specs():
@@ -90,7 +90,7 @@ def threads():
             torch.set_num_threads(size)
             probe.observe_threads()
             outputs = outputs_of(spec.native(*sample.args, **sample.kwargs))
-            # One thread may run a loop without asking the pool.
+            # A loop that runs on one thread need not call the pool.
             print(f"{spec.name} forward: {max(1, probe.count_threads())} of {size}")
             differentiable = with_grad(sample)
             if differentiable is not None and spec.gradient_samples is not None and spec.name not in BACKWARD_IS_VIEWS:

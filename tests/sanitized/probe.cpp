@@ -1,5 +1,5 @@
-// Operators that only tests have, linked into the sanitized build: they watch the threads on which kernels run, and
-// break the rules on purpose, so that it is known that the sanitizers would report it.
+// Operators that are linked only into the sanitized build. They count the threads on which kernels run, and contain
+// deliberate faults, which prove that the sanitizers report such faults.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -41,7 +41,7 @@ void run_observed(int64_t begin, int64_t end, int64_t grain, cpu::RangeFunction 
       &call);
 }
 
-// From now on every parallel loop of a kernel notes the threads that take part; forgets those seen so far.
+// Makes every parallel loop of a kernel record the threads that take part, and clears the record.
 void observe_threads() {
   if (observed.run == nullptr) {
     observed = cpu::parallel_backend();
@@ -56,7 +56,7 @@ int64_t count_threads() {
   return static_cast<int64_t>(threads.size());
 }
 
-// Hands the kernel twice as many tokens as x has rows: it must read past the end of x.
+// Passes the kernel twice as many tokens as x has rows, so that it reads past the end of x.
 void read_past_end(const Tensor& x, const Tensor& slot, const Tensor& used, Tensor out) {
   cpu::dispatch({
       x.const_data_ptr(),

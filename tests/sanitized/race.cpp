@@ -1,4 +1,5 @@
-// A data race that ThreadSanitizer must report, or its silence proves nothing. In the sanitized runtime alone.
+// Contains a deliberate data race. If ThreadSanitizer misses it, its silence about other code proves nothing.
+// Linked only into the sanitized runtime.
 #include <chrono>
 #include <latch>
 #include <thread>
@@ -10,7 +11,7 @@ std::latch both(2);
 
 }  // namespace
 
-// Waits for a second caller, and counts beside it. (Callers that hold a lock after one another would be ordered by it.)
+// Waits for a second caller, and counts at the same time. (Callers that took a lock in turn would be ordered by it.)
 extern "C" __attribute__((visibility("default"))) void pymoe_count_together() {
   both.count_down();
   const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(20);

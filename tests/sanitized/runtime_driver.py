@@ -2,8 +2,7 @@
 
     runtime_driver.py LIBRARY maps | failures | background | pipes | race
 
-Prints how many calls ended as they should, and ends with status 0; a report of the sanitizer ends the process with
-another status.
+Prints the number of calls and exits with status 0. A report of the sanitizer ends the process with another status.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ from pymoe.pipe.execution import plan  # noqa: E402
 
 
 def on_clients(client):
-    """``client(number)`` on several threads at once; how many calls they made."""
+    """Run ``client(number)`` on several threads at once; return the sum of the results, the numbers of calls."""
     counts, errors = [], []
 
     def run(number):
@@ -54,7 +53,7 @@ def on_clients(client):
 
 
 def maps():
-    """Random graphs; how many calls there were in them."""
+    """Run random graphs, and return the number of calls in them."""
     counted = threading.Lock()
     calls = 0
 
@@ -77,7 +76,7 @@ def maps():
 
 
 def failures():
-    """Some calls raise, in either pass, also within nested maps."""
+    """Run maps, some of them nested, in which some calls raise in forward or in backward."""
 
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -114,7 +113,7 @@ def failures():
 
 
 def background():
-    """Functions in the background, isolated forward passes there and their backward passes elsewhere."""
+    """Run isolated forward passes in the background, and then their backward passes on other threads."""
     weight = torch.randn(16, 16, requires_grad=True)
 
     def client(number):
@@ -132,7 +131,7 @@ def background():
             for future in backward:
                 assert future.result()[1].shape == weight.shape
             if turn % 8 == 0:
-                with pymoe.runtime.parallel_workers(1 + number):  # the old workers end beside the new ones
+                with pymoe.runtime.parallel_workers(1 + number):  # the old workers end while the new ones start
                     assert pymoe.run_in_background(int).result() == 0
         return 8 * SLICES
 
@@ -140,7 +139,7 @@ def background():
 
 
 def pipes():
-    """Steps of pipes, of which some fail; all stages on threads of their own."""
+    """Run steps of pipes with one thread per stage; some steps fail."""
     plan.ALWAYS_THREADS = True
     schedules = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
     expected = expected_grads()
@@ -166,7 +165,7 @@ def pipes():
 
 
 def race():
-    """A planted fault, in two calls of a map: the report must come."""
+    """Run a deliberate race in two calls of a map, which the sanitizer must report."""
     library = ctypes.CDLL(sys.argv[1])
     pymoe.map_with_parallel_backward(lambda: library.pymoe_count_together(), (), ())
     return 2

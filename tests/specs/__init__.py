@@ -44,7 +44,7 @@ class RawCall:
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec(Operator):
-    """An operator with what the tests call it with."""
+    """An operator with the inputs of its tests."""
 
     samples: Callable[[torch.dtype, torch.Generator], Iterator[Sample]]
     """At least 40 samples for a dtype: odd shapes, ties, special values, strides, empty dimensions."""
@@ -80,7 +80,7 @@ def samples_of(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
-    """Return ``sample`` with its floating tensors in ``dtype``; what required grad still does."""
+    """Return ``sample`` with its floating tensors in ``dtype``; tensors that required grad still do."""
     return mapped(
         sample,
         lambda value: (

@@ -1,6 +1,6 @@
-"""Assertions that two tensors are the same, or close, which report where the tensors differ and by how much.
+"""Assertions that two tensors are equal or close, which report where and by how much the tensors differ.
 
-Special values as in :mod:`pymoe.bench.correctness`, whose comparisons these are, in more words.
+They compare as :mod:`pymoe.bench.correctness` does, also special values, and report more details.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pymoe.bench.correctness import INTEGER_OF_SIZE, same_bits
 
 
 def ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return how many representable numbers two values are apart: int64, 0 for NaN and NaN and for -0 and +0.
+    """Return the distance of two values in representable numbers, int64; 0 for two NaNs and for -0 and +0.
 
-    NaN and a number are the largest int64 apart. Infinity is next to the largest finite number.
+    The distance of NaN and a number is the largest int64. Infinity is next to the largest finite number.
     """
     integer = INTEGER_OF_SIZE[expected.element_size()]
     lowest = torch.iinfo(integer).min

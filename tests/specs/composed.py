@@ -1,4 +1,4 @@
-"""Raw calls of operators that are composed of others, and so have no kernel and no specification of their own."""
+"""Raw calls of operators that are composed of other operators, and so have no kernel and no specification."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ TRAILING: tuple[tuple[int, ...], ...] = ((), (16,), (3, 5), (0,))
 
 
 def values(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random values of any dtype."""
+    """Return random values of any dtype."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     if dtype.is_complex:

@@ -61,6 +61,15 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
         yield make("no_outputs", [2, 0, 3], (0, 4))
         yield make("several_tasks_of_rows", [800, 3], (70, 9))
 
+        for shape in ((), (0,), (1,), (5,), (2, 3), (2, 0, 3), (2, 1, 3)):
+            x, weight, _, bias = make("all", [1], (70, 40)).args
+            x = torch.randn(*shape, 40, generator=generator).to(dtype)
+            name = "x".join(map(str, shape))
+            yield Sample(f"all_rows_{name}_{form}", (x, weight, None, bias))
+            strided = x.transpose(0, -1).contiguous().transpose(0, -1)
+            yield Sample(f"all_rows_{name}_strided_{form}", (strided, weight, None))
+        weight = make("all", [1], (5, 0)).args[1]
+        yield Sample(f"all_rows_no_inputs_{form}", (torch.zeros(2, 3, 0, dtype=dtype), weight, None))
         x, weight, offsets, bias = make("base", [4, 0, 9], (70, 140)).args
         for name, view in layouts(x):
             yield Sample(f"x_{name}_{form}", (view, weight, offsets, bias))
@@ -108,6 +117,9 @@ def _error_inputs() -> Iterator[ErrorInput]:
     yield wrong("x_H", ValueError, "x must have size 40 (weight.input_features)", x[:, :9], weight, offsets)
     yield wrong("packed_device", ValueError, "weight.packed must be on the device", x, on_meta, offsets)
     yield wrong("offsets_not_tensor", TypeError, "offsets must be a tensor", x, weight, [0, 2, 5])
+    yield wrong("offsets_None", ValueError, "offsets must be a tensor unless E of weight.packed is 1", x, weight, None)
+    yield wrong("all_rows_x_rank", ValueError, "x must have shape (..., H), got ()", x[0, 0], weight, None)
+    yield wrong("all_rows_x_H", ValueError, "x must have size 40 (weight.input_features)", x[:, :9], weight, None)
     yield wrong("offsets_dtype", TypeError, "offsets must have dtype int32", x, weight, offsets.long())
     yield wrong("offsets_rank", ValueError, "offsets must have shape (E + 1,)", x, weight, offsets[None])
     yield wrong("offsets_size", ValueError, "E + 1 of weight", x, weight, offsets[:2])
@@ -132,6 +144,8 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             number, name = number_of(weight), f"{form}_{str(dtype).removeprefix('torch.')}"
             yield RawCall(f"bias_{name}", "quantized_linear", (x, weight.packed, offsets, bias, number, 6))
             yield RawCall(f"no_bias_{name}", "quantized_linear", (x, weight.packed, offsets, None, number, 6))
+            one = weight.packed[:1].contiguous()
+            yield RawCall(f"all_rows_{name}", "quantized_linear", (x[:, None], one, None, bias[:1], number, 6))
 
 
 SPECS = [

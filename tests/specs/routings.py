@@ -80,7 +80,7 @@ def odd(generator: torch.Generator) -> Iterator[Choices]:
 
 
 def large(generator: torch.Generator) -> Iterator[Choices]:
-    """More slots than a kernel handles in one block."""
+    """Yield choices with more slots than a kernel handles in one block."""
     yield Choices("large", distinct(5001, 4, 96, generator), 96)
     yield Choices("large_skewed_capacity", skewed(9001, 3, 40, generator), 40, 900)
     yield Choices("large_one_expert", torch.zeros(20011, 1, dtype=torch.int32), 1)

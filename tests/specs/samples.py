@@ -1,4 +1,4 @@
-"""Odd tensors: special values, ties, and the memory layouts in which a caller may hold the same values."""
+"""Makes unusual tensors: special values, ties, and equal values in different memory layouts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def layouts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, view) pairs of the same values in other memory layouts.
 
     ``offset`` starts inside its storage, at an address that is aligned to one element only; ``stepped`` skips every
-    other element and ``padded`` keeps a gap behind every row (both hold NaN or the largest integer where nobody may
-    look); ``transposed`` has its last two dimensions swapped in memory; ``reversed_strides`` all of them.
+    other element, and ``padded`` has a gap after every row (both hold NaN or the largest integer in the unused
+    elements); ``transposed`` has its last two dimensions swapped in memory; ``reversed_strides`` all of them.
     """
     alien = float("nan") if value.is_floating_point() else torch.iinfo(value.dtype).max
     like: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
@@ -64,5 +64,5 @@ def layouts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def expanded(value: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Return ``value`` repeated ``size`` times along ``dim`` without memory of its own, by stride 0."""
+    """Return ``value`` repeated ``size`` times along ``dim`` by stride 0, without additional memory."""
     return value.select(dim, 0).unsqueeze(dim).expand(*value.shape[:dim], size, *value.shape[dim + 1 :])

@@ -28,7 +28,7 @@ from specs.comparison import assert_close, assert_same_bits
 
 
 def outputs_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
-    """Native must return what the reference returns, and neither may touch its arguments."""
+    """Check that native and reference return equal results, and that neither changes its arguments."""
     expected = outputs_of(call(spec.reference, sample))
     arguments = (sample.args, {name: value for name, value in sample.kwargs.items() if name != "out"})
     before = map_tensors(arguments, same_layout_copy)
@@ -58,7 +58,7 @@ def gradients_equal(spec: OpSpec, dtype: torch.dtype, sample: Sample) -> None:
 
 
 def gradcheck(spec: OpSpec, sample: Sample, function: Callable[..., Any] | None = None) -> None:
-    """First and second derivatives agree with finite differences, without noise, also for undefined gradients."""
+    """Check first and second derivatives against finite differences, also with undefined gradients."""
     function = function or spec.native
     inputs = leaves(sample)
     assert inputs, f"{spec.name}: gradient sample {sample.name} has no tensor that requires grad"

@@ -51,7 +51,7 @@ def test_names_of_tests_by_device():
 
 @pytest.mark.slow
 def test_tests_pass_on_another_device():
-    """Tensors made anywhere but on the device would not meet those of the test there."""
+    """Tensors on another device could not be combined with the test's tensors."""
     result = run_tests(
         "--device", "pretended", "tests/ops/test_gate_topk_semantics.py", "tests/ops/test_routing_semantics.py",
         "tests/nn/test_moe_losses.py", "tests/ops/test_errors.py", "-m", "not slow",

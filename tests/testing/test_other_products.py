@@ -1,4 +1,4 @@
-"""The plugin that has torch's products round otherwise for every shape and layout."""
+"""Tests of the plugin that makes the rounding of torch's products depend on shape and layout."""
 
 from pathlib import Path
 

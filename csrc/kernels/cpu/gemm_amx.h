@@ -23,10 +23,10 @@ inline constexpr int64_t kAmxDepth = 2048, kAmxMostDepth = 8192, kAmxShallow = 1
 inline constexpr int64_t kAmxRows = 256;                // minimum number of rows of A that are packed together
 inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // with so few rows, packing B to align it does not pay
 inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // bytes of packed A: half of a second-level cache
-inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // of B, packed
+inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // bytes of a packed chunk of B
 inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block after which the previous block is rounded
 
-// Up to four adjacent tiles, at the first step of k.
+// Pointers to up to four adjacent tiles, each at its first step of k.
 struct TileStrip {
   const BFloat16* tile[4];
   int64_t row_bytes;

@@ -1,14 +1,14 @@
 // Tiles for gemm_amx.h from strided memory (see there; no include guard on purpose).
 //
-// An operand is a matrix of items, the rows of A or the columns of B, times k. Its tiles take 16 items by 32 steps of k
-// and 1 KiB: as a left factor, where a row is an item, or as a right one, where a row is a pair of steps. Missing items
-// and steps are zeros in a tile.
+// An operand is a matrix of items by k; items are the rows of A or the columns of B. A tile holds 16 items by 32 steps
+// of k, 1 KiB. A row of a left tile is an item, and a row of a right tile is a pair of steps. Missing items and steps
+// are zeros in a tile.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int64_t kTileItems = 16, kTileDepth = 32;
 inline constexpr int64_t kTileElements = 512, kTileBytes = 1024;
-inline constexpr int64_t kTileSums = 256;  // of a tile of C
+inline constexpr int64_t kTileSums = 256;  // number of sums in a tile of C
 
 // Item i of a tile is item items[i] of the operand, and step p is step steps[p]; null: in order. With `items`, each
 // item is contiguous; with `steps`, the items of a step are (gemm.h).

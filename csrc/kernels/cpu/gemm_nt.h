@@ -26,7 +26,7 @@ template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // bytes of a row of A that are used at a time
 
-// Multiplies elements of T: A's are widened once, before, for all columns, and B's as they are read.
+// Multiplies elements of T. Elements of A are widened once, before all columns, and elements of B when they are read.
 template <typename T>
 struct NtProduct {
   using Row = accumulate_t<T>;  // element of a row of A

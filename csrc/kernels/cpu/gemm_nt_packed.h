@@ -46,8 +46,8 @@ struct LanePanels {
   }
 };
 
-// Missing items are filled with any other item, since their results are never read; missing steps of k are zeros. Items
-// may have an order.
+// Packs items in the given order (nullptr: as they are). Missing items are filled with any other item, since their
+// results are never read; missing steps of k are zeros.
 template <int kPanel, typename T>
 void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                 const int32_t* order = nullptr) {

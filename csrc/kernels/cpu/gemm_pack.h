@@ -15,7 +15,7 @@
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int64_t kPackSlack = 16;
-inline constexpr int64_t kPackMaxDepth = 512;  // of k in one call
+inline constexpr int64_t kPackMaxDepth = 512;  // largest number of steps of k in one call
 
 // Number of elements of S in 16 bytes. Shuffles are cheap only within a 128-bit part of a vector.
 template <typename S>

@@ -3,7 +3,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Transposes the square of kLanes<S> vectors.
+// Transposes a square matrix in place; each row is one vector.
 template <typename S>
 PYMOE_INLINE void transpose(vector_t<S> (&rows)[kLanes<S>]) {
   constexpr int kL = kLanes<S>;

@@ -43,7 +43,8 @@ PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accu
   }
 }
 
-// A sum in kSumLanes lanes: add a row's vectors in order, each to its part, with zeros past the row's end.
+// A sum in kSumLanes lanes, held in kLaneVectors vectors. Call add() for a row's vectors in order, with zeros past the
+// row's end; `part` is the vector to which a value is added.
 template <typename S>
 class LaneSum {
  public:

@@ -48,8 +48,8 @@ struct TensorOperand {
   }
 };
 
-// `jump`: distance in elements between matrices among which kernels select. Within lines, kernels move by multiples of
-// a tile.
+// Returns the operand at `data`. `jump`: the distance in elements between the matrices of experts, from which kernels
+// select one. Packs count as aligned only if all matrices and lines are.
 template <typename T>
 TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t element_stride, int64_t jump = 0,
                                 const int32_t* order = nullptr, int64_t count = 0) {
@@ -144,7 +144,8 @@ class TensorLoader {
     }
   }
 
-  // The same if packs cannot be loaded by single accesses. The barrier before copies are read also covers these stores.
+  // As fetch, for packs that cannot be loaded by single accesses. The barrier before copies are read also covers these
+  // stores.
   PYMOE_DEVICE void fetch_elements(T* to, int depths) {
     const int lines = kAlongRows ? depths : rows_, elements = kAlongRows ? rows_ : depths;
 #pragma unroll 1

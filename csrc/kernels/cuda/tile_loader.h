@@ -52,9 +52,9 @@ struct Operand {
 // The direction in which blocks of the operand may start anywhere. In the other, they start at multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
-// Determines how to read the `rows` x `depth` matrix (with any size in the direction of the cut) that begins at `data`,
-// and further ones at multiples of `jump` elements. An order applies in the direction of the cut; elements along the
-// other direction are then contiguous.
+// Returns how to read the `rows` x `depth` matrix at `data`, and the matrices at multiples of `jump` elements from it;
+// the size in the direction of the cut may be anything. An order applies in the direction of the cut, and elements
+// along the other direction are then contiguous.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {

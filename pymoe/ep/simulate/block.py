@@ -70,27 +70,27 @@ class Block:
 
     @property
     def itemsize(self) -> int:
-        """b, the number of bytes of a number."""
+        """Return b, the number of bytes of a number."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def weight_itemsize(self) -> int:
-        """The number of bytes of a choice's weight: the router computes in float32 or float64."""
+        """Return the number of bytes of a choice's weight; the router computes in float32 or float64."""
         return max(4, self.itemsize)
 
     @property
     def row_bytes(self) -> int:
-        """H b, the number of bytes of a row on the wire."""
+        """Return H b, the number of bytes of a row on the wire."""
         return self.hidden * self.itemsize
 
     @property
     def expert_parameters(self) -> int:
-        """3 H F, the number of weights of one expert."""
+        """Return 3 H F, the number of weights of one expert."""
         return 3 * self.hidden * self.ffn
 
     @property
     def replicated_parameters(self) -> int:
-        """H E + 3 H F_shared, the number of weights of a layer that every rank holds: the router and shared experts."""
+        """Return H E + 3 H F_shared, the number of weights that every rank holds: the router and shared experts."""
         return self.hidden * self.experts + 3 * self.hidden * self.shared_ffn
 
 

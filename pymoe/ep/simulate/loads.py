@@ -69,12 +69,12 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """N, the number of tokens of a step on all ranks together."""
+        """Return N, the number of tokens of a step on all ranks together."""
         return self.choices[0][0].shape[0]
 
     @property
     def top_k(self) -> int:
-        """K, the number of experts per token."""
+        """Return K, the number of experts per token."""
         return self.choices[0][0].shape[1]
 
     def with_past(self) -> Iterator[tuple[Tensor, Tensor]]:

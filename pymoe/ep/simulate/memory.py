@@ -23,7 +23,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts in bytes."""
+        """Return the sum of all parts in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 

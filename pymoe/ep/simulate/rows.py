@@ -61,17 +61,17 @@ class Spread:
 
     @property
     def ranks(self) -> int:
-        """R, the number of ranks."""
+        """Return R, the number of ranks."""
         return self.shares.rows.shape[0]
 
     @property
     def clones(self) -> int:
-        """Number of experts' copies that travel for this step: all hosts of an expert but its owner."""
+        """Return the number of clones that are sent in this step: all hosts of an expert except its owner."""
         return sum(len(hosts) - 1 for hosts in self.shares.hosts)
 
     @property
     def held(self) -> list[list[int]]:
-        """(R,): the experts that each rank computes, in ascending order."""
+        """Return (R,): the experts that each rank computes, in ascending order."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert, hosts in enumerate(self.shares.hosts):
             for rank in hosts:
@@ -169,8 +169,9 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
     """Return the approximate ratio of the fullest rank to the mean under a uniform router, by chance alone.
 
-    1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)): R nearly normal loads, whose relative deviation is the second
-    root; the largest of R such loads is about the first root away. For E that R divides and T tokens per rank.
+    The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens per rank and E divisible by R. The
+    loads of the R ranks are nearly normal, with a relative standard deviation of the second root, and the expected
+    maximum of R normal values lies about sqrt(2 ln R) standard deviations above their mean.
     """
     if ranks == 1:
         return 1.0

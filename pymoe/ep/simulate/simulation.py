@@ -159,7 +159,7 @@ def simulate(
     if least is None:
         least = fewest_rows_that_pay(block.expert_parameters, block.hidden)
     at_least("simulate", "min_rows_to_clone", least, 1)
-    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # for the tokens of the load
+    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # the threshold scaled to the tokens of the load
     every = {name: list(spreads(name, load, ranks, tokens, counted)) for name in SPREADS}
     balances = {name: balance(name, steps) for name, steps in every.items()}
     chosen, found = balances[spread], every[spread]
@@ -213,7 +213,7 @@ def _traffic(
 
     def size(deduplicate: bool) -> tuple[float, float]:
         rows = sum(travelling(pairs) for one in found for pairs in one.pairs(deduplicate, chunks)) / len(found) / ranks
-        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: the expert, its weight, that one's gradient
+        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: expert index, weight, weight's gradient
         return rows, rows * (EXCHANGES * block.row_bytes + deduplicate * indexed * block.choices)
 
     rows, moved = size(deduplicate)

@@ -135,7 +135,10 @@ def _export(run: ModelRun, trial: Trial) -> Any:
 
 
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
-    """Return the assumptions of a capture, without attributes that torch's own layers set before they read them."""
+    """Return a function that makes the guards of a capture, which check its assumptions, for a model.
+
+    Attributes that the model's own run changed are not guarded.
+    """
     reads = run.recorder.reads
     # A graph may be valid only for the dtypes of the example: for a float32 ``x``, ``x.float()`` was ``x`` itself.
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]

@@ -84,7 +84,7 @@ _BY_IDENTITY = frozenset(
 elsewhere.
 """
 _LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.utils.data.")
-"""Exceptions to these: modules of torch whose objects hold numbers that users change."""
+"""Modules of torch whose objects hold numbers that users change, and are therefore read."""
 
 SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
 
@@ -222,7 +222,7 @@ def _pickled(value: Any) -> Holder:
 
 def _bytes_of(value: Any) -> bytes:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # later versions of Python cannot pickle iterators of itertools
+        warnings.simplefilter("ignore")  # iterators of itertools warn that later versions of Python cannot pickle them
         return pickle.dumps(value, 4)
 
 
@@ -231,7 +231,7 @@ def _is_finished(kind: type) -> bool:
     change.
     """
     home: Any = kind.__module__
-    if not isinstance(home, str):  # a metaclass in C: this is the descriptor of its classes
+    if not isinstance(home, str):  # for a metaclass in C, ``home`` is a descriptor
         return True
     package = home.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")

@@ -63,13 +63,13 @@ class ModelRun:
         """Leaves of the output; ``Computed`` stands for a leaf that the graph computes."""
         self.spec: pytree.TreeSpec | None = None
         self.opaque_calls: OpaqueCalls
-        """The opaque calls that it has made."""
+        """The opaque calls that the run has made."""
         self.changed: list[str] = []
-        """The attributes that it has changed."""
+        """The attributes that the run has changed."""
         self.side_effects: list[str] = []
-        """Other changes that it has made to Python values, as phrases that follow "it" in messages."""
+        """Other changes that the run has made to Python values, as phrases that follow "it" in messages."""
         self.place: str | None = None
-        """The first line that made such a change, if it was searched for."""
+        """The first line of code that made such a change, if it was searched for."""
         self._finds_line = finds_line
 
     def __call__(self, *tensors: Tensor) -> list[Any]:

@@ -98,8 +98,8 @@ class ExternalValues:
 
     Args:
         model: the model.
-        opaque: qualified names of modules that are not looked into.
-        read: the attributes of its modules that its code reads. None: all of them.
+        opaque: qualified names of modules whose contents are ignored.
+        read: the attributes of the model's modules that its code reads. None: all of them.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = (), read: Iterable[Any] | None = None) -> None:
@@ -107,7 +107,7 @@ class ExternalValues:
         self.functions: list[ExternalValue] = []
         """Variables that hold functions and classes of Python, torch and pymoe, which are assumed not to change."""
         self.caches: dict[int, Any] = {}
-        """The functions with ``functools.lru_cache`` that it calls, by their ids."""
+        """The functions with ``functools.lru_cache`` that the model calls, by their ids."""
         self.files: set[str] = set()
         """Files of the model's classes."""
         self.own = frozenset(map(id, model.modules()))

@@ -171,14 +171,14 @@ class Reads:
     """Parameters and buffers that were read: module, ``_parameters`` or ``_buffers``, and name."""
     environment: dict[str, str | None] = field(default_factory=dict)
     all_variables: dict[str, str] | None = None
-    """The whole environment, if the model's code has gone through it."""
+    """The whole environment, if the model's code has iterated over it."""
     ambient: Answers = field(default_factory=dict)
     """Functions of torch about the caller's state that the model's code has called, and their results."""
     dtypes: bool = False
     """True if the model's code has read the dtype of a tensor."""
     values: TakenValues = field(default_factory=TakenValues)
     gradients: bool = False
-    """True if it has read whether a tensor requires gradients."""
+    """True if the model's code has read whether a tensor requires gradients."""
 
 
 _MODULES_OWN = {*dir(nn.Module), *nn.Module().__dict__} - {"forward"}

@@ -174,7 +174,7 @@ def _lay_out_all(
 
 
 ALIGNED = 16
-"""In bytes: a multiple of the element sizes of all dtypes."""
+"""Alignment in bytes, a multiple of the element sizes of all dtypes."""
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

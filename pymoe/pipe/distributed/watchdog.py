@@ -163,7 +163,7 @@ class Peer:
 # The failure detector.
 
 PATIENCE_S = 30.0  # silence after which a rank on another host has failed
-SUSPICION_S = 3.0  # the same when a connection has broken
+SUSPICION_S = 3.0  # silence after which it has failed if a connection has broken
 GRACE_S = 3.0  # wait for the others' first heartbeats, and for them to read of a failure
 STORE_TIMEOUT_S = 30.0  # time limit of a call of the store
 LEAVE_S = 60.0  # a finished rank waits this long for the others to end their steps

@@ -119,7 +119,8 @@ class Engine:
         if crossed:
             inputs = state.inputs.tensors
             leaves = state.leaves()
-            # Only with one micro-batch: outputs of several are copied into one tensor anyway.
+            # Outputs of several micro-batches are copied into new tensors, so only those of a single one can share
+            # memory.
             tied = _tied(crossed, inputs) if len(outputs) == 1 else ()
             backward = self._backward(state, schedule, crossed, leaves)
             attached = attach(backward, [boundary.tensor for boundary in crossed], [*inputs, *leaves], tied)

@@ -256,7 +256,7 @@ class HeldState:
         return lost
 
     def changed_cells(self, seen: Seen | HeldSnapshot) -> list[tuple[Cell, Any]]:
-        """Return the cells that have changed since, with their earlier contents."""
+        """Return the cells that have changed since ``seen`` was made, with their earlier contents."""
         return [
             (cell, contents)
             for cell, contents in zip(seen.layout.cells, seen.contents, strict=True)

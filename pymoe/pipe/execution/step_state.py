@@ -192,12 +192,12 @@ class Activation(GradAccumulator):
         about, received = self._micro_batch.in_run(recomputing=True), recomputation.inputs(again)
         stage, seen = recomputation.stage, recomputation.seen
         with stage.lock:
-            note_put_back(stage.held, seen)  # while the restored state still differs from the present one
+            note_put_back(stage.held, seen)  # before the earlier state is restored
             try:
                 with stage.held.put_back(seen):
                     graph.end(self._call(graph.stream, about, graph.begin(received)), self)
             finally:
-                note_put_back(stage.held, seen)  # for steps that began meanwhile
+                note_put_back(stage.held, seen)  # again, for steps that have begun since
 
 
 # Recomputation.

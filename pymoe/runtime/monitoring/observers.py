@@ -44,7 +44,7 @@ class Observers:
 
     @property
     def socket(self) -> Path | None:
-        """Path of the socket on which the monitor listens, while it does."""
+        """Return the path of the socket on which the monitor listens; None if it does not listen."""
         return self._monitor.path if self._monitor else None
 
     def start(self) -> None:

@@ -54,7 +54,7 @@ class Distribution:
 
     @property
     def sum(self) -> float:
-        """Sum of all values."""
+        """Return the sum of all values."""
         return self.mean * self.count
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class ServedPools:
                 self._begun.pop(pool, None)
 
     def snapshot(self, pool: Pool) -> Snapshot:
-        """Return the pool's counters as of when it was added, or its current ones if it was there from the start."""
+        """Return the pool's counters at the time when it was added; for an initial pool, its current counters."""
         with self._lock:
             begun = self._begun.get(pool)
         return pool._statistics() if begun is None else begun

@@ -40,7 +40,7 @@ def test_counts_take_the_bytes_that_a_layer_sends(experts, tmp_path, monkeypatch
 
 
 def test_weights_gradients_and_states_are_counted():
-    """E 6 of 3 * 4 * 8, a router of 4 * 6 and shared experts of 3 * 4 * 16; three layers in float32."""
+    """Each of three float32 layers has 6 experts of 3 * 4 * 8, a router of 4 * 6 and shared experts of 3 * 4 * 16."""
     experts, rest = 6 * 3 * 4 * 8, 4 * 6 + 3 * 4 * 16
     whole = data_parallel(TINY, 10, 8, recompute=False)
     assert (whole.weights, whole.gradients, whole.optimizer) == tuple(3 * (experts + rest) * n for n in (4, 4, 8))
@@ -88,7 +88,7 @@ def test_recomputation_keeps_one_layer_and_the_inputs_of_all():
 
 
 def test_presets_have_the_published_sizes():
-    """Weights of all experts, in billions: most of each model's total."""
+    """The sizes are the numbers of experts' parameters, in billions; they are most of each model's total."""
     sizes = {name: block.layers * block.experts * block.expert_parameters / 1e9 for name, block in PRESETS.items()}
     assert {name: round(size, 1) for name, size in sizes.items()} == {
         "mixtral-8x7b": 45.1,

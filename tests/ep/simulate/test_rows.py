@@ -101,7 +101,7 @@ def test_a_row_a_rank_is_never_more_than_a_row_a_choice(found):
     ("experts", "top_k", "ranks"), [(4, 2, 2), (5, 2, 2), (6, 3, 4), (6, 2, 3), (7, 7, 3), (3, 1, 4)]
 )
 def test_expected_rows_are_the_mean_over_all_sets_of_experts(experts, top_k, ranks):
-    """The expectation is exact: every set of K experts occurs once, from every rank."""
+    """The expectation is exact, since every set of K experts occurs once from every rank."""
     sets = torch.tensor(list(itertools.combinations(range(experts), top_k)))
     owner = torch.tensor(contiguous(experts, ranks).owner)
     for deduplicate in (False, True):

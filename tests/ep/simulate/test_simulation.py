@@ -141,7 +141,7 @@ def test_clones_never_increase_the_fullest_rank(seed, skew, ranks, min_rows_to_c
 
 
 def test_the_crossings_in_bytes_are_those_of_the_closed_forms():
-    """Below 1.5 E F / K tokens less than data parallelism, below 2.25 E F / K less than FSDP: gated experts."""
+    """Gated experts move less than data parallelism below 1.5 E F / K tokens, and than FSDP below 2.25 E F / K."""
     for name, tokens in (("qwen3-30b-a3b", 18_432), ("mixtral-8x7b", 86_016)):
         block = PRESETS[name]
         found = simulated(block, 8, 1024)
@@ -206,7 +206,7 @@ def test_clones_and_their_gradients_are_counted():
     assert found.traffic[0].bytes == 0
     assert len(found.traffic) == 1, "layers with clones do not deduplicate"
     assert set(found.memory) == {"EP", "DP", "FSDP"}
-    # The weights of one expert per rank, and in the activations the weights of the clone.
+    # A rank's memory of weights is one expert; the clone's weights count as activations.
     alone = simulate(block, 2, 32, load).memory["EP"]
     assert found.memory["EP"].weights == alone.weights
     rows = 2 * 32 * (8 + 3 * 8)  # bytes saved for the 32 rows that rank 0 no longer computes

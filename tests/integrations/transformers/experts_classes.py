@@ -1,4 +1,4 @@
-"""Small instances of every class of experts that the installed transformers has behind its experts interface.
+"""Builds small instances of all classes of experts that use the experts interface of the installed transformers.
 
 The classes are found in the sources, so that collecting the tests does not import transformers.
 """
@@ -20,7 +20,7 @@ SMALL = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size"), FFN),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
 }
-"""Names that configurations have for the three sizes."""
+"""Names of the three sizes in configurations."""
 
 OWN_ARGUMENTS = {"Ernie4_5_VLMoeMoeExperts": {"intermediate_size": FFN}}
 """Arguments of constructors that need more than a configuration."""
@@ -43,7 +43,7 @@ class ExpertsClass(NamedTuple):
         for config in self._configs():
             try:
                 experts = cls(config, **OWN_ARGUMENTS.get(self.name, {}))
-            except Exception as error:  # a configuration of another part of the model
+            except Exception as error:  # the configuration is for another part of the model
                 errors.append(f"{type(config).__name__}: {error}")
                 continue
             for parameter in experts.parameters():

@@ -1,4 +1,4 @@
-"""Sparse blocks of transformers become pymoe.nn.MoE and come back: equal outputs, the same bits."""
+"""Tests of converting sparse blocks of transformers to MoE and back: equal outputs, weights with equal bits."""
 
 import pytest
 import tiny_models
@@ -281,7 +281,7 @@ CHANGES_OF_LAYERS = {
 
 @pytest.mark.parametrize("change", CHANGES_OF_BLOCKS.values(), ids=CHANGES_OF_BLOCKS)
 def test_what_a_layer_would_lose_is_refused(change):
-    """Hooks, replaced forwards and derived classes were dropped, and the layer computed something else."""
+    """Conversion dropped hooks, replaced forwards and derived classes, so the layer computed something else."""
     block, _ = block_of("deepseek_v3", "DeepseekV3MoE")
     change(block)
     with pytest.raises(ValueError, match=r"^from_transformers: expected (a|the) DeepseekV3MoE .*, got "):

@@ -1,4 +1,4 @@
-"""enable and disable: whole models, including models whose experts are outside transformers' interface."""
+"""Tests of enable and disable on whole models, including models whose experts do not use transformers' interface."""
 
 import copy
 import pickle
@@ -72,7 +72,7 @@ def test_models_outside_the_interface_equal_eager(name, products):
     assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("name", [name for name in OUTSIDE if name != "step3p7"])  # which has no head by itself
+@pytest.mark.parametrize("name", [name for name in OUTSIDE if name != "step3p7"])  # step3p7 has no language-model head
 def test_generated_tokens_equal_eager(name):
     model = tiny_models.build(name)
     ids = tiny_models.tokens()
@@ -183,7 +183,7 @@ def test_a_part_takes_back_its_configuration_and_leaves_no_mark():
 
 @pytest.mark.parametrize("with_base", [False, True], ids=["parametrization", "fully_shard"])
 def test_classes_derived_after_enable_are_not_undone(with_base):
-    """fully_shard puts a base of its own before the class of the module."""
+    """fully_shard makes the module's class a subclass that has another base first."""
     from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
     model = torch.nn.Sequential(JetMoeParallelExperts(3, 8, 16))

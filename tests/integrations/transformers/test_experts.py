@@ -1,4 +1,4 @@
-"""Every experts class of transformers computes on pymoe what it computes by itself, gradients included."""
+"""Tests that every experts class of transformers gives the same outputs and gradients with pymoe as with eager."""
 
 import copy
 
@@ -10,7 +10,8 @@ TOKENS, CHOICES = 37, 4
 CLASSES = experts_classes()
 
 ROUNDS_LATER = {"OpenAIPrivacyFilterExperts"}
-"""Eager computes in float32 whatever the dtype of the weights; pymoe, like grouped_mm, in that dtype."""
+"""Classes whose eager forward computes in float32 for any dtype of the weights; pymoe, like grouped_mm, computes in the
+weights' dtype."""
 
 
 def test_all_classes_are_found():
@@ -23,7 +24,7 @@ def outputs(experts, implementation, dtype, inputs):
     experts = copy.deepcopy(experts).to(dtype)
     experts.config._experts_implementation = implementation
     x, index, weights, grad = inputs
-    # Routers hand out float32 weights, or round them as their input.
+    # Routers return weights in float32 or in the dtype of their input.
     weights = weights.to(torch.float32 if dtype == torch.bfloat16 else dtype).clone().requires_grad_()
     x = x.to(dtype).clone().requires_grad_()
     y = experts(x, index, weights)

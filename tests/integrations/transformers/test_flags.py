@@ -1,4 +1,4 @@
-"""The promises of ``experts_implementation="pymoe"`` that hold for every class: layouts, dtypes, sentinels, errors."""
+"""Tests of ``experts_implementation="pymoe"`` that apply to every class: layouts, dtypes, sentinels, errors."""
 
 import copy
 import subprocess

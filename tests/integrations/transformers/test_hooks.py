@@ -1,4 +1,4 @@
-"""Hooks and replaced parts take effect on pymoe, whose operators do the work of parts, as in transformers' code."""
+"""Tests that hooks and replaced parts have the same effect with pymoe as with transformers' own code."""
 
 import sys
 
@@ -108,7 +108,7 @@ LLAMA4_ROUTERS = {
 
 @pytest.mark.parametrize("change", LLAMA4_ROUTERS.values(), ids=LLAMA4_ROUTERS)
 def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
-    """The forward on pymoe took the block's ``top_k`` best logits, whatever scores the router had returned."""
+    """The forward on pymoe chose the ``top_k`` best logits and ignored the scores that the router had returned."""
     model = tiny_models.build("llama4")
     without = output(model)
     change(model.model.layers[0].feed_forward)
@@ -120,7 +120,7 @@ def test_a_router_of_llama4_that_chooses_otherwise_is_heard(change):
 
 
 def test_a_router_of_llama4_whose_logits_transformers_records_stays_on_pymoe(monkeypatch):
-    """Transformers' hook stays on the router once the logits have been asked for; it changes nothing."""
+    """A hook of transformers, which records logits and changes nothing, stays on the router after its first use."""
     model = tiny_models.build("llama4")
     enable(model)
     ids = tiny_models.tokens(24)

@@ -1,8 +1,8 @@
-"""Quantising a checkpoint's experts takes the memory of the result and of about one layer's experts.
+"""Tests that quantising a checkpoint's experts needs the memory of the result and of about one layer's experts.
 
-The test is a scaled-down copy of loading a checkpoint of 57 GB on a machine with 24 GB. Every way of loading runs in
-its own process, which counts anonymous memory; the whole model, quantised after that, shows that the counter would see
-more.
+This is a scaled-down version of loading a checkpoint of 57 GB on a machine with 24 GB. Every way of loading runs in its
+own process, which counts anonymous memory. Loading the whole model before quantising it shows that the counter would
+detect a larger need.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.only_on("cpu")
 ROOT = Path(__file__).parents[3]
 
 SLACK = 16 << 20
-"""For what is not weights: stacks and arenas of threads, a forward, Python's own objects."""
+"""Allowance in bytes for memory other than weights: stacks and arenas of threads, a forward, Python objects."""
 
 LOAD = """
 import json, sys
@@ -84,7 +84,7 @@ def measure(tmp_path, **sizes):
     whole = write_qwen3_moe(tmp_path / "whole", **sizes)
     layer = 3 * sizes["experts"] * sizes["ffn"] * sizes["hidden"] * 2
     packed = sizes["layers"] * layer * 5 // 16
-    # gate_up_proj is two thirds of a layer: transformers holds its halves and what it makes of them.
+    # gate_up_proj is two thirds of a layer; transformers holds its halves and the concatenation at the same time.
     bound = packed + layer * 4 // 3 + SLACK
     assert bound < whole
     while_read = run(LOAD, WAYS[1], tmp_path / "whole", 4)
@@ -102,7 +102,7 @@ def measure(tmp_path, **sizes):
 
 @pytest.mark.slow
 def test_dense_layers_take_what_stays_too(tmp_path):
-    """The head is the largest tensor: in bfloat16 it is four times what is allowed besides packed weights."""
+    """The head is the largest tensor; in bfloat16 it is four times as large as the allowance."""
     sizes = {"layers": 4, "hidden": 512, "ffn": 64, "experts": 8, "vocabulary": 65536}
     write_qwen3_moe(tmp_path / "whole", **sizes)
     experts = sizes["layers"] * 3 * sizes["experts"] * sizes["ffn"] * sizes["hidden"] * 5 // 8

@@ -1,5 +1,5 @@
-"""Whole models: logits, gradients and generated tokens equal those of the eager experts, and the state dict stays as it
-is.
+"""Tests that whole models have the same logits, gradients and generated tokens as with eager experts, and that the
+state dict does not change.
 """
 
 import sys
@@ -25,7 +25,7 @@ USUAL = (
     "qwen2_moe",
     "qwen3_moe",
 )
-"""The models whose kinds of experts, routers and attention the others repeat; all run with --level=exhaustive."""
+"""Models that cover all kinds of experts, routers and attention; --level=exhaustive runs all models."""
 
 NEW_TOKENS = 8
 
@@ -36,7 +36,7 @@ def models(names):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list that grows by one each time a layer asks pymoe for a routing."""
+    """Return a list that grows by one with each call of pymoe's build_routing by a layer."""
     seen = []
     fused = sys.modules["pymoe.nn.apply_experts"]
     for module, name in ((ops, "build_routing"), (raw, "build_routing"), (fused, "apply_experts_fused")):

@@ -13,7 +13,7 @@ from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import QuantizedLinear, quantize_experts
 
 NAMES = ("gpt_oss", "mixtral", "nemotron_h", "qwen3_moe")
-"""With biases and (E, in, out) weights; usual ones; without a gate; with shared settings."""
+"""Models with, in order: biases and (E, in, out) weights, the usual layout, no gate in experts, shared settings."""
 
 pytestmark = pytest.mark.only_on("cpu")
 

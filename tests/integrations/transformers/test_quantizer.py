@@ -359,7 +359,7 @@ def test_a_quantised_model_that_was_pickled_is_saved(tmp_path):
 
 
 def assert_not_saved(prepare, tmp_path):
-    """Save a model that ``prepare`` has changed; it returns the words of the error."""
+    """Save a model that ``prepare`` has changed, which must raise the error whose text ``prepare`` returns."""
     cls = checkpoint("mixtral", tmp_path / "whole")
     model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
     words = prepare(model)

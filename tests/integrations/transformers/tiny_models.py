@@ -1,4 +1,4 @@
-"""Whole models of transformers whose experts stand behind its interface, so small that they run in a moment."""
+"""Builds tiny instances of the models of transformers whose experts use its experts interface."""
 
 import importlib
 import inspect

@@ -72,7 +72,7 @@ def test_a_step_minimises_the_models_own_loss(kind, spec, schedule):
     assert pipe.has_loss_and_backward
     assert pipe.info().has_loss_and_backward
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    for count in (7, 6, 8, 5) * 5:  # uneven micro-batches count by their rows
+    for count in (7, 6, 8, 5) * 5:  # uneven micro-batches are weighted by their rows
         x, y = rows(count), rows(count, 2)
         losses = pipe.step(x, y, schedule=schedule)
         output = plain(x, y)

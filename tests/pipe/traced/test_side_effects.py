@@ -94,7 +94,7 @@ def counts_globally(m, x):
     return x
 
 
-def remembers(m, x, seen=[]):  # noqa: B006 (that is what it is about)
+def remembers(m, x, seen=[]):  # noqa: B006 (the test needs a mutable default)
     seen.append(1)
     return x
 

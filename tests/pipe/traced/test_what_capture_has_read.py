@@ -96,7 +96,7 @@ def a_function(value):
 
 
 def a_default(value):
-    def function(given=[value]):  # noqa: B006 (that is what it is about)
+    def function(given=[value]):  # noqa: B006 (the test needs a mutable default)
         return given
 
     return function
