@@ -428,8 +428,7 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
-    """Return the sums of the first 0, 1, ... costs, multiplied by a factor that makes them integers, and this factor.
-    """
+    """Return the sums of the first 0, 1, ... costs as integers, multiplied by a common factor, and this factor."""
     ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
     unit = math.lcm(*[denominator for _, denominator in ratios])
     return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit

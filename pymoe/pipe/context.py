@@ -31,7 +31,7 @@ class MicroBatch:
     stage: int = 0
     """The stage that runs; a module in several stages is called by each of them."""
     is_last: bool | None = None
-    """True if no other micro-batch of the mini-batch comes to this stage after it; None: they arrive in the order of
+    """True if no further micro-batch of the mini-batch comes to this stage; None: micro-batches arrive in the order of
     their index.
     """
     mini_batch: object = None
@@ -62,7 +62,8 @@ _lock = threading.Lock()
 _threads = 0  # the number of threads that run pipelines now
 
 
-# torch.compile would treat a thread-local value as a constant, but it reads the module's number at every call.
+# torch.compile must not trace this function, because it would treat a thread-local value as a constant. It may trace
+# ``micro_batch``, because it reads the global number in every call.
 @compiler_disable
 def _of_this_thread() -> MicroBatch | None:
     return this_thread.micro_batch
@@ -90,7 +91,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
-    """Note, within the block, that this thread runs a stage's forward for ``micro_batch``."""
+    """Within the block, make ``micro_batch`` the one whose forward this thread runs."""
     count_threads(1)
     before, this_thread.micro_batch = this_thread.micro_batch, micro_batch
     try:
@@ -102,7 +103,9 @@ def running(micro_batch: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def in_pipeline(stream: RandomStream) -> Iterator[None]:
-    """Note, within the block, that this thread runs actions of a pipeline, and draws from ``stream`` between them."""
+    """Within the block, count this thread among those that run a pipeline. Between actions, it draws random numbers
+    from ``stream``.
+    """
     streams = random_streams.this_thread
     outer, outer_stream = this_thread.micro_batch, streams.stream
     count_threads(1)
@@ -120,7 +123,7 @@ def in_pipeline(stream: RandomStream) -> Iterator[None]:
 
 
 def count_threads(difference: int) -> None:
-    """Add to the number of threads that run actions of pipelines."""
+    """Add ``difference`` to the number of threads that run actions of pipelines."""
     global _threads
     with _lock:
         _threads += difference

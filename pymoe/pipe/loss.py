@@ -152,12 +152,12 @@ _OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
 
 
 class LossWeights(NamedTuple):
-    """Weighs the losses of micro-batches."""
+    """The weights of the micro-batches' losses."""
 
     shares: Sequence[float]
     """The factor of every micro-batch's loss in the loss of the mini-batch."""
     uncounted: frozenset[int] = frozenset()
-    """Micro-batches without any weight, such as only padding; their losses may be NaN."""
+    """Micro-batches of weight 0, such as those that hold only padding; their losses may be NaN."""
     are_rows: bool = False
     """True if the losses are only assumed to be means over rows."""
 
@@ -388,7 +388,7 @@ class LossWrapper(nn.Module):
             kwargs: the same by name.
 
         Raises:
-            NotImplementedError: the subclass does not define it.
+            NotImplementedError: the subclass does not define ``forward``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no forward: a subclass of LossWrapper computes the loss there, as "
@@ -420,8 +420,8 @@ def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
     that a dictionary omits are not the loss.
 
     Raises:
-        TypeError: it contains something else.
-        ValueError: there is no such part, or not exactly one is the loss.
+        TypeError: ``spec`` contains something else. ValueError: the output has no part that ``spec`` names, or not
+        exactly one part is the loss.
     """
     leaves = list(range(structure.num_leaves))
     output = pytree.tree_unflatten(leaves, structure)

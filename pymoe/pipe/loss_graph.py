@@ -105,7 +105,7 @@ class LossReading:
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False
-    """True if it has nodes that can hide any computation, such as those of Python and of compiled code."""
+    """True if the graph has nodes that can hide any computation, such as those of Python and of compiled code."""
     is_weighted: bool = False
     """True if one of these nodes may divide by class weights."""
 
@@ -178,7 +178,9 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
 
 
 def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
-    """Return whether a number does not depend on the model's outputs or, if these are not known, only on parameters."""
+    """Return whether the value of ``node`` does not depend on the model's outputs or, if these are not known, depends
+    only on parameters.
+    """
     return labels[node].kind is ValueKind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
 
 
@@ -281,7 +283,9 @@ class _Number(NamedTuple):
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the distinct divisors of the parts of a loss, in order."""
+    """Return the distinct divisors of the parts of a loss, in ascending order. Several divisors of a part are
+    multiplied.
+    """
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12

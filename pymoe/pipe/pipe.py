@@ -503,7 +503,8 @@ def pipeline(
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
-    """Give a UserWarning at the line of the user's code that calls the step.
+    """Give a UserWarning, at the line of the user's code that calls the step, if no stages can run at the same time, or
+    if the step does not call the model's own hooks.
 
     Args:
         schedule: the schedule that is about to run.

@@ -62,7 +62,7 @@ class LayersAsStages(StagedModel):
 
     @abstractmethod
     def _make_pipeline(self) -> Pipeline:
-        """Return the stages and edges."""
+        """Return the stages and edges of the present layers."""
 
 
 # Stages that the user gives.

@@ -104,7 +104,9 @@ _poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip th
 
 
 def will_pop(name: str, module: Any) -> None:
-    """Remember that ``module`` pops ``name``, in the namespace of the name at the time, for as long as it lives."""
+    """Remember, for as long as ``module`` lives, that it pops ``name``, in the namespace that the name has when pops
+    are counted.
+    """
     with _lock:
         _poppers.setdefault(name, weakref.WeakSet()).add(module)
 

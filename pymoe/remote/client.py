@@ -117,7 +117,9 @@ class Connection(Channel):
             return [self._backends[name] for name in wanted]
 
     def _serve(self, new: list[RemoteBackend], experts: int) -> None:
-        """Serve the pools of new backends by a runtime. The calls wait in its threads; it has enough for all calls."""
+        """Serve the pools of new backends by a runtime. Calls wait on its threads, so there is one for every pool, up
+        to a limit.
+        """
         if self._runtime is None:
             self._runtime = Runtime(new, num_workers=min(2 * max(experts, 2), MAX_THREADS), monitor=False)
             self._runtime.start()

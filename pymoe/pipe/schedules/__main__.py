@@ -1,4 +1,4 @@
-"""``python -m pymoe.pipe.schedules``: plans as pictures and numbers."""
+"""``python -m pymoe.pipe.schedules``: prints plans as pictures and numbers."""
 
 from __future__ import annotations
 
