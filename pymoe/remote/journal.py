@@ -70,7 +70,7 @@ class _Client:
 
 
 class Journal:
-    """The keys of one expert.
+    """Records which backward requests of one expert have been applied, by their keys.
 
     Args:
         incarnation: name of this run of the server.
@@ -195,7 +195,7 @@ class Journal:
     async def _wait(self, running: _RunningRequest) -> Applied:
         running.waiters += 1
         try:
-            return await asyncio.shield(running.done)  # one waiter that leaves must not cancel it for the others
+            return await asyncio.shield(running.done)  # a waiter that leaves must not cancel the request for the others
         finally:
             running.waiters -= 1
             if not running.waiters and not running.done.done():

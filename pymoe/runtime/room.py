@@ -76,7 +76,7 @@ class RoomLine:
         Args:
             submit: submits the request without blocking and returns its future, or None if there is no room. It is not
                 called again after :meth:`Place.leave`.
-            timeout: the most seconds that ``await`` waits; None: no limit.
+            timeout: the maximum number of seconds that ``await`` waits; None: no limit.
 
         Raises:
             RuntimeError: the thread cannot be started. The request is not in the line.
