@@ -17,7 +17,7 @@ void set_python_error(const std::exception_ptr& error) noexcept;
 py::object exception_of(const py::error_already_set& error);
 py::object take_error();
 
-// Calls the body of a function that CPython calls without pybind11 in between.
+// Returns body(), or null with a Python exception set if it throws: for functions that CPython calls without pybind11.
 template <typename Body>
 PyObject* guarded(const Body& body) noexcept {
   try {

@@ -70,7 +70,8 @@ namespace {
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
-// The collector learns of a future only once it can be part of a cycle: tracking every future is costly.
+// Makes the garbage collector track a future. Called only once the future can be part of a cycle: tracking every future
+// is costly.
 void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }

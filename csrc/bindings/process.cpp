@@ -83,7 +83,8 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// Also false on a thread that runs one of its batches in a worker's place, where stopped_by throws.
+// True once every thread has ended. Also false on a thread that runs a batch of `stoppable` in a worker's place, where
+// stopped_by throws.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());

@@ -23,7 +23,7 @@ class Stoppable {
   virtual ~Stoppable() = default;
   // Requests a stop and returns at once; `how` says whether work that has not started still runs or is dropped.
   virtual void request_stop(runtime::Stop how) = 0;
-  // True once every thread has ended and is joined.
+  // Waits until `until` at most; returns true once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
   // True on one of the object's own threads, which cannot wait for its end.
   virtual bool on_worker() const = 0;
@@ -42,7 +42,8 @@ class Stopping final : public Stoppable {
   Threads threads;
 };
 
-// Keeps `stoppable` until it has stopped and has no other reference. Throws std::runtime_error at exit. No GIL.
+// Keeps `stoppable` until it has stopped and has no other reference. Throws std::runtime_error at exit. Call it without
+// the GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 
 // Stops it and waits until every thread has ended. Under the GIL; throws the exception of a signal handler.

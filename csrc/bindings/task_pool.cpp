@@ -234,7 +234,7 @@ void require_elements(const PyTaskPool& state, const Signature& signature, int64
         static_cast<long long>(rows));
 }
 
-// Null if the queue is full and the pool would wait for room, but `may_wait` is false.
+// Queues a request and returns it; null if the queue is full and the pool would wait for room, but `may_wait` is false.
 std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
                                       bool may_wait) {
   require_this_process(state.created, state.where.c_str(), "TaskPool");

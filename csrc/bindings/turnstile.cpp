@@ -44,7 +44,7 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
   std::mutex mutex_;
   std::vector<SeatPointer> seats_;
   size_t next_ = 0;
-  SeatPointer last_;  // last called seat, until the next one is told
+  SeatPointer last_;  // the seat that was called last; null once all were called
 };
 
 struct Seat {
@@ -82,7 +82,8 @@ struct Seat {
     pass_on();
   }
 
-  // Runs on the seat's own thread, after it was called.
+  // Waits, after this seat was called, until the previous seat's thread has left, but at most for kSpin. Runs on the
+  // seat's own thread.
   void take_turn() {
     const SeatPointer running = std::move(before);
     if (!running) return;
@@ -123,7 +124,7 @@ struct Current {
 thread_local Current current;
 thread_local std::vector<SeatPointer>* delivered = nullptr;
 
-// Notes that the request for which this seat's thread waits is done.
+// Calls the seat of a thread whose request is done, or queues the seat if this thread delivers several requests.
 void arrive(const SeatPointer& seat) {
   if (delivered != nullptr && seat->owner != std::this_thread::get_id()) {
     delivered->push_back(seat);

@@ -102,7 +102,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;
 }
 
-// A sum over the choices of a token, in blocks so that the rounding error stays small for large K.
+// Returns the sum of `count` values of a token's choices, in blocks so that the rounding error stays small for large K.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S sum_in_blocks(const S* values, int64_t count) {
   S total = 0;

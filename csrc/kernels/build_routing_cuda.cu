@@ -102,8 +102,8 @@ PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count
   }
 }
 
-// Computes total[e] and before[e] from all choices, at most kOneLaunchRows. `scratch` holds experts * warps words. A
-// tile begins at a multiple of a pack.
+// Counts every expert's choices: total[e] in all tiles, before[e] in the tiles before this one. Requires rows <=
+// kOneLaunchRows, room for experts * warps words in scratch, and a tile_begin that is a multiple of the pack size.
 template <typename Index>
 PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int tile_begin, int experts, int32_t* scratch,
                             int32_t* total, int32_t* before) {
@@ -147,7 +147,8 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   __syncthreads();
 }
 
-// Computes the same from all tiles' histograms. Warp w sums tiles w, w + warps, w + 2 * warps, ...
+// Computes total[e] and before[e] for tile `tile` from the histograms of all tiles. Warp w sums tiles w, w + warps, w +
+// 2 * warps, ...
 PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64_t tiles, int64_t tile, int experts,
                                  int32_t* total, int32_t* before) {
   constexpr int kLoads = 4;
