@@ -81,8 +81,8 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 
-// Multiplies a block of k. Sums in lanes continue from `lanes` unless it is the first block, and go back there unless
-// it is the last, which leaves sums[i * kNtColumns + j] = <row i of A, b[j]>.
+// Multiplies a block of k. Sums in lanes continue from `lanes`, or from zero in the first block. They go back to
+// `lanes`, except in the last block, which writes the results: sums[i * kNtColumns + j] = <row i of A, b[j]>.
 template <typename T>
 struct NtBlock {
   int64_t k;

@@ -224,11 +224,11 @@ PYMOE_INLINE void stream_fence() {
 
 // --- lane-wise arithmetic ---
 
-// Maximum of two lanes if neither is NaN; if one is, the result may be either.
+// Returns the maximum of each pair of lanes if neither is NaN; if one is, the result may be either.
 PYMOE_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 PYMOE_INLINE vdouble max(vdouble a, vdouble b) { return a > b ? a : b; }
 
-// Sum over lanes as a balanced tree: a fixed order for a given instruction set.
+// Returns the sum over lanes, added as a balanced tree: the order is fixed for a given instruction set.
 template <typename Vector>
 PYMOE_INLINE auto sum_lanes(Vector value) {
   constexpr int lanes = static_cast<int>(sizeof(Vector) / sizeof(value[0]));
@@ -238,7 +238,8 @@ PYMOE_INLINE auto sum_lanes(Vector value) {
   return value[0];
 }
 
-// e^x within 2 ulp, lane by lane the same bits as exp_in_fixed_steps in core/score.h, whatever the instruction set.
+// Returns e^x within 2 ulp, lane by lane the same bits as exp_in_fixed_steps in core/score.h, whatever the instruction
+// set.
 template <typename Vector>
 PYMOE_INLINE Vector exp_vector(Vector x) {
   using S = std::remove_cvref_t<decltype(x[0])>;

@@ -64,8 +64,8 @@ struct TensorLayout {
   static constexpr int kPacks = kRows * kStepDepth / kTensorPack;
   static constexpr int kElements = kRows * kStepDepth;
 
-  // How a pack's number changes in a given line, so that equal packs of eight lines are in different banks, as are
-  // eight consecutive packs.
+  // Returns the number with which a pack's number is combined by exclusive or in a given line. So equal packs of eight
+  // lines are in different banks, as are eight consecutive packs.
   static PYMOE_DEVICE int exchange(int line) { return kAlongRows ? line % 8 : line / 2 % 4; }
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
 };
