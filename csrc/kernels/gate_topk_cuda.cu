@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         .gate(list, chosen, scores);
   }
   if (!layout.counts_in_shared) return;
-  __syncthreads();  // all threads have counted their choices
+  __syncthreads();  // all have counted
   const int experts = static_cast<int>(a.num_experts);
   if (a.counts.values != nullptr) {
     const int stride = static_cast<int>(a.counts.stride);

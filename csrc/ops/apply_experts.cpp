@@ -33,7 +33,8 @@ constexpr const char* kName = "apply_experts";
 
 using Routing = std::tuple<Tensor, Tensor, Tensor>;
 
-// Calls `networks` with the rows, sorted by expert, and their offsets.
+// Returns the weighted sum of the networks' outputs for every token. `networks` is called with the tokens' rows, sorted
+// by expert, and their offsets.
 template <typename Networks>
 Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& networks) {
   const auto& [slot, token, offsets] = routing;
