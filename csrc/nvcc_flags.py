@@ -37,7 +37,7 @@ def default_arch_list(toolkit: str) -> str:
 
     Machine code for sm_80 runs on every 8.x, for sm_90 on every Hopper, for sm_100 on every 10.x and for sm_120 on
     every 12.x. The PTX is for later GPUs, if the driver is at least as new as the toolkit. It is that of the
-    data-center GPU (10.0), because an architecture that is newer than 12.0 need not have a larger number (11.0 is newer).
+    data-center GPU (10.0), because an architecture newer than 12.0 need not have a larger number (11.0 is newer).
     """
     version = tuple(int(part) for part in toolkit.split(".")[:2])
     return "8.0;9.0;10.0+PTX;12.0" if version >= OLDEST_FOR_BLACKWELL else "8.0;9.0+PTX"
