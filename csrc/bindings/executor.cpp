@@ -44,7 +44,8 @@ class PyExecutor {
   }
 
   // Runs if the executor was dropped without a shutdown. May run on any thread, even one of its workers, so it does not
-  // wait: the process keeps the threads until they have stopped. In a fork, the parent's locks may be held for ever.
+  // wait: the process keeps the threads until they have stopped. In a forked child it keeps the executor for ever,
+  // because the parent's locks may never be released.
   ~PyExecutor() {
     if (!running_) return;
     if (created_ != generation()) {

@@ -313,7 +313,8 @@ void dealloc(PyObject* object) {
       Py_CLEAR(request->traceback);
       if (request->done()) request->drop_inputs();
     }
-    // A forked child does not destroy the parent's objects, whose locks may be held for ever.
+    // In a forked child, these copies keep the parent's objects for ever, because their destructors might wait for
+    // locks that are never released.
     if (self->created != generation()) new std::pair(request, pool);
   }
   PyTypeObject* type = Py_TYPE(object);

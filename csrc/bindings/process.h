@@ -29,7 +29,7 @@ class Stoppable {
   virtual bool on_worker() const = 0;
 };
 
-// A WorkerPool or an Executor of the runtime.
+// A Stoppable that holds a WorkerPool or an Executor of the runtime.
 template <typename Threads>
 class Stopping final : public Stoppable {
  public:
@@ -49,7 +49,8 @@ void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 // Stops it and waits until every thread has ended. Under the GIL; throws the exception of a signal handler.
 void stop(Stoppable& stoppable, runtime::Stop how);
 
-// Counts forks: an object of another generation has no threads in this process.
+// Returns a number that every fork increases. An object that was made in another generation has no threads in this
+// process.
 int generation();
 
 // Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", in a generation other than `created`.
@@ -59,7 +60,7 @@ void require_this_process(int created, const char* where, const char* kind);
 void with_thread_state(const std::function<void()>& work);
 // As with_thread_state, for workers of a Runtime.
 void serve_with_thread_state(const std::function<void()>& work);
-// on_worker_thread: inside either function. on_server_thread: inside serve_with_thread_state.
+// on_worker_thread returns true inside either of the two functions above, on_server_thread inside the second one.
 bool on_worker_thread();
 bool on_server_thread();
 

@@ -67,7 +67,7 @@ Plan make_plan(int64_t rows, int64_t experts) {
   return plan;
 }
 
-// The expert of a choice, or -1 if it names none.
+// Returns the expert of a choice, or -1 if the choice names none.
 template <typename Index>
 PYMOE_DEVICE int expert_of(Index named, int experts) {
   using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // negative indices become large ones
@@ -179,8 +179,9 @@ PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64
 
 // --- begin and end of rows ---
 
-// Input: total[e], before[e]. Output: first[e], the tile's first row for expert e, replaces before; limit[e], the end
-// of the expert's rows, replaces total. `sums` has one word per warp.
+// Computes two numbers for every expert from total[e] and before[e]: first[e], the tile's first row for the expert,
+// which replaces before[e], and limit[e], the end of the expert's rows, which replaces total[e]. `sums` has one word
+// per warp.
 PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int32_t* total_to_limit,
                                int32_t* before_to_first) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);

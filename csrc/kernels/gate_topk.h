@@ -19,7 +19,7 @@
 
 namespace pymoe {
 
-// Accumulated dtype below means float64 for float64 logits, otherwise float32.
+// Below, "accumulated dtype" means float64 if the logits are float64, otherwise float32.
 struct GateOptions {
   Score score;
   bool renormalize;

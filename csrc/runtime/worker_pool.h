@@ -147,7 +147,7 @@ class WorkerPool {
     join();
   }
 
-  // The waiting half of stop: true if every worker has ended by `until`. Call after request_stop.
+  // Waits as stop() does, but at most until `until`. Returns true if every worker has ended. Call after request_stop.
   bool wait_stopped_until(Time until) {
     refuse_on_worker();
     {

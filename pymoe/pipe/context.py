@@ -21,7 +21,9 @@ class MicroBatch:
     count: int
     """The number of micro-batches of this mini-batch."""
     weight: float
-    """Its share of the rows of the mini-batch: the weight of a mean over its rows in the mean over all rows."""
+    """The share of this micro-batch in the rows of the mini-batch. A mean over all rows is the sum of the
+    micro-batches' means, each times its weight.
+    """
     checkpointing: bool = False
     """True if the graph of this forward is not kept: the forward is recomputed, unless it changes something that cannot
     be restored.

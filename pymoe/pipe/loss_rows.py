@@ -63,7 +63,7 @@ class ValueKind(Enum):
 
 
 class Label(NamedTuple):
-    """Says what is known of a value."""
+    """Says how a value depends on the rows of a micro-batch, as far as is known."""
 
     kind: ValueKind
     dim: int | None = None

@@ -472,8 +472,8 @@ class ExpertCheckpoints:
             return saved
 
     async def _save(self) -> bool:
-        # Take the state first. Every update that it contains had begun by then, so all keys are known once the running
-        # updates have settled.
+        # Take the state first. Every update that the state contains began before it was taken, so the keys of all these
+        # updates are known once the running updates have settled.
         answered = self.answered
         state = await in_thread(self._backend.state_dict)
         updates: int = state["_extra_state"]["updates"]

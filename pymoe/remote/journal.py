@@ -127,7 +127,8 @@ class Journal:
             found = await self._wait(running)
             if found.update is not None and found.answer is not None:
                 return found.answer, True
-            # Either the first attempt failed, or it was cancelled when its connection broke; nothing was applied.
+            # The first attempt has failed, or was cancelled when its connection broke. Nothing was applied, so this
+            # attempt may run.
 
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
@@ -226,7 +227,7 @@ class Journal:
             await asyncio.wait(running)
 
     def keys(self, updates: int) -> AppliedKeys:
-        """Return the keys that belong to a state that has seen ``updates`` updates.
+        """Return the keys of the requests that a state with ``updates`` updates contains.
 
         No request whose key belongs to the state may still run: see :meth:`settled`.
         """

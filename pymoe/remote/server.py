@@ -396,7 +396,7 @@ class ExpertServer:
             OSError: a checkpoint cannot be written. The earlier ones are unchanged.
             TypeError: the state of an expert can no longer be saved.
             TimeoutError: an expert did not answer in time.
-            RuntimeError: several of these. In all cases the message names the experts, and the others were saved.
+            RuntimeError: several of these errors. In all cases the message names the experts; the others were saved.
         """
         if self._root is None:
             raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")

@@ -30,13 +30,13 @@ class ExpertClient(nn.Module):
     ``client(*args, **kwargs)`` takes and returns the same as the expert. The call is a request to the backend's forward
     pool. In the backward pass, a request to its backward pool returns the gradients of the inputs and updates the
     expert. The expert therefore trains with every model that contains it. Its parameters do not belong to the client:
-    the client has none, and a model's optimizer does not see them. The update happens even if no input requires a
-    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad``
-    through a client is such a backward pass and updates the expert too. There are no second derivatives through it.
+    the client has none, and a model's optimizer does not update them. The update happens even if no input requires a
+    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and
+    updates the expert too. There are no second derivatives through it.
 
     Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
-    (``copy.deepcopy`` of the model around it) asks the same backend. Outputs are views of their batch: keeping or
-    saving one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
+    (``copy.deepcopy`` of the model around it) sends its requests to the same backend. Outputs are views of their batch:
+    keeping or saving one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
 
     Under autocast, floating-point inputs are cast to the dtypes in the schema.
 

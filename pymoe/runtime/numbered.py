@@ -18,8 +18,8 @@ from pymoe.runtime.task_pool import TaskPool
 
 
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
-    """Return another pool of the backend's backward pass, and the set of IDs of the requests of which it has applied
-    rows.
+    """Return another pool of the backend's backward pass, and a set: the IDs of the requests some of whose rows the
+    pool has applied.
 
     The pool has the same options and excludes the backend's forward pool. A request has an additional tensor, int64 of
     shape (rows,): an ID, the same in every row, or zeros for a request without one. The pool adds the ID to the set;

@@ -21,7 +21,9 @@ class Place(concurrent.futures.Future):
         self._line, self._timeout = line, timeout
 
     def leave(self) -> bool:
-        """Leave the line: the request will never be submitted. Return False if it has been, or could not be."""
+        """Give up the place in the line, so that the request is never submitted. Return False if it has been submitted
+        already, or has failed.
+        """
         left = self._line._leave(self)
         if left:
             super().cancel()

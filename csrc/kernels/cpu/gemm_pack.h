@@ -17,7 +17,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int64_t kPackSlack = 16;
 inline constexpr int64_t kPackMaxDepth = 512;  // largest number of steps of k in one call
 
-// Number of elements of S in 16 bytes. Shuffles are cheap only within a 128-bit part of a vector.
+// Number of elements of S in 16 bytes. Blocks are transposed in parts of this size, because shuffles are cheap only
+// within a 128-bit part of a vector.
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 

@@ -174,7 +174,7 @@ class TensorLoader {
 
   TensorOperand<T> operand_;  // points to the thread's first element in the next tile
   int rows_;
-  int line_, across_;  // the line of the thread's first pack, and its first element in the line
+  int line_, across_;  // the thread's first pack: its line, and the number of its first element there
   int place_;          // the place of that element
   // If lines are rows: the thread's packs of the next tile, and a bit for each pack, set if its row exists.
   const T* from_[kMine];

@@ -261,8 +261,8 @@ class ReadRecorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return whether a tensor requires gradients: for a ``frame`` of the model's code as in the caller's grad mode,
-        otherwise ``real``.
+        """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``. The model's code gets the
+        value that it would have in the caller's grad mode, and other code gets ``real``, the present value.
         """
         if not self.hears(frame):
             return real

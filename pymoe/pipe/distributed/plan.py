@@ -93,14 +93,15 @@ class RankPlan:
     def returns(self) -> Mapping[int, tuple[int, ...]]:
         """Return, for every stage of this rank, the stages of other ranks whose gradients its backward completes.
 
-        Backwards run from the last stage to the first, so these are the values that no earlier stage here takes.
+        Backwards run from the last stage to the first. So the gradients of another stage are complete after the
+        backward of the first stage here that takes its values.
         """
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
 
     def messages(self, count: int, graphs: bool) -> dict[int, int]:
-        """Return the number of messages from every other rank in a step of ``count`` micro-batches; ``graphs``: with
-        backwards.
+        """Return the number of messages from every other rank in a step of ``count`` micro-batches; ``graphs``: whether
+        the step has backwards.
         """
         of_each = Counter(self.rank_of[maker] for maker in self.received)
         if graphs:

@@ -306,7 +306,9 @@ class FailureDetector:
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
-        """Return whether all other ranks have sent a heartbeat. The end of a process before that is not noticed."""
+        """Return whether all other ranks have sent a heartbeat. If a process ends before its first one, that is not
+        noticed.
+        """
         for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
             if (heartbeat := self._store.read(f"rank {rank}")) is not None:
                 self._peers.append(Peer(rank, heartbeat))

@@ -185,7 +185,7 @@ def end_history(edited: Sequence[torch.Tensor]) -> None:
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
     """Pass gradients on to the tensors' histories, or add them to ``.grad``, as ``backward()`` does.
 
-    ``grads`` is emptied: autograd need not copy a gradient that has no other reference.
+    Empties ``grads``, because autograd does not copy a gradient to which no other reference exists.
     """
     kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     grads[:] = [grad for grad in grads if grad is not None]

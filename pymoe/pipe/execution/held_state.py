@@ -300,7 +300,8 @@ class PutBack:
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
         layout, state = seen.layout, held.look()
-        # The first run's fingerprints may have missed writes that a later run found.
+        # Tensors that a later run was found to write may have been written in the first run, too, unnoticed by its
+        # fingerprints. They are lost if the first run did not copy them.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]

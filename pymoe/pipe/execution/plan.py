@@ -109,8 +109,9 @@ class InlinePolicy:
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
         """Record the seconds that a run on threads took, and those of its actions."""
-        # On threads, short actions look long if they wait for each other; the time of an inline run shows that. It may
-        # come from smaller batches, so it counts less with every run that contradicts it.
+        # Threads are worthwhile if many actions are long. But on threads, short actions seem long if they wait for each
+        # other, so the run must also be faster than the last inline run. That may have had smaller batches, so its time
+        # is doubled after every run on threads.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2

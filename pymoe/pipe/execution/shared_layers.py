@@ -85,7 +85,7 @@ class Turns:
         self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
 
     def is_like(self, other: Turns) -> bool:
-        """Return whether ``other`` has the same stages, sharing the same state."""
+        """Return whether ``other`` is for the same stages, and these share the same state."""
         pairs = zip(self._roots, other._roots, strict=False)
         same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
         return same and self.stages == other.stages

@@ -229,7 +229,7 @@ class StageRecompute:
         self._trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
 
     def is_useful(self, received: Sequence[StageValue]) -> bool:
-        """Return whether there can be a graph; otherwise recomputing would save nothing."""
+        """Return whether the forward can make a graph; without a graph, recomputing would save no memory."""
         return self._trains or any(
             type(leaf) is BoundaryTensor and leaf.accumulator is not None for value in received for leaf in value.leaves
         )
@@ -448,7 +448,7 @@ class StepState:
                 here[source] = value
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
-        """Take a micro-batch's loss, whose weight is the gradient with which the backward begins."""
+        """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient."""
         tensor = self._losses[index] = loss.tensor
         if not self._graphs:
             return

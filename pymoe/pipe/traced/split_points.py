@@ -26,7 +26,7 @@ fx.node.has_side_effect(_MARKER)  # otherwise captures would remove the marker
 aten_pipe_split_alias = _MARKER
 """PiPPy's name for the target of the node that :func:`pipe_split` leaves in a captured graph."""
 
-_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # copies by model, until captured
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # each model's copy, until captured
 
 
 def pipe_split() -> None:
@@ -183,7 +183,9 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook that marks a boundary. Captures call it for opaque modules, too."""
+    """A hook that marks a boundary. For an opaque module, a capture runs it outside of the module's call, in which the
+    boundary would be lost.
+    """
 
     is_boundary = True
 
