@@ -13,7 +13,8 @@ void find_cancelled_error();
 
 // Sets the Python exception for a C++ exception.
 void set_python_error(const std::exception_ptr& error) noexcept;
-// Returns the exception object, with its traceback, of a thrown error, or of the error that is set, which it clears.
+// exception_of returns the exception object of a thrown error, with its traceback. take_error does so for the error
+// that is set, and clears the error.
 py::object exception_of(const py::error_already_set& error);
 py::object take_error();
 

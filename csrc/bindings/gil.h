@@ -10,7 +10,7 @@
 //     CPython does so itself. Earlier versions unwind the thread through all C++ frames on its stack, wherever Python
 //     code that they have called takes the GIL again. So the GIL is taken only by with_gil() and released only by
 //     WithoutGil, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing in
-//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such an
+//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever catches such an
 //     unwinding.
 //   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once

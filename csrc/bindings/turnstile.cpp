@@ -108,7 +108,7 @@ void Turnstile::call_next() {
 
 namespace {
 
-// The seat on which this thread last came back, until it waits again.
+// The seat of the wait from which this thread has last returned; null once the thread has left the turnstile.
 struct Current {
   SeatPointer seat;
   int created = 0;
@@ -137,7 +137,7 @@ void arrive(const SeatPointer& seat) {
 
 void leave_turnstile() {
   const SeatPointer seat = std::move(current.seat);
-  // A forked child lacks the other threads, whose locks may be held for ever.
+  // A forked child must not take the lock of a seat: threads that exist only in the parent may hold it for ever.
   if (seat && current.created == generation()) seat->leave();
 }
 

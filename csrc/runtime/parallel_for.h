@@ -34,8 +34,8 @@ namespace pymoe::runtime {
 
 // The run's jobs in the pool are tickets: each makes calls one after the other until none is left, or until an older
 // job waits for a worker. There is one ticket for each worker that has a call to make. In a pool that can grow, the
-// same number of tickets waits in addition, so that the pool sees that there are more calls than its workers have
-// started.
+// same number of tickets waits in addition: jobs that stay queued make the pool grow while there are more calls than
+// its workers have started.
 template <typename Sync>
 class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
  public:

@@ -50,7 +50,7 @@ class SplitBackward:
     ways (for example, also transposed).
 
     Args:
-        roots: where the backward pass begins. None is skipped, and so is its gradient.
+        roots: where the backward pass begins. A root that is None is skipped, together with its gradient.
         grads: for every root a gradient of its shape, or None.
         inputs: where the graph begins. Nodes behind them never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.

@@ -38,7 +38,9 @@ REFUSED_S = 5.0
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
 NO_ANSWER_IN_PLAIN = ("Socket closed", "Connection reset", "before receiving SETTINGS frame")
-"""Reasons that gRPC gives if the server closes the connection as soon as it has read something, or waits for more."""
+"""Parts of gRPC's errors for a client without TLS whose server uses TLS: such a server closes the connection as soon as
+it has read something, or waits for more.
+"""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_BYTES),
     ("grpc.max_send_message_length", wire.MAX_BYTES),

@@ -362,8 +362,8 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 class FolderLock:
     """A lock on a folder, which is created if necessary. It ends with :meth:`release`, the object, or the process.
 
-    Two servers with one folder would each continue from a state that the other does not know. If the file system has no
-    locks, like some network file systems, a warning is logged, and nothing keeps others out.
+    Of two servers with one folder, each would continue from a state without the other's updates. If the file system has
+    no locks, like some network file systems, a warning is logged, and nothing keeps others out.
 
     Raises:
         OSError: another server holds it, in this process or another one; or the folder cannot be created or opened.

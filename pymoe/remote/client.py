@@ -71,7 +71,7 @@ class RemoteBackend:
         return self.forward_pool, self.backward_pool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteBackend:
-        """Return the same object: a copy of a model asks the same expert."""
+        """Return the same object, so that a copy of a model sends its requests to the same expert."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -27,7 +27,7 @@ typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // wit
 // The vector that accumulates elements stored as T.
 template <typename T>
 using vector_t = std::conditional_t<std::is_same_v<T, double>, vdouble, vfloat>;
-// The number of elements stored as T in one such vector.
+// Number of elements of T that fill one vector of the type in which they are summed.
 template <typename T>
 inline constexpr int kStep = kLanes<accumulate_t<T>>;
 

@@ -1,4 +1,4 @@
-"""Reads the contents of Python values: the only place that knows all kinds of containers and objects."""
+"""Reads the contents of Python values. No other module has code for all kinds of containers and objects."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def _lay_out_all(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[list[tuple[torch.Tensor, TensorLayout]], list[tuple[int, tuple[TensorLayout, int] | None]]]:
-    """Return the tensors to send and, for every given tensor, the index of the one that contains it and, if it is only
-    a part, which part.
+    """Return the tensors to send. Also return, for every given tensor, the index of the sent tensor that contains it,
+    and its part of the sent tensor (None: the whole).
 
     Tensors that overlap in memory are sent as the bytes that contain them, so that they overlap at the receiver as
     well: an in-place change of one changes the others, or is refused, as in one process.

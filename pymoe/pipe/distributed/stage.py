@@ -83,7 +83,8 @@ class RankStage(PipelineStageBase):
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
         self._part = parts[index]
-        # The schedules' numbers of micro-batches so far, the latest last; keyed by whether there are backwards.
+        # The numbers of micro-batches of the schedules so far, the latest last. There is one list for schedules with
+        # backwards (True), and one for those without.
         self._chunks: dict[bool, list[int]] = {}
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:

@@ -184,7 +184,7 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
     The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: the message that is being sent; None if
-    one is being received. ``kept``: objects that must stay alive until then.
+    one is being received. ``kept``: objects that must stay alive until the end of the wait.
     """
     try:
         work.wait()

@@ -43,7 +43,7 @@ TimedAction = tuple[Action, float, float]
 
 
 class ActionPlan:
-    """Orders the actions of a schedule, and knows which of them wait for actions of other workers."""
+    """Holds the order of a schedule's actions, and which of them wait for actions of other workers."""
 
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()

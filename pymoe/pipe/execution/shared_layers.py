@@ -70,7 +70,8 @@ class Turns:
         """Begin with ``roots``: modules, containers and tensors, with their names."""
         self.stages = tuple(stages)
         self.lock = StageLock()
-        """A lock that forwards that may write and recomputations hold, so that no other stage sees restored state.
+        """A lock that forwards that may write and recomputations hold, so that no other stage runs while state is
+        restored.
         """
         self.is_ordered = False
         """True if the running schedule keeps the order. The engine sets this."""

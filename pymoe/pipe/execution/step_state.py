@@ -210,7 +210,8 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 
 _NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
-"""A forward's input tensors, copies of those that earlier forwards changed, and the state that the forward sees."""
+"""A forward's input tensors, copies of those that earlier forwards changed, and the state with which the forward runs.
+"""
 
 
 class StageRecompute:
