@@ -120,8 +120,8 @@ class GilObject {
   PyObject* pointer_ = nullptr;
 };
 
-// Gives up a reference from any thread, with or without the GIL, under any lock, in places where the GIL must not be
-// taken: it is dropped soon, under the GIL.
+// Gives up a reference to `object`, which is dropped soon, under the GIL. It is for places where the GIL must not be
+// taken: it may be called on any thread, with or without the GIL, under any lock.
 void drop_later(PyObject* object) noexcept;
 // Drops the references that were given up so far. Call it under the GIL and without locks; cheap if there are none.
 void drop_deferred();

@@ -300,10 +300,10 @@ MAX_ITEMS = 256
 def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
     """Return the modules that a function holds or names, each one once.
 
-    In a module that contains some of the ``layers`` of a model (such as the model itself), only those count that the
-    code names.
+    A module that contains some of the ``layers`` of a model, such as the model itself, is not returned as a whole: only
+    those of its parts are returned that the code names.
 
-    They are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and in
+    Modules are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and in
     functions that these call, if the code names them. Modules that code looks up by other means are not found.
     """
     of_model = {id(part) for layer in layers for part in layer.modules()}

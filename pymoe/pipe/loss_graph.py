@@ -97,11 +97,14 @@ class LossReading:
     sums: list[str] = field(default_factory=list)
     """Nodes of torch's losses that sum over their input, if nothing divides the sum."""
     own_sums: list[str] = field(default_factory=list)
-    """Nodes of other undivided sums, provided that dimension 0 of the model's outputs has the rows."""
+    """Nodes of other sums that nothing divides. They are sums over rows if the rows are dimension 0 of the model's
+    outputs.
+    """
     of_numbers: list[str] = field(default_factory=list)
     """Reasons why the loss is not a mean over rows, found in computations with scalars, such as the root of a mean."""
     of_rows: list[str] = field(default_factory=list)
-    """Further reasons, found in computations with rows; valid if dimension 0 of the model's outputs has the rows."""
+    """Further reasons, found in computations with rows. They hold if the rows are dimension 0 of the model's outputs.
+    """
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False

@@ -220,8 +220,10 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
 class _WatchedPlace:
     """A random generator, or a value outside of the model, whose state is recorded when this object is made.
 
-    Args: words: what a change means, as a phrase that follows "it" in messages. watch: returns a function that returns
-        the name of what has changed since, or None. restorer: returns a function that restores the present state.
+    Args:
+        words: what a change means, as a phrase that follows "it" in messages.
+        watch: returns a function that returns the name of what has changed since the call of ``watch``, or None.
+        restorer: returns a function that restores the present state.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ _FRESH = 1 << 24
 """Added to a tensor's version while it holds earlier contents, so that graphs made then are invalid afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
-"""Ends of the names of buffers that batch norms write without autograd's knowledge. Autograd nodes save these buffers
-but do not read them, so other contents do not make a graph wrong.
+"""Last characters of the names of buffers that batch norms write unnoticed by autograd. Autograd nodes save these
+buffers but do not read them, so a graph stays right if their contents change.
 """
 
 _NOT_THE_SAME = (
