@@ -29,7 +29,8 @@ PyObject* guarded(const Body& body) noexcept {
   return nullptr;
 }
 
-// True for a KeyboardInterrupt on the main thread: it belongs only to that thread, and must not be lost.
+// Returns true for a KeyboardInterrupt on the main thread: such an exception belongs only to that thread, and must not
+// be lost.
 bool is_interrupt(py::handle exception);
 
 // Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread runs

@@ -17,7 +17,7 @@ using runtime::Stop;
 using ServerThreads = Stopping<runtime::Executor<SystemSync>>;
 using Strands = std::vector<std::shared_ptr<runtime::Strand<SystemSync>>>;
 
-// The strands of the pools, each once.
+// Returns the strands of the pools, each once.
 Strands strands_of(const py::iterable& pools) {
   Strands strands;
   for (py::handle pool : pools) {

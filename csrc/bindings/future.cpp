@@ -76,7 +76,7 @@ void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
 
-// True if a result may come to refer to its future. A plain tensor can do so only through added attributes.
+// Returns true if a result may come to refer to its future. A plain tensor can do so only through added attributes.
 bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
@@ -146,7 +146,8 @@ std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ss
   return seconds;
 }
 
-// The outcome of a request that is done, as CPython's functions return it.
+// Returns the outcome of a request that is done, as CPython's functions do: a new reference, or null with the exception
+// set.
 PyObject* outcome_of(FutureObject* self) {
   const TensorRequest& request = *self->request;
   PyObject* object = reinterpret_cast<PyObject*>(self);

@@ -129,7 +129,7 @@ void drop_deferred();
 void hold_deferred();
 void release_deferred();
 
-// True if signals are served on this thread.
+// Returns true if signals are served on this thread.
 bool on_main_thread();
 // Called once, when the module is made, and again in a forked child.
 void find_main_thread();
@@ -137,8 +137,8 @@ void become_main_thread();
 
 constexpr std::chrono::milliseconds kSlice{50};
 
-// The time `seconds` from now; none without a timeout, or if it is beyond the range of the clock. Throws
-// ValueError for a timeout that is not a number.
+// Returns the time `seconds` from now, or none if there is no timeout or the time is beyond the range of the clock.
+// Throws ValueError for a timeout that is not a number.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
 // Calls ended(until), which waits at most to `until` and returns true at the end, repeatedly until it is true or the

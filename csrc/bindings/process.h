@@ -25,7 +25,7 @@ class Stoppable {
   virtual void request_stop(runtime::Stop how) = 0;
   // Waits until `until` at most; returns true once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
-  // True on one of the object's own threads, which cannot wait for its end.
+  // Returns true on one of the object's own threads, which cannot wait for its end.
   virtual bool on_worker() const = 0;
 };
 
@@ -58,7 +58,7 @@ void require_this_process(int created, const char* where, const char* kind);
 
 // Gives a worker one Python thread state for its whole life, so that thread-local data outlives a task.
 void with_thread_state(const std::function<void()>& work);
-// As with_thread_state, for workers of a Runtime.
+// Does the same as with_thread_state, for workers of a Runtime.
 void serve_with_thread_state(const std::function<void()>& work);
 // on_worker_thread returns true inside either of the two functions above, on_server_thread inside the second one.
 bool on_worker_thread();

@@ -134,8 +134,8 @@ class Split {
     }
   }
 
-  // True if another tensor of the output shares the memory. False if several rows are one row in memory: they must
-  // become separate rows.
+  // Returns true if another tensor of the output shares the memory. Returns false if several rows are one row in
+  // memory: they must become separate rows.
   bool shares(const py::object& output) const {
     if (shared_.empty()) return false;
     const size_t memory = memory_of(output);

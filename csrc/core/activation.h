@@ -24,7 +24,7 @@ enum class Activation : int8_t {
   kClampedSwiglu,
 };
 
-// True if the kind takes two values, gate and up, for each result.
+// Returns true if the kind takes two values, gate and up, for each result.
 constexpr bool is_gated(Activation kind) {
   return kind == Activation::kSwiglu || kind == Activation::kGeglu || kind == Activation::kGegluTanh ||
          kind == Activation::kClampedSwiglu;

@@ -78,7 +78,7 @@ struct Tile {
   int64_t begin;
   int rounds;
 
-  // The place of this thread's choice in round `round` of its warp.
+  // Returns the place of this thread's choice in round `round` of its warp.
   PYMOE_DEVICE int64_t place(int round) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     return begin + (static_cast<int64_t>(warp) * rounds + round) * kWarp + lane;

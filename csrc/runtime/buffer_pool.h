@@ -111,7 +111,7 @@ class BufferPool {
     return chain;
   }
 
-  // A block of class 4 p + q has (4 + q) * 2^p units of 64 bytes.
+  // Returns the number of bytes of a block: class 4 p + q has (4 + q) * 2^p units of 64 bytes.
   static size_t size_of(int size_class) {
     return (size_t{4} + static_cast<size_t>(size_class % 4)) << (size_class / 4 + 6);
   }

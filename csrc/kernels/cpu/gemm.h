@@ -126,7 +126,7 @@ void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
   }
 }
 
-// The calling thread's buffer for panels.
+// Returns the calling thread's buffer for panels.
 inline ThreadBuffer& gemm_buffer() {
   thread_local ThreadBuffer buffer;
   return buffer;

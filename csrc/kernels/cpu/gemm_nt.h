@@ -97,7 +97,7 @@ struct NtBlock {
   accumulate_t<T>* sums;
 };
 
-// For many rows: keeps all kRows x kNtColumns sums in registers.
+// Multiplies a block with many rows: keeps all kRows x kNtColumns sums in registers.
 template <typename T, int kRows, int kAhead>
 void nt_tile(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -165,7 +165,8 @@ void nt_tile(const NtBlock<T>& block) {
   for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
 }
 
-// For few rows, over all of k: B is read along its rows, one or two rows at a time, which gives the most bandwidth.
+// Multiplies few rows, over all of k: B is read along its rows, one or two rows at a time, which gives the most
+// bandwidth.
 template <typename T, int kRows>
 void nt_stream(const NtBlock<T>& block) {
   using Product = NtProduct<T>;

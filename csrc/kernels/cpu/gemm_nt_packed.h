@@ -11,8 +11,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 template <typename T>
 inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
 
-// True if panels are faster than tiles, as measured on a Zen 5 at both levels: for many rows, and for fewer rows if k
-// is long. Panels of widened elements take more memory than the elements, and pay off later.
+// Returns true if panels are faster than tiles, as measured on a Zen 5 at both levels: for many rows, and for fewer
+// rows if k is long. Panels of widened elements take more memory than the elements, and pay off later.
 template <typename T>
 constexpr bool nt_packs(int64_t m, int64_t k) {
   constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;

@@ -183,8 +183,8 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
                  [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
-// Like store_row, but bypasses the caches, which then need not read the lines first; call stream_fence afterwards.
-// Vectors that are partial or unaligned are stored normally.
+// Stores a row as store_row does, but bypasses the caches, which then need not read the lines first; call stream_fence
+// afterwards. Vectors that are partial or unaligned are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3

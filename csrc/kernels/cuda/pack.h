@@ -61,7 +61,8 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   *to = word;
 }
 #if defined(__CUDA_ARCH__)
-// A plain assignment may be split: ptxas made four 4-byte stores for words that were built from pairs.
+// Stores a word with one instruction. A plain assignment may be split: ptxas made four 4-byte stores for words that
+// were built from pairs.
 PYMOE_DEVICE void store_word(uint4* to, const uint4& word) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
                : "memory");

@@ -144,8 +144,8 @@ class TensorLoader {
     }
   }
 
-  // As fetch, for packs that cannot be loaded by single accesses. The barrier before copies are read also covers these
-  // stores.
+  // Does the same as fetch, for packs that cannot be loaded by single accesses. The barrier before copies are read also
+  // covers these stores.
   PYMOE_DEVICE void fetch_elements(T* to, int depths) {
     const int lines = kAlongRows ? depths : rows_, elements = kAlongRows ? rows_ : depths;
 #pragma unroll 1
