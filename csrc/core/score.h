@@ -33,7 +33,7 @@ struct ExpSteps<float> {
   static constexpr int kBias = 127, kMantissa = 23;
   // Cephes' expf.
   static constexpr int kTerms = 6;
-  // This is a function, because device code cannot address a static array of the host.
+  // A function and not an array, because device code cannot address a static array of the host.
   PYMOE_HOST_DEVICE static constexpr float polynomial(int i) {
     constexpr float kCoefficients[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                              4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};

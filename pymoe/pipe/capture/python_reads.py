@@ -248,7 +248,8 @@ class ReadRecorder:
         """Called with an attribute's name and value when it is first read."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        # It also replaces parameters and buffers by stand-ins without their attributes, so the real ones are kept here.
+        # torch.export also replaces parameters and buffers by stand-ins without their attributes, so the real tensors
+        # are kept here.
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
             for path, module in model.named_modules()

@@ -186,8 +186,8 @@ class Engine:
                 try:
                     inside.workers = (*around, workers)
                     plan = self._plan(state, schedule, kinds)
-                    # This may be autograd's own thread for a device. Only this thread can run the device's nodes, so
-                    # workers would wait for it: run all actions here.
+                    # The current thread may be autograd's own thread for a device. Only that thread can run the
+                    # device's nodes, so workers would wait for it. Therefore all actions run here.
                     inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
                     run = PlanRun(plan, state)
                     if not run.run_inline(to_the_end=inline):
