@@ -18,12 +18,12 @@ FLAGS = [
 ]
 
 OLDEST_FOR_BLACKWELL = (12, 8)
-"""The first toolkit that knows Blackwell."""
+"""The first version of the toolkit that can compile for Blackwell GPUs."""
 
 
 @cache
 def version_text(nvcc: str) -> str:
-    """Return a compiler's version text."""
+    """Return what the compiler ``nvcc`` prints as its version."""
     return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
 
 
@@ -36,8 +36,8 @@ def default_arch_list(toolkit: str) -> str:
     """Return the architectures for a toolkit such as ``"13.0"``, as TORCH_CUDA_ARCH_LIST spells them.
 
     Machine code for sm_80 runs on every 8.x, for sm_90 on every Hopper, for sm_100 on every 10.x and for sm_120 on
-    every 12.x. The PTX is for later GPUs, if the driver is at least as new as the toolkit. It is the data-center GPU's,
-    because an architecture that is newer than 12.0 need not have a larger number (11.0 is newer).
+    every 12.x. The PTX is for later GPUs, if the driver is at least as new as the toolkit. It is that of the
+    data-center GPU (10.0), because an architecture newer than 12.0 need not have a larger number (11.0 is newer).
     """
     version = tuple(int(part) for part in toolkit.split(".")[:2])
     return "8.0;9.0;10.0+PTX;12.0" if version >= OLDEST_FOR_BLACKWELL else "8.0;9.0+PTX"
@@ -47,7 +47,7 @@ def arch_list_of(seen: Collection[tuple[int, int]], toolkit: str) -> str:
     """Return the architectures to build for GPUs with the compute capabilities ``seen``.
 
     These are the architectures of the default list that serve these GPUs, and PTX of the newest. The whole default list
-    is returned if no GPU is seen, or if the generation of one is not in the list: then its driver compiles the PTX.
+    is returned if ``seen`` is empty, or if the generation of a GPU is missing in it: then its driver compiles the PTX.
     """
     majors = {str(major) for major, _ in seen}
     default = default_arch_list(toolkit)

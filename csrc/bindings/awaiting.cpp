@@ -35,7 +35,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     request->on_done([mailbox = shared_from_this(), told = std::move(told)] { mailbox->put(told->release()); });
   }
 
-  // Runs in the loop.
+  // Completes the waiters of requests that are done. Runs in the loop.
   void deliver() {
     for (const py::object& waiter : take_all()) wake(waiter);
   }
@@ -61,7 +61,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     });
   }
 
-  // Ctrl-C must interrupt only the main thread's own code. So call the loop first, then raise the interrupt again.
+  // Calls the loop; returns false if the call raised. Ctrl-C must interrupt only the main thread's own code, so an
+  // interrupt only sets `interrupted`, and the caller raises it again afterwards.
   bool call_loop(bool& interrupted) {
     try {
       const py::object self = py::cast(shared_from_this());
@@ -94,7 +95,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   PyObject* const call_loop_;
   std::mutex mutex_;  // guards the rest
   std::vector<PyObject*> waiters_;
-  bool called_ = false;  // the loop was called and will look
+  bool called_ = false;  // the loop was called, and has not yet taken the waiters
 };
 
 }  // namespace

@@ -188,7 +188,8 @@ class Running {
   const Batch outer_;
 };
 
-// Call it under the GIL, like all code that reads `dropped`.
+// Returns the seconds until the latest deadline in the running batch (see bind_batches). Call it under the GIL, like
+// all code that reads `dropped`.
 std::optional<double> patience_of_batch() {
   std::optional<Clock::time_point> latest;
   for (const Slice& slice : running) {
@@ -347,7 +348,8 @@ void PyBatchFunction::run(Batch batch) {
         fail(batch, error);
       }
     };
-    // Inside another batch, and on a worker of parallel calls, a thread must help, whatever its state.
+    // The state need not be read on a server's worker, which is always plain, and on a client's thread, which has read
+    // it before. Inside another batch, and on a worker of parallel calls, a thread must help whatever its state.
     const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
     try {
       if (known_plain || plain_runner == nullptr || thread_is_plain()) {

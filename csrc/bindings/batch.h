@@ -42,7 +42,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   const bool pin_memory_;
 };
 
-// The memory into which batches are gathered: one pool per process, which outlives every tensor over it.
+// Returns the memory into which batches are gathered: one pool per process, which outlives every tensor over it.
 runtime::BufferPool& buffers();
 
 // Raises the KeyboardInterrupt that ended a batch on this thread, in the code that waited there.

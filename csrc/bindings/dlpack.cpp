@@ -83,8 +83,8 @@ void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
         where, position, static_cast<int>(type));
 }
 
-// True if memory holds the values with the other sign (torch's "neg bit"). Only views can have it, so only views are
-// asked: torch releases the GIL for the answer.
+// Returns true if memory holds the values with the other sign (torch's "neg bit"). Only views can have it. Other
+// tensors are not checked, because torch releases the GIL during the check.
 bool is_negated(PyObject* object) {
   return !own(PyObject_GetAttr(object, base_name)).is_none() && py::handle(object).attr("is_neg")().ptr() == Py_True;
 }

@@ -38,9 +38,9 @@ struct Tensor {
   const void* begin() const { return static_cast<const char*>(data) + byte_offset; }
   // Bytes of one row: all dimensions except the first.
   int64_t row_bytes() const;
-  // True for rows one after the other, without gaps.
+  // Returns true if the rows lie one after the other, without gaps.
   bool dense() const;
-  // True if dense, and memory holds the values themselves.
+  // Returns true if the tensor is dense, and memory holds the values themselves.
   bool contiguous() const;
 };
 
@@ -51,7 +51,7 @@ void load();
 // of it. Throws a TypeError that begins with `where` and names argument `position` for anything else.
 py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
-// As read(), without checks, for a tensor that this module made.
+// Reads a tensor that this module made, as read() does, but without checks.
 void read_plain(PyObject* object, Tensor& tensor);
 
 // Reads a tensor that was read before. False if it cannot be read any more; then no error is set.

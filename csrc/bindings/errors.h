@@ -13,11 +13,12 @@ void find_cancelled_error();
 
 // Sets the Python exception for a C++ exception.
 void set_python_error(const std::exception_ptr& error) noexcept;
-// Returns the exception object, with its traceback, of a thrown error, or of the error that is set, which it clears.
+// exception_of returns the exception object of a thrown error, with its traceback. take_error does so for the error
+// that is set, and clears the error.
 py::object exception_of(const py::error_already_set& error);
 py::object take_error();
 
-// Calls the body of a function that CPython calls without pybind11 in between.
+// Returns body(), or null with a Python exception set if it throws: for functions that CPython calls without pybind11.
 template <typename Body>
 PyObject* guarded(const Body& body) noexcept {
   try {
@@ -28,7 +29,8 @@ PyObject* guarded(const Body& body) noexcept {
   return nullptr;
 }
 
-// True for a KeyboardInterrupt on the main thread: it belongs only to that thread, and must not be lost.
+// Returns true for a KeyboardInterrupt on the main thread: such an exception belongs only to that thread, and must not
+// be lost.
 bool is_interrupt(py::handle exception);
 
 // Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread runs

@@ -17,7 +17,7 @@ using runtime::Stop;
 using ServerThreads = Stopping<runtime::Executor<SystemSync>>;
 using Strands = std::vector<std::shared_ptr<runtime::Strand<SystemSync>>>;
 
-// The strands of the pools, each once.
+// Returns the strands of the pools, each once.
 Strands strands_of(const py::iterable& pools) {
   Strands strands;
   for (py::handle pool : pools) {
@@ -43,8 +43,9 @@ class PyExecutor {
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);
   }
 
-  // Dropped without a shutdown. May run on any thread, even one of its workers, so it does not wait: the process
-  // keeps the threads until they have stopped. In a fork, the parent's locks may be held for ever.
+  // Runs if the executor was dropped without a shutdown. May run on any thread, even one of its workers, so it does not
+  // wait: the process keeps the threads until they have stopped. In a forked child it keeps the executor for ever,
+  // because the parent's locks may never be released.
   ~PyExecutor() {
     if (!running_) return;
     if (created_ != generation()) {
@@ -124,7 +125,8 @@ class PyExecutor {
     return running_;
   }
 
-  // With the GIL: this waits only for locks under which no thread asks for the GIL.
+  // Calls how(executor, strands) if the executor runs. Keeps the GIL: this waits only for locks under which no thread
+  // asks for the GIL.
   template <typename How>
   void change(const char* where, const py::iterable& pools, const How& how) {
     require_this_process(created_, where, "Runtime");

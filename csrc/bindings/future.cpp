@@ -70,12 +70,13 @@ namespace {
 
 FutureObject* self_of(PyObject* object) { return reinterpret_cast<FutureObject*>(object); }
 
-// The collector learns of a future only once it can be part of a cycle: tracking every future is costly.
+// Makes the garbage collector track a future. Called only once the future can be part of a cycle: tracking every future
+// is costly.
 void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
 
-// True if a result may come to refer to its future. A plain tensor can do so only through added attributes.
+// Returns true if a result may come to refer to its future. A plain tensor can do so only through added attributes.
 bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
@@ -145,7 +146,8 @@ std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ss
   return seconds;
 }
 
-// The outcome of a request that is done, as CPython's functions return it.
+// Returns the outcome of a request that is done, as CPython's functions do: a new reference, or null with the exception
+// set.
 PyObject* outcome_of(FutureObject* self) {
   const TensorRequest& request = *self->request;
   PyObject* object = reinterpret_cast<PyObject*>(self);
@@ -312,7 +314,8 @@ void dealloc(PyObject* object) {
       Py_CLEAR(request->traceback);
       if (request->done()) request->drop_inputs();
     }
-    // A forked child does not destroy the parent's objects, whose locks may be held for ever.
+    // In a forked child, these copies keep the parent's objects for ever, because their destructors might wait for
+    // locks that are never released.
     if (self->created != generation()) new std::pair(request, pool);
   }
   PyTypeObject* type = Py_TYPE(object);

@@ -10,10 +10,11 @@
 
 namespace pymoe::bindings {
 
-// A future of a request that was submitted to the pool.
+// Returns a future of a request that was submitted to the pool.
 py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<Pool> pool, bool may_help);
 
-// The request of a future. Throws std::runtime_error if the request is not done and was submitted before a fork.
+// Returns the request of a future. Throws std::runtime_error if the request is not done and was submitted before a
+// fork.
 std::shared_ptr<TensorRequest> waitable_request_of(const py::object& future, const char* where);
 
 // Returns whether the calling thread runs batches while it waits for a request, or for room in a queue. Under the GIL.

@@ -66,8 +66,8 @@ void drop_later(PyObject* object) noexcept {
     first = !any_deferred.exchange(true, std::memory_order_relaxed);
   }
   if (!first) return;
-  // A pending call drops them even if the runtime is not called for long. If the table of pending calls is full, the
-  // runtime's next call does.
+  // A pending call drops the references even if the runtime is not called for long. If the table of pending calls is
+  // full, the runtime's next call drops them.
   const auto pending_call = [](void*) {
     drop_deferred();
     return 0;

@@ -10,7 +10,7 @@
 //     CPython does so itself. Earlier versions unwind the thread through all C++ frames on its stack, wherever Python
 //     code that they have called takes the GIL again. So the GIL is taken only by with_gil() and released only by
 //     WithoutGil, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing in
-//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever sees such an
+//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever catches such an
 //     unwinding.
 //   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once
@@ -120,8 +120,8 @@ class GilObject {
   PyObject* pointer_ = nullptr;
 };
 
-// Gives up a reference from any thread, with or without the GIL, under any lock, in places where the GIL must not be
-// taken: it is dropped soon, under the GIL.
+// Gives up a reference to `object`, which is dropped soon, under the GIL. It is for places where the GIL must not be
+// taken: it may be called on any thread, with or without the GIL, under any lock.
 void drop_later(PyObject* object) noexcept;
 // Drops the references that were given up so far. Call it under the GIL and without locks; cheap if there are none.
 void drop_deferred();
@@ -129,7 +129,7 @@ void drop_deferred();
 void hold_deferred();
 void release_deferred();
 
-// True if signals are served on this thread.
+// Returns true if signals are served on this thread.
 bool on_main_thread();
 // Called once, when the module is made, and again in a forked child.
 void find_main_thread();
@@ -137,8 +137,8 @@ void become_main_thread();
 
 constexpr std::chrono::milliseconds kSlice{50};
 
-// The time `seconds` from now; none without a timeout, or if it is beyond the range of the clock. Throws
-// ValueError for a timeout that is not a number.
+// Returns the time `seconds` from now, or none if there is no timeout or the time is beyond the range of the clock.
+// Throws ValueError for a timeout that is not a number.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
 // Calls ended(until), which waits at most to `until` and returns true at the end, repeatedly until it is true or the

@@ -30,7 +30,8 @@ thread_local bool is_server = false;
 std::atomic<int> forks{0};
 std::atomic<bool> exiting{false};
 
-// The child's tensors return memory, and its objects drop references: the locks of both must be free there.
+// Takes the locks that a forked child needs, so that they are free there: its tensors return memory, and its objects
+// drop references.
 void before_fork() {
   hold_deferred();
   buffers().before_fork();
@@ -83,7 +84,8 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// Also false on a thread that runs one of its batches in a worker's place, where stopped_by throws.
+// Returns true once every thread has ended. Returns false on a thread that runs a batch of `stoppable` in a worker's
+// place, where stopped_by throws.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());

@@ -23,13 +23,13 @@ class Stoppable {
   virtual ~Stoppable() = default;
   // Requests a stop and returns at once; `how` says whether work that has not started still runs or is dropped.
   virtual void request_stop(runtime::Stop how) = 0;
-  // True once every thread has ended and is joined.
+  // Waits until `until` at most; returns true once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
-  // True on one of the object's own threads, which cannot wait for its end.
+  // Returns true on one of the object's own threads, which cannot wait for its end.
   virtual bool on_worker() const = 0;
 };
 
-// A WorkerPool or an Executor of the runtime.
+// A Stoppable that holds a WorkerPool or an Executor of the runtime.
 template <typename Threads>
 class Stopping final : public Stoppable {
  public:
@@ -42,13 +42,15 @@ class Stopping final : public Stoppable {
   Threads threads;
 };
 
-// Keeps `stoppable` until it has stopped and has no other reference. Throws std::runtime_error at exit. No GIL.
+// Keeps `stoppable` until it has stopped and has no other reference. Throws std::runtime_error at exit. Call it without
+// the GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 
 // Stops it and waits until every thread has ended. Under the GIL; throws the exception of a signal handler.
 void stop(Stoppable& stoppable, runtime::Stop how);
 
-// Counts forks: an object of another generation has no threads in this process.
+// Returns a number that every fork increases. An object that was made in another generation has no threads in this
+// process.
 int generation();
 
 // Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", in a generation other than `created`.
@@ -56,9 +58,9 @@ void require_this_process(int created, const char* where, const char* kind);
 
 // Gives a worker one Python thread state for its whole life, so that thread-local data outlives a task.
 void with_thread_state(const std::function<void()>& work);
-// As with_thread_state, for workers of a Runtime.
+// Does the same as with_thread_state, for workers of a Runtime.
 void serve_with_thread_state(const std::function<void()>& work);
-// on_worker_thread: inside either function. on_server_thread: inside serve_with_thread_state.
+// on_worker_thread returns true inside either of the two functions above, on_server_thread inside the second one.
 bool on_worker_thread();
 bool on_server_thread();
 

@@ -91,14 +91,14 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   return last_;
 }
 
-// Ragged requests come in any number of shapes. A forgotten shape becomes a new kind when it is used again. So shapes
-// with queued requests are kept, and new requests can still join those in a batch.
+// Forgets the signatures that no request has, because ragged requests come in any number of shapes. Signatures of
+// queued requests are kept: a forgotten one would become a new kind, whose requests cannot share a batch with them.
 void Signatures::forget_unused() {
   std::erase_if(known_, [](const auto& entry) { return entry.second.use_count() == 1; });
   most_known_ = std::max(kKept, 2 * known_.size());
 }
 
-// "(2, 3)"
+// Returns a shape as text: "(2, 3)", or "(rows, 2, 3)" with `rows_first`.
 static std::string shown_shape(const int64_t* shape, size_t dimensions, bool rows_first = false) {
   std::string text = rows_first ? "(rows" : "(";
   for (size_t i = 0; i < dimensions; ++i) {

@@ -78,11 +78,11 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   int64_t positions() const { return static_cast<int64_t>(signature->positions.size()); }
   void drop_inputs();
   void set_outcome(py::object value, bool raised);
-  // True if every tensor still has the memory, shape, strides and dtype that it had at submit. Under the GIL.
+  // Returns true if every tensor still has the memory, shape, strides and dtype that it had at submit. Under the GIL.
   bool unchanged() const;
-  // The exception to raise, for a request that has ended with an error.
+  // Returns the exception to raise, for a request that has ended with an error.
   py::object exception() const;
-  // True if it was cancelled before it had started.
+  // Returns true if the request was cancelled before it had started.
   bool was_cancelled() const;
 
   const std::shared_ptr<const Signature> signature;
@@ -107,7 +107,7 @@ class Signatures {
   Signatures(std::string pool, std::optional<std::vector<Position>> schema)
       : pool_(std::move(pool)), schema_(std::move(schema)) {}
 
-  // The signature of these tensors. Throws ValueError or TypeError if they do not fit the schema.
+  // Returns the signature of these tensors. Throws ValueError or TypeError if they do not fit the schema.
   std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
 
  private:
@@ -125,7 +125,7 @@ class Signatures {
   uint64_t next_kind_ = 0;
 };
 
-// The pool of a TaskPool object of this process. Throws a TypeError for anything else.
+// Returns the pool of a TaskPool object of this process. Throws a TypeError for anything else.
 std::shared_ptr<Pool> pool_of(PyObject* object, const char* where);
 
 }  // namespace pymoe::bindings

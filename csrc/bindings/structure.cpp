@@ -18,7 +18,7 @@ class Deeper {
   ~Deeper() { Py_LeaveRecursiveCall(); }
 };
 
-// `items` as a tuple or list, like `like`.
+// Returns `items` as a sequence of the same type as `like`.
 py::object sequence_like(py::handle like, py::list items) {
   const py::type type = py::type::of(like);
   if (PyList_CheckExact(like.ptr())) return items;
@@ -134,7 +134,8 @@ class Split {
     }
   }
 
-  // Also true if several rows are one row in memory, which must become separate rows.
+  // Returns true if another tensor of the output shares the memory. Returns false if several rows are one row in
+  // memory: they must become separate rows.
   bool shares(const py::object& output) const {
     if (shared_.empty()) return false;
     const size_t memory = memory_of(output);

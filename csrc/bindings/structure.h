@@ -15,7 +15,7 @@ namespace pymoe::bindings {
 // that begins with `where` if a tensor's first dimension is not the sum of rows.
 std::vector<py::object> split_structure(const py::object& output, const std::vector<int64_t>& rows, const char* where);
 
-// The parts, structures of one kind, with their tensors' rows concatenated.
+// Returns a structure like each of `parts`, which are of one kind, with the rows of their tensors concatenated.
 py::object cat_structures(const py::list& parts);
 
 }  // namespace pymoe::bindings

@@ -78,7 +78,7 @@ class PyTaskPool {
     pool = Pool::create(name, options, function, std::move(strand));
   }
 
-  // A forked child does not destroy the parent's objects, whose locks may be held for ever.
+  // In a forked child it keeps the parent's objects for ever, because their locks may never be released.
   ~PyTaskPool() {
     if (created != generation()) {
       new std::pair(std::move(function), std::move(pool));
@@ -120,8 +120,8 @@ void let_collector_in(PyHeapTypeObject* heap_type) {
   };
 }
 
-// The native pool of a Python object of the type. (pybind11's own lookup takes longer, and does not check that there is
-// one.)
+// Returns the native pool of a Python object of the type. (pybind11's own lookup takes longer, and does not check that
+// there is one.)
 PyTaskPool& native(PyObject* object) {
   const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
@@ -202,7 +202,7 @@ class Arguments {
   std::unique_ptr<TensorRequest::Input[]> many_inputs_;
 };
 
-// The queue is full: waits for room, or refuses.
+// Submits a request when the queue is full: waits for room, or refuses the request.
 void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>& request) {
   if (state.raise_when_full) {
     state.pool->reject();
@@ -234,7 +234,7 @@ void require_elements(const PyTaskPool& state, const Signature& signature, int64
         static_cast<long long>(rows));
 }
 
-// Null if the queue is full and the pool would wait for room, but `may_wait` is false.
+// Queues a request and returns it; null if the queue is full and the pool would wait for room, but `may_wait` is false.
 std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
                                       bool may_wait) {
   require_this_process(state.created, state.where.c_str(), "TaskPool");

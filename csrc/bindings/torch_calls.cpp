@@ -41,8 +41,8 @@ PyObject* find(const char* dotted) {
 
 PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromString(name))); }
 
-// Questions about a thread's settings in torch, with the answers of a thread in its initial state. They are few, since
-// every client that finds no other request asks them all: a thread in inference mode is recognised by its forward-mode
+// Returns settings of a thread in torch, with their values in a thread's initial state. They are few, since every
+// client that finds no other request reads them all: a thread in inference mode is recognised by its forward-mode
 // gradients, which are off. The interpreters belong to torch.func's transforms. Dispatch keys below autograd are
 // excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a frame
 // callback while it runs compiled code.

@@ -36,7 +36,7 @@ struct TorchCalls {
 // Throws an ImportError if torch does not have the expected names.
 const TorchCalls& torch_calls();
 
-// True if a batch may run on this thread as it would on a worker: no setting is on that an operation, a graph
+// Returns true if a batch may run on this thread as it would on a worker: no setting is on that an operation, a graph
 // or a module would notice (modes, autocast, hooks on saved tensors, transforms, another GPU). The grad mode does not
 // matter: GradMode sets it. A batch has its own context variables and stack depth anyway (batch.cpp).
 bool thread_is_plain();

@@ -44,7 +44,7 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
   std::mutex mutex_;
   std::vector<SeatPointer> seats_;
   size_t next_ = 0;
-  SeatPointer last_;  // last called seat, until the next one is told
+  SeatPointer last_;  // the seat that was called last; null once all were called
 };
 
 struct Seat {
@@ -82,7 +82,8 @@ struct Seat {
     pass_on();
   }
 
-  // Runs on the seat's own thread, after it was called.
+  // Waits, after this seat was called, until the previous seat's thread has left, but at most for kSpin. Runs on the
+  // seat's own thread.
   void take_turn() {
     const SeatPointer running = std::move(before);
     if (!running) return;
@@ -107,7 +108,7 @@ void Turnstile::call_next() {
 
 namespace {
 
-// The seat on which this thread last came back, until it waits again.
+// The seat of the wait from which this thread has last returned; null once the thread has left the turnstile.
 struct Current {
   SeatPointer seat;
   int created = 0;
@@ -123,7 +124,7 @@ struct Current {
 thread_local Current current;
 thread_local std::vector<SeatPointer>* delivered = nullptr;
 
-// Notes that the request for which this seat's thread waits is done.
+// Calls the seat of a thread whose request is done, or queues the seat if this thread delivers several requests.
 void arrive(const SeatPointer& seat) {
   if (delivered != nullptr && seat->owner != std::this_thread::get_id()) {
     delivered->push_back(seat);
@@ -136,7 +137,7 @@ void arrive(const SeatPointer& seat) {
 
 void leave_turnstile() {
   const SeatPointer seat = std::move(current.seat);
-  // A forked child lacks the other threads, whose locks may be held for ever.
+  // A forked child must not take the lock of a seat: threads that exist only in the parent may hold it for ever.
   if (seat && current.created == generation()) seat->leave();
 }
 

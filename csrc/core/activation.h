@@ -24,7 +24,7 @@ enum class Activation : int8_t {
   kClampedSwiglu,
 };
 
-// True if the kind takes two values, gate and up, for each result.
+// Returns true if the kind takes two values, gate and up, for each result.
 constexpr bool is_gated(Activation kind) {
   return kind == Activation::kSwiglu || kind == Activation::kGeglu || kind == Activation::kGegluTanh ||
          kind == Activation::kClampedSwiglu;
@@ -80,7 +80,7 @@ inline constexpr double kInverseSqrt2Pi = 0.39894228040143268, kMinusInverseSqrt
 template <typename S>
 using element_t = S;
 
-// As above in fp64, with the library's erfc.
+// normal_cdf of core/activation_steps.h in fp64, with the library's erfc.
 PYMOE_HOST_DEVICE PYMOE_INLINE double normal_cdf(double x, double& gauss) {
   gauss = exp_in_fixed_steps(x * x * -0.5);
   return 0.5 * erfc(x * kMinusInverseSqrt2);

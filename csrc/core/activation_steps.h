@@ -2,8 +2,8 @@
 // each instruction set, by the CPU kernel (no include guard on purpose). Each includer first defines element_t<V>,
 // exp_in_fixed_steps(V), one_plus_exp(V) and, for fp64, normal_cdf(V, V&).
 
-// The normal distribution's Phi(x) in fp32, and e^(-x^2 / 2) in `gauss`. The polynomial uses Estrin's scheme: short
-// chains of dependent operations.
+// Returns the normal distribution's Phi(x) in fp32, and stores e^(-x^2 / 2) in `gauss`. The polynomial uses Estrin's
+// scheme: short chains of dependent operations.
 template <typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V normal_cdf(V x, V& gauss) {
   using P = NormalTail;
@@ -17,7 +17,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V normal_cdf(V x, V& gauss) {
   return x > 0.0f ? 1.0f - tail : tail;
 }
 
-// (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)), the factor of x in gelu_tanh, and 2 du/dx in `slope`.
+// Returns (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)), the factor of x in gelu_tanh, and stores 2 du/dx in `slope`.
 template <typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V tanh_gate(V x, V& slope) {
   using S = element_t<V>;
@@ -29,14 +29,15 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V tanh_gate(V x, V& slope) {
   return S(1) / one_plus_exp(-(inside * (kLinear + kCubic * square)));
 }
 
-// `x` clamped to [-limit, limit]; NaN stays NaN.
+// Returns `x` clamped to [-limit, limit]; NaN stays NaN.
 template <typename V, typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE V clamp_both(V x, S limit) {
   const V low = x < -limit ? V{} - limit : x;
   return low > limit ? V{} + limit : low;
 }
 
-// Returns one result. Only gated kinds read `up`, and only kClampedSwiglu reads `clamp`.
+// Returns the activation of x (the gate, for gated kinds). Only gated kinds read `up`, and only kClampedSwiglu reads
+// `clamp`.
 template <Activation kind, typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V activate(V x, V up, const SwigluClamp<element_t<V>>& clamp) {
   if constexpr (kind == Activation::kSwiglu) {

@@ -33,7 +33,7 @@ struct ExpSteps<float> {
   static constexpr int kBias = 127, kMantissa = 23;
   // Cephes' expf.
   static constexpr int kTerms = 6;
-  // This is a function, because device code cannot address a static array of the host.
+  // A function and not an array, because device code cannot address a static array of the host.
   PYMOE_HOST_DEVICE static constexpr float polynomial(int i) {
     constexpr float kCoefficients[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                              4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -102,7 +102,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;
 }
 
-// A sum over the choices of a token, in blocks so that the rounding error stays small for large K.
+// Returns the sum of `count` values of a token's choices, in blocks so that the rounding error stays small for large K.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S sum_in_blocks(const S* values, int64_t count) {
   S total = 0;

@@ -27,7 +27,7 @@ struct BuildRoutingArguments {
   int64_t choices;       // K
   int64_t num_experts;   // E
   int64_t capacity;      // at least 0; T * K or more drops nothing
-  bool foreign = false;  // whether experts of E or more are allowed
+  bool foreign = false;  // whether numbers of E or more are allowed, as experts of other ranks
 };
 
 struct CountedRoutingArguments : BuildRoutingArguments {  // int32 experts, all in [0, E); no workspace

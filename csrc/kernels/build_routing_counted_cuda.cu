@@ -22,7 +22,7 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
 // Largest number of blocks. Each block reads all of the gate's counts, so more blocks read more.
 constexpr int64_t kMostTiles = 128;
-constexpr int64_t kMostGroups = 32;  // most counts that one thread adds
+constexpr int64_t kMostGroups = 32;  // maximum number of counts that one thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
 // With this limit every pack has a thread, and half of the warps are left for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
@@ -44,8 +44,8 @@ struct Sort {
   int tile;          // choices per block
   int rounds;        // rounds of 32 choices per warp
 
-  // i / choices. The rounding adds less than i * choices / 2^kShift, which is less than 1, so it does not change the
-  // integer part of a quotient.
+  // Returns i / choices, the token of choice i. The rounding adds less than i * choices / 2^kShift, which is less than
+  // 1, so it does not change the integer part of a quotient.
   static constexpr int kShift = 37;
   static_assert(ChoiceCounts::kMostTokens * ChoiceCounts::kMostExperts * ChoiceCounts::kMostExperts < int64_t{1}
                                                                                                           << kShift);
@@ -96,8 +96,8 @@ PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   parts[(s.groups + group) * s.packs + pack] = counts.earlier;
 }
 
-// Turns every warp's count of an expert's choices into the count of all earlier warps. The threads from `first` on run
-// it.
+// Replaces every warp's count of an expert's choices by the sum of the counts of all earlier warps. The threads from
+// number `first` on call it.
 PYMOE_DEVICE void sum_warps(int first, int experts, int32_t* of_warps) {
   for (int expert = static_cast<int>(threadIdx.x) - first; expert < experts; expert += kThreads - first) {
     int32_t counts[kWarps];

@@ -12,7 +12,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// A block adds E counters to the scan, which stays cheap with 8 choices per counter.
+// Returns the number of choices per block. A block adds E counters to the scan; with at least 8 choices per counter,
+// the scan stays cheap.
 int64_t block_size(int64_t rows, int64_t num_experts) {
   return std::min(std::max<int64_t>(8192, 8 * num_experts), std::max<int64_t>(rows, 1));
 }

@@ -67,7 +67,7 @@ Plan make_plan(int64_t rows, int64_t experts) {
   return plan;
 }
 
-// The expert of a choice, or -1 if it names none.
+// Returns the expert of a choice, or -1 if the choice names none.
 template <typename Index>
 PYMOE_DEVICE int expert_of(Index named, int experts) {
   using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // negative indices become large ones
@@ -78,7 +78,7 @@ struct Tile {
   int64_t begin;
   int rounds;
 
-  // The place of this thread's choice in round `round` of its warp.
+  // Returns the place of this thread's choice in round `round` of its warp.
   PYMOE_DEVICE int64_t place(int round) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     return begin + (static_cast<int64_t>(warp) * rounds + round) * kWarp + lane;
@@ -102,8 +102,8 @@ PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count
   }
 }
 
-// Computes total[e] and before[e] from all choices, at most kOneLaunchRows. `scratch` holds experts * warps words. A
-// tile begins at a multiple of a pack.
+// Counts every expert's choices: total[e] in all tiles, before[e] in the tiles before this one. Requires rows <=
+// kOneLaunchRows, room for experts * warps words in scratch, and a tile_begin that is a multiple of the pack size.
 template <typename Index>
 PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int tile_begin, int experts, int32_t* scratch,
                             int32_t* total, int32_t* before) {
@@ -147,7 +147,8 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   __syncthreads();
 }
 
-// Computes the same from all tiles' histograms. Warp w sums tiles w, w + warps, w + 2 * warps, ...
+// Computes total[e] and before[e] for tile `tile` from the histograms of all tiles. Warp w sums tiles w, w + warps, w +
+// 2 * warps, ...
 PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64_t tiles, int64_t tile, int experts,
                                  int32_t* total, int32_t* before) {
   constexpr int kLoads = 4;
@@ -178,8 +179,9 @@ PYMOE_DEVICE void sum_histograms(const int32_t* PYMOE_RESTRICT histograms, int64
 
 // --- begin and end of rows ---
 
-// Input: total[e], before[e]. Output: first[e], the tile's first row for expert e, replaces before; limit[e], the end
-// of the expert's rows, replaces total. `sums` has one word per warp.
+// Computes two numbers for every expert from total[e] and before[e]: first[e], the tile's first row for the expert,
+// which replaces before[e], and limit[e], the end of the expert's rows, which replaces total[e]. `sums` has one word
+// per warp.
 PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int32_t* total_to_limit,
                                int32_t* before_to_first) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);

@@ -26,8 +26,8 @@ namespace {
 template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
-// A chunk of a row, moved by accesses of kBytes. If these are narrower than the chunk, the row may end within it, and
-// only `count` elements are touched.
+// load_chunk and store_chunk move a chunk of a row by accesses of kBytes. If these are narrower than the chunk, the row
+// may end within it, and only `count` elements are touched.
 template <int kBytes, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
@@ -52,7 +52,7 @@ PYMOE_DEVICE void store_chunk(T* to, const Chunk<T>& chunk, int count) {
   }
 }
 
-// The sum of the values as a balanced tree: i and i + kCount / 2, and so on.
+// Returns the sum of the values, added as a balanced tree: i and i + kCount / 2, and so on.
 template <typename S, int kCount>
 PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
 #pragma unroll

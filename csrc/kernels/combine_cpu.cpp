@@ -13,7 +13,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// The minimum number of tokens per thread, with some 64 KiB of traffic.
+// Returns the minimum number of tokens per thread: as many as move some 64 KiB.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
 }

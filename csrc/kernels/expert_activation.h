@@ -39,7 +39,7 @@ struct ExpertActivationArguments {
   bool interleaved = false;     // whether gate and up of the clamped swiglu are interleaved
 };
 
-// The parameters in the type of the kernel's computation.
+// Returns the parameters in the type of the kernel's computation.
 template <typename S>
 SwigluClamp<S> clamp_of(const ExpertActivationArguments& a) {
   return {static_cast<S>(a.clamp.limit), static_cast<S>(a.clamp.alpha), static_cast<S>(a.clamp.up_offset)};

@@ -1,16 +1,16 @@
 // Expert activations on the GPU: element by element, by the steps of core/activation.h, with the CPU twin's bits.
 //
 // A row is cut into chunks of 16 bytes. A thread takes two of them, issues the loads of both (of gate and up, and of
-// grad for the backward) before it computes, and stores each result once: 64 bytes in flight per thread for swiglu,
-// 96 for its backward, where some 25 KB per SM keep an H200's memory busy. A row's base is computed in 64 bits, once
-// per thread, without a division per element. Without a gate all rows form one long row, whose last chunk may be
-// partial; with one, a chunk never crosses from gate to up. If the tensors or F do not allow accesses of 16 bytes,
-// elements are moved one by one.
+// grad for the backward) before it computes, and stores each result once. So 64 bytes are in flight per thread for
+// swiglu, and 96 for its backward; some 25 KB per SM are enough to keep an H200's memory busy. A row's base is computed
+// in 64 bits, once per thread, without a division per element. Without a gate all rows form one long row, whose last
+// chunk may be partial; with one, a chunk never crosses from gate to up. If the tensors or F do not allow accesses of
+// 16 bytes, elements are moved one by one.
 //
 // A swiglu element costs 38 instructions (counted in sm_90's code for bf16; 24 for e^x, ten for the division), and
-// seven more for its share of a thread's fixed work. That is a few more than an H200's multiprocessors can issue while
-// its six bytes pass. Therefore one_plus_exp omits steps that do not affect 1 + e^x, products and sums are fused if no
-// bit depends on it, and a row is found without a division.
+// seven more for its share of a thread's fixed work. That is a few more than an H200's multiprocessors can issue in the
+// time in which the memory moves the element's six bytes. Therefore one_plus_exp omits steps that do not affect 1 +
+// e^x, products and sums are fused if no bit depends on it, and a row is found without a division.
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
@@ -43,7 +43,7 @@ struct Strips {
 template <typename T>
 struct Place {
   int64_t row, column;  // row and column of the first chunk
-  int stride, rest;     // rest: elements from `column` to the row's end, within the thread's reach
+  int stride, rest;     // rest: elements from `column` to the row's end, at most those of the thread's chunks
   bool whole;           // true if every chunk is one access
 
   PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
@@ -60,7 +60,8 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   place.column = static_cast<int64_t>(tile) * kShare * place.stride + lane * kChunk<T>;
   const int64_t rest = place.row < s.rows ? s.features - place.column : 0;
   place.rest = static_cast<int>(min(rest, static_cast<int64_t>(kShare) * place.stride));
-  // Gate and up consist of whole chunks if one access may move a chunk; one long row may end within a chunk.
+  // With a gate, `s.whole` is enough: gate and up then consist of whole chunks. Without one, the one long row may end
+  // within a chunk, so every chunk is checked.
   place.whole = s.whole;
 #pragma unroll
   for (int j = 0; j < (kGated ? 0 : kShare); ++j) {
@@ -69,8 +70,8 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   return place;
 }
 
-// Loads chunks, from number `first` of those that begin at `from` on, with zeros past the row's end. All loads are
-// issued together.
+// Loads kCount of the thread's chunks into `to`, from its chunk number `first` on, with zeros past the row's end.
+// `from` is the address of its chunk 0. All loads are issued together.
 template <bool kWhole, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   });
 }
 
-// `addresses`: the addresses of all tensors.
+// Returns the assignment for a call whose tensors have these addresses.
 template <typename T>
 Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActivationArguments& a) {
   int64_t rows = a.rows, features = a.features;

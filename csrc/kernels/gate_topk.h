@@ -6,9 +6,9 @@
 // are computed in the fixed steps of core/score.h. In both cases `experts` and `load` are exact, for every instruction
 // set and any number of threads; weights agree with the reference within a few ulp.
 //
-// The backward recomputes scores from the logits. It trusts no index: for an expert outside [0, E) the CPU twin throws
-// std::out_of_range, and the CUDA twin ignores the choice. Neither touches memory outside the tensors. A NaN logit gets
-// a NaN gradient, and with softmax makes all gradients of its token NaN.
+// The backward recomputes scores from the logits. It checks every index: for an expert outside [0, E) the CPU twin
+// throws std::out_of_range, and the CUDA twin ignores the choice. So neither touches memory outside the tensors. A NaN
+// logit gets a NaN gradient, and with softmax makes all gradients of its token NaN.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace pymoe {
 
-// Accumulated dtype below means float64 for float64 logits, otherwise float32.
+// Below, "accumulated dtype" means float64 if the logits are float64, otherwise float32.
 struct GateOptions {
   Score score;
   bool renormalize;
@@ -41,7 +41,7 @@ struct GateTopkArguments {
   GateOptions options;
   // Only for the CUDA twin. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
-  int64_t most_blocks = 0;    // blocks in the grid; 0: the twin chooses
+  int64_t most_blocks = 0;    // maximum number of blocks in the grid; 0: the twin chooses
   ChoiceCounts counts{};      // if it has memory, counts are written instead of `load`, which need not be cleared
 
   PYMOE_HOST_DEVICE bool chooses_on_logits() const { return bias == nullptr && num_groups == 0; }
@@ -56,7 +56,7 @@ struct GateTopkBackwardArguments {
   int64_t tokens;
   int64_t num_experts;
   int64_t choices;        // K >= 1
-  bool chosen_on_logits;  // true: the best expert is chosen, so renormalising needs no floor or full softmax
+  bool chosen_on_logits;  // true: the best expert is among the chosen, so renormalising needs no floor or full softmax
   GateOptions options;
   void* workspace = nullptr;  // cuda::gate_topk_backward_workspace bytes, for the CUDA twin
   bool narrow = false;        // logits are float32, and gradients are rounded to bf16 for a later product
@@ -75,10 +75,11 @@ void gate_topk_backward(const GateTopkBackwardArguments& arguments);
 }  // namespace cpu
 
 namespace cuda {
-// Returns the bytes of workspace that a call needs: none in usual shapes, whose rows fit into shared memory.
+// Return the number of bytes of workspace that a call needs: none in usual shapes, whose rows fit into shared memory.
 int64_t gate_topk_workspace(const GateTopkArguments& arguments);
 int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments);
-// Returns the counts that a call can write for build_routing, still without memory; without tiles if it cannot.
+// Returns the layout of the counts that a call can write for build_routing, still without memory. It has no tiles if
+// the call cannot write counts.
 ChoiceCounts gate_topk_counts(const GateTopkArguments& arguments);
 // Enqueue on `stream` (a cudaStream_t) and return at once; throw std::runtime_error if a launch is refused.
 void gate_topk(const GateTopkArguments& arguments, void* stream);

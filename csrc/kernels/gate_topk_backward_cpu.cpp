@@ -17,7 +17,7 @@ void gate_topk_backward(const GateTopkBackwardArguments& a) {
   const auto gate_backward_tokens = PYMOE_SELECT_ISA(gate_backward_tokens);
   const int64_t grain = std::max<int64_t>(1, (int64_t{16} << 10) / (a.num_experts + 8 * a.choices));
   parallel_for(0, a.tokens, grain, [&](int64_t begin, int64_t end) {
-    // Room for a row of scores and three rows of choices, at most 8 bytes per element.
+    // Room for two rows of E values (scores, gradients) and two of K, at most 8 bytes per element.
     const std::unique_ptr<double[]> scratch(new double[static_cast<size_t>(2 * a.num_experts + 2 * a.choices)]);
     gate_backward_tokens(a, begin, end, scratch.get());
   });

@@ -53,7 +53,8 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
     const S sum = sum_in_blocks(scratch.chosen, a.choices);
     S inner = 0;
     for (int64_t j = 0; j < a.choices; ++j) inner += scratch.delta[j] * (scratch.chosen[j] / sum);
-    // 0, or NaN if the token's scores are NaN: NaN is never hidden.
+    // The gradient of experts that are not chosen: 0, or NaN if the token's scores are NaN, because a NaN must not be
+    // hidden.
     const Out rest = round_to<Out>(sum * S{0});
     for (int64_t i = 0; i < a.num_experts; ++i) out[i] = rest;
     for (int64_t j = 0; j < a.choices; ++j) {

@@ -72,8 +72,8 @@ class Token {
     for (int64_t i = lane(); i < a_.num_experts; i += kLanes) f(i);
   }
 
-  // Replaces the gradients of the chosen experts, in the lanes that wrote them, by f(choice). If experts are equal,
-  // which only a caller's mistake can cause, the last one stays.
+  // Replaces the gradients of the chosen experts, in the lanes that wrote them, by f(choice). If two choices name the
+  // same expert, which only a caller's mistake can cause, the value of the last one stays.
   template <typename F>
   PYMOE_DEVICE void replace_chosen(const F& f) const {
     for (int64_t j = 0; j < a_.choices; ++j) {
@@ -108,7 +108,8 @@ class Token {
     return sum_of_terms();
   }
 
-  // The case of a renormalised softmax with the best expert among the chosen: other experts' gradients are 0.
+  // Computes the gradients for a renormalised softmax with the best expert among the chosen. The gradients of experts
+  // that are not chosen are 0.
   PYMOE_DEVICE void chosen_softmax_backward() {
     int64_t first = 0;
     while (first < a_.choices && !inside(experts_[first])) ++first;
@@ -125,7 +126,7 @@ class Token {
     });
     __syncwarp();
     const S inner = sum_of_terms();
-    const S rest = sum * S{0};  // 0, or NaN if the token's scores are NaN: NaN is never hidden
+    const S rest = sum * S{0};  // 0, or NaN if the token's scores are NaN, which must not be hidden
     each_own_element([&](int64_t i) { grad_[i] = rest; });
     replace_chosen([&](int64_t j) { return (delta_[j] - inner) * chosen_[j]; });
   }
@@ -144,7 +145,7 @@ class Token {
       lanes.add(e, 0);
     });
     const S sum = lanes.total();
-    each_own_element([&](int64_t i) { grad_[i] = grad_[i] / sum; });  // now scores
+    each_own_element([&](int64_t i) { grad_[i] = grad_[i] / sum; });  // grad_ now holds the scores
     __syncwarp();
     each_own_choice([&](int64_t j) { chosen_[j] = inside(experts_[j]) ? grad_[experts_[j]] : S{0}; });
     const S through = chosen_gradients();
@@ -173,7 +174,8 @@ class Token {
   S* const terms_;   // (K,)
 };
 
-// Writes `count` values to consecutive elements, by all threads of the block.
+// Rounds the `count` values at `rows` and writes them to `target`, by all threads of the block. `packed`: whether the
+// target is aligned for stores of 16 bytes.
 template <typename T>
 PYMOE_DEVICE void write_rows(const accumulate_t<T>* rows, int64_t count, T* target, bool packed) {
   using P = Chunk<T>;

@@ -14,8 +14,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// For many choices: sorts (key, column) pairs partially, and writes values and columns of the best `choices`, `stride`
-// apart.
+// A column with the key of its value. For many choices, select_sorted sorts these pairs partially, and writes values
+// and columns of the best `choices`, each `stride` elements apart.
 template <typename S>
 struct KeyedColumn {
   order_key_t<S> key;
@@ -38,7 +38,7 @@ void select_sorted(const S* row, int64_t size, int64_t choices, int64_t stride, 
   }
 }
 
-constexpr int64_t kTile = 16;  // most tokens that any instruction set takes at once
+constexpr int64_t kTile = 16;  // maximum number of tokens that any instruction set processes at once
 
 struct alignas(64) Line {
   unsigned char bytes[64];

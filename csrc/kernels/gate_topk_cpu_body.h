@@ -14,7 +14,7 @@ namespace pymoe::cpu::PYMOE_ISA {
 template <typename S>
 using key_vector = decltype(vector_t<S>{} < vector_t<S>{});
 
-// order_key and value_of_key of core/order.h, lane by lane.
+// order_keys and values_of_keys apply order_key and value_of_key of core/order.h to every lane.
 template <typename S>
 PYMOE_INLINE key_vector<S> order_keys(vector_t<S> value) {
   constexpr order_key_t<S> kMagnitude = std::numeric_limits<order_key_t<S>>::max();
@@ -42,7 +42,8 @@ struct Best {
     }
   }
 
-  // Insert candidates in ascending order of experts, so that equal keys stay in this order.
+  // Inserts one candidate per lane. Candidates must come in ascending order of experts, so that equal keys stay in this
+  // order.
   PYMOE_INLINE void insert(Keys key, Keys expert) {
     Keys better[N];
     for (int j = 0; j < N; ++j) better[j] = key > keys[j];
@@ -63,7 +64,7 @@ struct Scratch {
   S* candidates;               // (E, tile)
   order_key_t<S>* candidate;   // (E, tile): the column of each candidate
   S* values;                   // (K, tile): the values by which experts were chosen
-  order_key_t<S>* columns;     // (K, tile): their columns
+  order_key_t<S>* columns;     // (K, tile): the columns of these experts
   S* weights;                  // (K, tile)
   order_key_t<S>* group_keys;  // (groups, tile)
   int32_t* groups;             // (tile, groups): each token's remaining groups, ascending
@@ -108,7 +109,7 @@ PYMOE_INLINE void for_columns(const S* const* rows, int64_t begin, int64_t end, 
   }
 }
 
-// Computes the maxima of `kMaxima` virtual lanes of a row, ignoring NaNs.
+// Writes the maxima of `kMaxima` virtual lanes of a row to `maxima`, ignoring NaNs.
 template <int kMaxima, typename S>
 PYMOE_INLINE void lane_maxima(const S* row, int64_t size, S* maxima) {
   constexpr int kL = kLanes<S>, kVectors = kMaxima / kL;
@@ -127,7 +128,8 @@ PYMOE_INLINE void lane_maxima(const S* row, int64_t size, S* maxima) {
   for (int v = 0; v < kVectors; ++v) store(maxima + v * kL, best[v]);
 }
 
-// Writes the candidates of row `t` of the tile, which are not below `bound`, and returns their number.
+// Writes the candidates of `row`, which is row `t` of the tile, to the scratch memory, and returns their number.
+// Candidates are the elements that are not below `bound`.
 template <typename S>
 PYMOE_INLINE int64_t collect(const S* row, int64_t size, S bound, int t, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>, kWord = 64;
@@ -214,7 +216,8 @@ PYMOE_INLINE void select(const S* const* rows, int64_t size, int64_t choices, co
   }
 }
 
-// Writes the remaining groups of each token, and the choice scores of their experts next to each other.
+// Writes the numbers of each token's best topk_groups groups to scratch.groups, and moves the choice scores of their
+// experts next to each other in scratch.choice.
 template <typename S>
 void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>;
@@ -259,7 +262,8 @@ void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
   }
 }
 
-// Computes scores of the tile's tokens, then replaces them by choice scores in scratch.choice.
+// Writes the scores of the tile's tokens to scratch.scores, and their choice scores to scratch.choice: with the bias,
+// and those of the best groups first.
 template <typename S>
 void score_tile(const GateTopkArguments& a, const S* const* rows, const Scratch<S>& scratch) {
   const auto* bias = static_cast<const S*>(a.bias);
@@ -276,8 +280,8 @@ void score_tile(const GateTopkArguments& a, const S* const* rows, const Scratch<
   if (a.num_groups > 0) keep_best_groups<S>(a, scratch);
 }
 
-// Turns scratch.values, the logits of the chosen experts, into their scores. Softmax scores that will be renormalised
-// remain e^(logit - best), which differs from the score by a factor per token.
+// Writes the scores of the chosen experts, whose logits are in scratch.values, to scratch.weights. Softmax scores that
+// will be renormalised remain e^(logit - best), which differs from the score by a factor per token.
 template <typename S>
 PYMOE_INLINE void score_chosen(const GateTopkArguments& a, const S* const* rows, const Scratch<S>& scratch) {
   constexpr int kL = kLanes<S>;

@@ -7,15 +7,15 @@
 // fp64 stay in a buffer (shared memory, or the workspace if that is too small), with eight loads per lane in flight. A
 // bias is loaded in the same way as the row.
 //
-// The limit is instructions, not bytes: other implementations need K dependent passes over the row. Here (choose.h)
-// maxima of parts of the row give a bound that leaves little more than K candidates, which are ranked against each
-// other. For one or two choices, more choices than maxima, and rows with too many ties at the bound, passes are made,
-// which need no memory.
+// The time is limited by instructions, not by bytes, and K dependent passes over the row, as in other implementations,
+// need many. Instead (choose.h), maxima of parts of the row give a bound that leaves little more than K candidates,
+// which are ranked against each other. Passes, which need no memory, are made only for one or two choices, for more
+// choices than maxima, and for rows with too many ties at the bound.
 //
 // Weights are computed by the lanes of the group in parallel, in the operations and order of the CPU twin: all outputs
 // have its bits. Loads are counted in shared memory, then added by one integer atomic per expert and block, in any
-// order. The zeroes for these sums come from a memset before the launch, except if one block has all tokens and writes
-// its counts: no block may wait for another, so no block can clear memory for all.
+// order. A memset before the launch sets these sums to zero: blocks cannot wait for each other, so none of them can
+// clear the memory for all. If one block has all tokens, there is no memset, and the block writes its counts.
 #include <algorithm>
 #include <type_traits>
 
@@ -28,16 +28,16 @@ namespace {
 
 constexpr const char* kName = "gate_topk";
 constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 528;             // largest number of blocks: four for each of an H200's 132 multiprocessors
-constexpr int64_t kCountedBlocks = 256;      // largest number if build_routing's blocks read each block's counts
-constexpr int64_t kMostCounted = 8192;       // most experts whose slots are counted in shared memory
-constexpr int64_t kMostBuffered = 64 << 20;  // most bytes of rows in the workspace
+constexpr int64_t kBlocks = 528;             // maximum number of blocks: four for each of an H200's 132 multiprocessors
+constexpr int64_t kCountedBlocks = 256;      // the same, if build_routing's blocks read each block's counts
+constexpr int64_t kMostCounted = 8192;       // maximum number of experts whose choices are counted in shared memory
+constexpr int64_t kMostBuffered = 64 << 20;  // maximum number of bytes of rows in the workspace
 // Up to this number of tokens, groups of 16 lanes (16 tokens per block) make at most two blocks for each of 132
-// multiprocessors. If rows are scored, their warps then end sooner than with 8 lanes, which need fewer instructions in
-// total.
+// multiprocessors. If rows are scored, groups of 16 lanes are then faster: their warps end sooner than with 8 lanes,
+// although 8 lanes need fewer instructions in total.
 constexpr int64_t kFewTokens = 4224;
-constexpr int kHeldExperts = 512;  // most experts of a row that stays in registers
-constexpr int kHeldScores = 256;   // most experts, if the choice or the weights need the scores of the whole row
+constexpr int kHeldExperts = 512;  // maximum number of experts of a row that stays in registers
+constexpr int kHeldScores = 256;   // the same, if the choice or the weights need the scores of the whole row
 
 // The layout of a launch's memory.
 struct Layout {
@@ -45,8 +45,8 @@ struct Layout {
   int32_t each;        // consecutive tiles per block
   int32_t capacity;    // room for candidates of a token; 0: choose by passes
   int32_t group_size;  // experts per group; 0: no groups
-  int64_t row_keys;    // keys that a token buffers: E and one per group, or none
-  int64_t row_scores;  // scores that a token keeps in shared memory: E and a few more, or none
+  int64_t row_keys;    // number of keys in a token's buffer: E and one per group, or none
+  int64_t row_scores;  // number of scores that a token keeps in shared memory: E and a few more, or none
   bool counts_in_shared;
   void* rows;  // buffered keys, by block and token; null: they are in shared memory
 };
@@ -95,20 +95,21 @@ class Token {
     gate_by_passes();
   }
 
-  // Maxima per lane: in usual shapes there are twice as many as choices, which keeps the candidates few.
+  // Number of maxima per lane. In usual shapes a token has twice as many maxima as choices, so that few candidates
+  // remain.
   static constexpr int kMaxima = kHeld == 0 ? 8 : kLanes == kWarp ? 4 : 2;
 
  private:
   PYMOE_DEVICE int lane() const { return threadIdx.x % kLanes; }
   PYMOE_DEVICE bool inside(int32_t expert) const { return static_cast<uint32_t>(expert) < a_.num_experts; }
   PYMOE_DEVICE bool softmax() const { return a_.options.score == Score::kSoftmax; }
-  // Renormalised softmax weights need only the exponentials of the chosen experts, if the row's greatest logit is
-  // chosen.
+  // Returns true if the exponentials of the whole row must be summed. Renormalised softmax weights need only those of
+  // the chosen experts, if the row's greatest logit is chosen.
   PYMOE_DEVICE bool sums_row() const {
     return kScoresRow && softmax() && !(a_.chooses_on_logits() && a_.options.renormalize);
   }
 
-  // Slots hold the bits of the logits; -infinity past the end.
+  // Fills the slots with the bits of the logits, and with -infinity past the end of the row.
   PYMOE_DEVICE void load_row() {
     with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
       // In the larger kernels, the compiler would merge two bounds tests into one branch, and move the load and the
@@ -158,11 +159,11 @@ class Token {
       if (kHeld > 0 && inside(expert)) row_scores_[expert] = score;
       return inside(expert) ? order_key(score + bias) : kNoKey<S>;
     });
-    if (kHeld > 0) __syncwarp();  // scores are there
+    if (kHeld > 0) __syncwarp();  // all lanes have written their scores
     if (layout_.group_size > 0) keep_best_groups();
   }
 
-  // Removes the experts of all groups except the best from the choice.
+  // Removes the experts of all groups except the best topk_groups from the choice: their keys become kNoKey.
   PYMOE_DEVICE void keep_best_groups() {
     const auto size = static_cast<uint32_t>(layout_.group_size), groups = static_cast<uint32_t>(a_.num_groups);
     if constexpr (kHeld > 0) {
@@ -206,7 +207,8 @@ class Token {
     }
   }
 
-  // Returns the score of a chosen expert, or e^(logit - best) if renormalising removes their common factor later.
+  // Returns the score of a chosen expert. For a softmax whose row is not summed (sums_row), returns e^(logit - best),
+  // which differs from the score by a factor per token that renormalising removes.
   PYMOE_DEVICE S score_of(const Candidate<S>& candidate) const {
     if (kScoresRow && kHeld > 0 && !a_.chooses_on_logits()) return row_scores_[candidate.expert()];
     S logit;
@@ -252,7 +254,9 @@ class Token {
     __syncwarp();  // before the next token reuses the lists
   }
 
-  // Lane `choice % kLanes` writes a choice; its weight waits in a register, or in the output if the lane has several.
+  // Chooses the experts one after the other, each by a pass over the row, and writes them and their weights. Lane
+  // `choice % kLanes` writes a choice. Until the sum for renormalising is known, the score stays in a register, or in
+  // the output if a lane has several choices.
   PYMOE_DEVICE void gate_by_passes() {
     auto previous = Candidate<S>::before_all();
     S total = 0, block = 0, mine = 0;
@@ -294,7 +298,8 @@ class Token {
   HeldRow<S, kLanes, kHeld> row_;
 };
 
-// Blocks per multiprocessor. To make room for a third, nvcc 13 would spill registers to local memory on sm_120.
+// Number of blocks that must fit on a multiprocessor together. To make room for a third, nvcc 13 would spill registers
+// to local memory on sm_120.
 inline constexpr int kResident = 2;
 
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
@@ -359,7 +364,7 @@ struct Plan {
   int64_t workspace_bytes = 0;
 };
 
-// Returns the kernel that serves a call.
+// The template arguments of a kernel. with_kernel calls f with those of the kernel that serves a call.
 template <typename Sums, int kGroup, int kSlots, bool kWholeRow>
 struct Kernel {
   using S = Sums;
@@ -384,7 +389,7 @@ auto with_kernel(const GateTopkArguments& a, const F& f) {
   return f(Kernel<float, kWarp, 16, false>{});
 }
 
-// `counted`: count for build_routing.
+// Returns the plan of a call. `counted`: whether its blocks write their counts for build_routing.
 template <typename K>
 Plan plan_of(const GateTopkArguments& a, bool counted) {
   using S = typename K::S;

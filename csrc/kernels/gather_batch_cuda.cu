@@ -23,7 +23,7 @@ namespace {
 using Byte = unsigned char;
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // words that a thread holds
+constexpr int kUnroll = 4;  // number of words that a thread copies
 constexpr int kWord = 16;
 constexpr int64_t kBlockBytes = int64_t{kThreads} * kUnroll * kWord;
 
@@ -40,7 +40,7 @@ struct Table {
   int64_t starts[kMost + 1];  // strictly ascending from 0
 };
 
-// Finds the block that holds byte `at`, among first..last.
+// Returns the number of the block that holds byte `at`, which is one of first..last.
 PYMOE_DEVICE int find_block(const int64_t* starts, int64_t at, int first, int last) {
   while (first < last) {
     const int middle = (first + last + 1) / 2;

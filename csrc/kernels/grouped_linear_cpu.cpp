@@ -28,7 +28,7 @@ void fill_zero(void* begin, int64_t bytes) {
                [&](int64_t from, int64_t to) { memset(data + from, 0, static_cast<size_t>(to - from)); });
 }
 
-// The gemm of the instruction set in use.
+// Returns the gemm for T of the instruction set in use.
 template <typename T>
 auto chosen_gemm() {
 #if PYMOE_MULTIVERSION
@@ -53,8 +53,8 @@ constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
 
-// Cuts the (rows_of(e), columns) outputs of all experts into blocks: of gemm's preferred size, or smaller if there
-// would be too few for the threads. The cut does not affect the results.
+// Cuts the (rows_of(e), columns) outputs of all experts into blocks of gemm's preferred size, or into smaller ones if
+// there would be too few blocks for the threads. The cut does not affect the results.
 template <typename RowsOf>
 std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) {
   // Multiples of every micro-kernel's tile except AVX-512's 14 rows, so that blocks end in whole tiles.

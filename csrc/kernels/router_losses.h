@@ -24,7 +24,7 @@ namespace pymoe {
 
 inline constexpr int64_t kLossBlock = 64;
 
-// The number of doubles that the forward needs as a workspace: two sums per block of tokens.
+// Returns the number of doubles that the forward needs as a workspace: two sums per block of tokens.
 constexpr int64_t router_losses_workspace(int64_t tokens) { return 2 * ((tokens + kLossBlock - 1) / kLossBlock); }
 
 // The common arguments of forward and backward.

@@ -11,8 +11,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// max + log(sum of e^(l - max)). If the maximum is infinite, the terms of the sum are NaN, so the maximum is returned,
-// or NaN if the row holds one.
+// Returns the logsumexp of a row: max + log(sum), with `sum` the sum of e^(l - max). If the maximum is infinite, the
+// terms of the sum are NaN, so the maximum is returned, or NaN if the row holds a NaN.
 template <typename S>
 S logsumexp_of(S max, S sum, const S* row, int64_t size) {
   if (!std::isinf(max)) return max + std::log(sum);
@@ -58,7 +58,7 @@ class Fraction {
   std::unique_ptr<double[]> values_;
 };
 
-// Returns a sum over blocks, in kSumLanes lanes.
+// Returns the sum of `blocks` values, added in kSumLanes lanes.
 double sum_of_blocks(const double* sums, int64_t blocks) {
   double lanes[kSumLanes] = {};
   for (int64_t block = 0; block < blocks; ++block) lanes[block % kSumLanes] += sums[block];

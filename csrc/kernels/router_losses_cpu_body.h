@@ -12,7 +12,8 @@ struct RowStatistics {
   S score_sum, score_dot;  // sums of the unnormalised scores, and of scores times f
 };
 
-// Writes e^(l - max) to `exps` and, for sigmoid, the scores to `scores`; either may be null. `fraction` may be null.
+// Returns the statistics of a row; score_dot is 0 if `fraction` is null. If the exponentials e^(l - max) are needed,
+// they are also written to `exps`, and sigmoid scores to `scores`; either may be null.
 template <typename S>
 RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool with_z, const S* fraction, S* exps,
                                 S* scores) {
@@ -40,8 +41,8 @@ RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool wi
   return result;
 }
 
-// Computes the sums of <f, p> and lse^2 over one block's tokens. `fraction` has kSumLanes zeros after its E values, or
-// is null. `scratch` has room for a row.
+// Writes the sum of <f, p> over one block's tokens to `balance`, and the sum of lse^2 to `z`. `fraction` has kSumLanes
+// zeros after its E values, or is null. `scratch` has room for a row.
 void router_losses_block(const RouterLossesArguments& a, const void* fraction, int64_t begin, int64_t end,
                          double* scratch, double* balance, double* z) {
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {

@@ -3,11 +3,11 @@
 // once, for its maximum, and after that from L1: 64 rows of 256 experts are 64 KB. Any number of experts is possible.
 //
 // Forward: a block of 1024 threads takes kLossBlock tokens, one token per group; two of its threads add up the results
-// of the tokens, in order, into the workspace. A second launch of one warp adds up the blocks. No atomics on floats,
-// and no counter that must start at zero. Backward: one launch, every gradient written once.
+// of the tokens, in order, into the workspace. A second launch of one warp adds up the blocks. So no float is added by
+// atomics, in any order, and no counter must start at zero. Backward: one launch, every gradient written once.
 //
-// The share f_e of each expert is computed from the load on the device. Every block finds the sum (integers, in any
-// order) and fills a table in shared memory; if there are too many experts for a table, f_e is divided at each use.
+// The share f_e of each expert is computed from the load on the device. Every block adds up the loads (integers, so in
+// any order) and fills a table in shared memory; if there are too many experts for a table, f_e is divided at each use.
 #include <cmath>
 #include <limits>
 
@@ -19,9 +19,9 @@ namespace {
 
 constexpr int kForwardThreads = static_cast<int>(kLossBlock) * kSumLanes;
 constexpr int kBackwardThreads = 512;
-constexpr int64_t kMostTableBytes = 32 << 10, kLeastBytes = 16;  // a kernel that declares the table always has one
+constexpr int64_t kMostTableBytes = 32 << 10, kLeastBytes = 16;  // the least is for a launch without a table
 
-// The fraction of all slots that an expert has.
+// The share of each expert in all choices: f_e of router_losses.h.
 template <typename S>
 struct Fraction {
   const void* load;  // null: no balancing loss
@@ -35,7 +35,8 @@ struct Fraction {
   PYMOE_DEVICE S of(int64_t e) const { return table != nullptr ? table[e] : static_cast<S>(load_of(e)) / total; }
 };
 
-// To be called by all threads of the block. `table` has room for E values, or is null.
+// Returns the shares, after filling `table`, which has room for E values or is null. All threads of the block must call
+// it.
 template <typename S>
 PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_experts, S* table) {
   PYMOE_SHARED(unsigned long long, sum, 1);
@@ -69,7 +70,8 @@ struct RowStatistics {
   S score_sum, score_dot;  // sums of the unnormalised scores, and of scores times f
 };
 
-// To be called by all lanes of a warp: a token's 16 lanes pass its row, and lanes without a token pass size 0.
+// Returns the statistics of a row. All lanes of a warp must call it: a token's 16 lanes pass its row, and lanes without
+// a token pass size 0.
 template <typename T, typename S = accumulate_t<T>>
 PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool with_exps, bool with_sigmoids,
                                              const Fraction<S>& fraction, int lane) {
@@ -116,7 +118,8 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
   return r;
 }
 
-// If the maximum is infinite, the terms of the sum are NaN, so the maximum is returned, or NaN if the row holds one.
+// Returns the logsumexp of a row. If the maximum is infinite, the terms of the sum are NaN, so the maximum is returned,
+// or NaN if the row holds a NaN.
 template <typename S>
 PYMOE_DEVICE S logsumexp_of(const RowStatistics<S>& r) {
   if (r.max - r.max == S{0}) return r.max + std::log(r.sum);
@@ -152,7 +155,8 @@ __global__ void __launch_bounds__(kForwardThreads)
   }
 }
 
-// Launched with one warp, each half of which takes one loss.
+// Adds up the sums of the blocks and writes both losses. It is launched with one warp, each half of which takes one
+// loss.
 __global__ void __launch_bounds__(kWarp)
     router_losses_total_kernel(const double* PYMOE_RESTRICT of_blocks, int64_t blocks, int64_t tokens,
                                int64_t num_experts, bool is_double, void* balance, void* z) {
@@ -211,7 +215,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// Returns the bytes of the table of fractions; 0 without a table.
+// Returns the number of bytes of the table of shares; 0 without a table.
 template <typename S>
 int64_t table_bytes(const void* load, int64_t num_experts) {
   const int64_t bytes = num_experts * static_cast<int64_t>(sizeof(S));

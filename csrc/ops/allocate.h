@@ -15,8 +15,9 @@
 
 namespace pymoe::ops {
 
-// A new tensor of torch. torch::stable::empty would look up aten::empty by its name in every call, and box its
-// arguments. That takes a microsecond, and an operator for a few tokens makes up to ten tensors.
+// Returns a new contiguous tensor on the device of `like`. torch::stable::empty is not used, because it would look up
+// aten::empty by its name in every call, and box its arguments. That takes a microsecond, and an operator for a few
+// tokens makes up to ten tensors.
 inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef shape,
                                         torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {
   namespace conversions = torch::stable::detail;
@@ -35,9 +36,9 @@ inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef
   return torch::stable::Tensor(made);
 }
 
-// An uninitialised tensor on the device of `like`. Large CPU outputs ask the system for huge pages: the first access to
-// new memory costs a page fault per 4 KiB, which was most of the time of a memory-bound operator. With 2 MiB pages
-// there are 512 times fewer. If the system has none, the advice has no effect.
+// Returns an uninitialised tensor on the device of `like`. For large CPU outputs the system is asked for huge pages:
+// the first access to new memory costs a page fault per 4 KiB, which would be most of the time of a memory-bound
+// operator. With 2 MiB pages there are 512 times fewer. If the system has none, the advice has no effect.
 inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, torch::headeronly::ScalarType dtype,
                                    const torch::stable::Tensor& like) {
   torch::stable::Tensor tensor = contiguous(shape, dtype, like);
@@ -54,11 +55,12 @@ inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shap
   return tensor;
 }
 
-// Like `empty`, but may reuse the memory of `used`, whose values are no longer needed, if it is large enough and that
-// pays. Memory that was just written needs no new pages.
+// Returns an uninitialised tensor (rows, columns) with the dtype and device of `like`. It lies in the memory of `used`,
+// whose values are no longer needed, if that is large enough and the tensor has kWorth bytes: memory that was just
+// written needs no new pages. Otherwise, or if `used` is null, its memory is new.
 inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t rows, int64_t columns,
                                       const torch::stable::Tensor& like) {
-  constexpr int64_t kWorth = int64_t{4} << 20;  // bytes
+  constexpr int64_t kWorth = int64_t{4} << 20;  // bytes from which reuse pays
   const int64_t count = rows * columns;
   if (used == nullptr || used->numel() < count || used->scalar_type() != like.scalar_type() ||
       used->device() != like.device() || !used->is_contiguous() ||

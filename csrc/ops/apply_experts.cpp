@@ -7,12 +7,13 @@
 //
 // pymoe::apply_chosen_experts: gate_topk, then apply_experts of its choice, also without gradients; returns (y, load).
 //
-// pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: the first two with quantised weights and
-// quantized_linear. `layout` holds format and output features of w_in, format and output features of w_out.
+// pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: as apply_experts and apply_chosen_experts,
+// but with quantised weights and quantized_linear. `layout` holds format and output features of w_in, format and output
+// features of w_out.
 //
-// pymoe::apply_experts_recorded and pymoe::apply_chosen_experts_recorded: the first two for use with gradients. They
-// also return what the steps of a backward pass read (pymoe/nn/recorded.py), so every step has memory of its own: (y,
-// rows, inner, active, outer, slot, token, offsets), and (load, weights, experts) of the gate.
+// pymoe::apply_experts_recorded and pymoe::apply_chosen_experts_recorded: apply_experts and apply_chosen_experts for
+// use with gradients. They also return what the steps of a backward pass read (pymoe/nn/recorded.py), so every step has
+// memory of its own: (y, rows, inner, active, outer, slot, token, offsets), and (load, weights, experts) of the gate.
 //
 // Tensors are contiguous, except for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
@@ -33,7 +34,8 @@ constexpr const char* kName = "apply_experts";
 
 using Routing = std::tuple<Tensor, Tensor, Tensor>;
 
-// Calls `networks` with the rows, sorted by expert, and their offsets.
+// Returns the weighted sum of the networks' outputs for every token. `networks` is called with the tokens' rows, sorted
+// by expert, and their offsets.
 template <typename Networks>
 Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& networks) {
   const auto& [slot, token, offsets] = routing;

@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kName = "build_routing";
 constexpr int64_t kRowLimit = int64_t{1} << 31;  // rows are numbered in int32
 
-// Sorts with the gate's counts. Only the CUDA twin can use them.
+// Sorts the choices with the gate's counts. Only the CUDA twin can use them.
 void run_counted([[maybe_unused]] const BuildRoutingArguments& a, [[maybe_unused]] const gate_topk_op::Chosen& chosen) {
 #if PYMOE_WITH_CUDA
   auto* const load = static_cast<int32_t*>(chosen.load.mutable_data_ptr());
@@ -27,7 +27,8 @@ void run_counted([[maybe_unused]] const BuildRoutingArguments& a, [[maybe_unused
 #endif
 }
 
-// `counted`: the counts of the gate that chose the experts.
+// Checks the arguments, sorts the choices by expert, and returns (slot, token, offsets). `counted`: the gate's result,
+// if the gate has counted the choices; otherwise null.
 std::tuple<Tensor, Tensor, Tensor> sort(const Tensor& experts, int64_t num_experts, std::optional<int64_t> capacity,
                                         bool foreign, const gate_topk_op::Chosen* counted) {
   const bool wide = experts.scalar_type() == ScalarType::Long;

@@ -15,7 +15,8 @@ namespace {
 
 constexpr const char* kName = "expert_activation";
 
-// The forward, or the backward if there is a `grad`. `kind` is an index into pymoe.reference.expert_activation.KINDS.
+// Checks the arguments and returns the result of the forward, or of the backward if there is a `grad`. `kind` is an
+// index into pymoe.reference.expert_activation.KINDS.
 Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
                    int64_t kind, SwigluClamp<double> clamp, bool interleaved, const Tensor* used = nullptr) {
   const DType dtype = floating_dtype(kName, "h", h);

@@ -7,7 +7,8 @@
 //
 // `whole` is a promise of the caller: the offsets come from build_routing without a capacity, for choices that all name
 // an expert. So the offsets need not be made safe, and no row is left out. A layer makes this promise only for its own
-// offsets, and saves two launches per product. On the GPU the promise is not checked, because it cannot be.
+// offsets, and saves two launches per product. On the GPU the promise is not checked, because the host would have to
+// wait for the offsets.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -25,7 +26,8 @@ namespace {
 constexpr const char* kName = "grouped_linear";
 constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the kernels round the number of experts up, in int32
 
-// `tensor` must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
+// Returns a view of `tensor`, which must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
+// `argument` is its name in errors.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
                           const Tensor& like) {
   require(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns, kName, argument,
@@ -36,7 +38,7 @@ MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t ro
   return {tensor.const_data_ptr(), tensor.strides()[0], tensor.strides()[1]};
 }
 
-// The number of experts of the offsets.
+// Checks the offsets and returns their number of experts.
 int64_t checked_experts(const Tensor& offsets, const Tensor& like) {
   checked_offsets(kName, offsets, like);
   require(offsets.size(0) <= kMostOffsets, kName, "offsets must have at most ", kMostOffsets, " entries, got ",
@@ -44,7 +46,7 @@ int64_t checked_experts(const Tensor& offsets, const Tensor& like) {
   return offsets.size(0) - 1;
 }
 
-// The workspace for the plan of the CUDA twins; the CPU twins need none.
+// Returns the workspace for the plan of the CUDA twins; the CPU twins need none.
 Workspace plan_for(int64_t experts, const Tensor& like) {
   return {on_cuda(like) ? cuda::grouped_linear_workspace(experts) : 0, ScalarType::Int, like};
 }
@@ -55,17 +57,17 @@ int compute_capability(const Tensor& tensor) {
   return cuda::compute_capability(tensor.is_cpu() ? 0 : tensor.get_device_index());
 }
 
-// A step before or after torch's product; it has no CPU twin.
+// Runs a step before or after torch's product. Such a step has no CPU twin.
 template <typename Arguments>
 void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& arguments, const Tensor& tensor) {
   run(Twins<Arguments>{nullptr, step}, arguments, tensor);
 }
 
-// The end of each expert's rows, in the form that torch takes.
+// Returns the end of each expert's rows, in the form that torch takes.
 Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
-// Returns torch's grouped product of left and right, in which `complete` writes zeros for all that belongs to no
-// expert.
+// Returns torch's grouped product of left and right, after `complete` has written zeros into it for all that belongs to
+// no expert.
 template <typename Arguments>
 Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {
@@ -80,7 +82,7 @@ Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tens
 
 #endif
 
-// The common part of all arguments; `out` and the workspace are added later.
+// Returns the common part of all arguments; `out` and the workspace are added later.
 GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& order, int64_t rows,
                          int64_t input_features, int64_t output_features, DType dtype) {
   return {static_cast<const int32_t*>(offsets.const_data_ptr()),

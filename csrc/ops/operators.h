@@ -17,14 +17,14 @@ namespace pymoe::ops {
 using torch::stable::Tensor;
 
 namespace gate_topk_op {
-// The gate's choice. If `counts` has tiles, the counts are in `memory` and `load` is not written.
+// The gate's choice. If `counts` has tiles, `memory` holds the counts, and `load` is not written.
 struct Chosen {
   Tensor weights, experts, load;
   ChoiceCounts counts{};
   std::optional<Tensor> memory{};
 };
 
-// `counted`: whether to count for build_routing, if the twin can.
+// Returns the gate's choice. `counted`: whether to count the choices for build_routing, if the twin can.
 Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, const std::string& score,
               bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, bool counted);
 }  // namespace gate_topk_op
@@ -33,7 +33,7 @@ namespace build_routing_op {
 // Returns (slot, token, offsets).
 std::tuple<Tensor, Tensor, Tensor> build_routing(const Tensor& experts, int64_t num_experts,
                                                  std::optional<int64_t> capacity, bool foreign);
-// As build_routing, from the gate's result; computes the load if the gate did not.
+// Returns (slot, token, offsets) for the gate's choice. Also computes the load, if the gate did not.
 std::tuple<Tensor, Tensor, Tensor> build_routing_of(const gate_topk_op::Chosen& chosen,
                                                     std::optional<int64_t> capacity);
 }  // namespace build_routing_op

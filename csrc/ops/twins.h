@@ -11,7 +11,7 @@
 #include "ops/check.h"
 #include "ops/value_error.h"
 
-// Weak symbol: a CPU build of torch lacks it, and has no CUDA tensor that would need it.
+// A weak symbol, because a CPU build of torch lacks the function. Such a build has no CUDA tensor that would need it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace pymoe::ops {
@@ -34,7 +34,8 @@ Twins<Arguments> cpu_alone(void (*cpu)(const Arguments&)) {
 #define PYMOE_TWINS(kernel) ::pymoe::ops::cpu_alone(&::pymoe::cpu::kernel)
 #endif
 
-// True if the CUDA twin serves this tensor. In the tests' library with the emulator, it serves CPU tensors.
+// Returns true if the CUDA twin serves this tensor. In the tests' library with the emulator, the CUDA twin serves CPU
+// tensors.
 inline bool on_cuda(const Tensor& tensor) {
 #if PYMOE_CUDA_ON_CPU
   return tensor.is_cpu();
@@ -50,8 +51,8 @@ inline bool on_cuda(const Tensor& tensor) {
 #define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (of_cpu)
 #endif
 
-// The current stream of the calling thread, on the tensor's device. It is never stored, because CUDA graphs and stream
-// contexts change it.
+// Returns the current stream of the calling thread, on the tensor's device. It must not be stored, because CUDA graphs
+// and stream contexts change it.
 inline void* current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   if (aoti_torch_get_current_cuda_stream == nullptr ||
@@ -73,7 +74,7 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 #endif
 }
 
-// The operator's function, with its errors converted for Python.
+// `call` calls kFunction, and turns std::invalid_argument into Python's ValueError.
 template <auto kFunction, typename Signature = decltype(kFunction)>
 struct Translated;
 template <auto kFunction, typename Result, typename... Parameters>

@@ -1,10 +1,10 @@
 // The exception that becomes Python's ValueError in every version of torch.
 //
 // torch's operators are called through pybind11, which turns std::invalid_argument into ValueError. From torch 2.15 on,
-// torch converts it first, to a RuntimeError. Both leave pybind11's own exceptions to pybind11. Its headers cannot be
-// compiled against Python's limited API, so the two classes are declared here: exceptions of two libraries are the same
-// if their names are, and these names have not changed since pybind11 2.0. If they ever do, the error is a
-// RuntimeError.
+// torch turns it into a RuntimeError before pybind11 gets it. No version of torch converts pybind11's own exceptions,
+// so value_error becomes ValueError in all of them. The headers of pybind11 cannot be compiled against Python's limited
+// API, so the two classes are declared here: exceptions of two libraries are the same if their names are, and these
+// names have not changed since pybind11 2.0. If they ever do, the error is a RuntimeError.
 #pragma once
 
 #include <stdexcept>
@@ -19,7 +19,7 @@ namespace pybind11 {
 class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
-  // Called with the GIL.
+  // Sets Python's error. pybind11 calls it with the GIL held.
   virtual void set_error() const = 0;
 };
 

@@ -29,7 +29,8 @@ bool ThreadActivity::advanced() {
   return std::exchange(seen_, now) != now;
 }
 
-// In the file, the state follows the name in parentheses. It is R for a thread that runs or could run.
+// In the thread's file in /proc, the state follows the name in parentheses. It is R for a thread that runs or could
+// run.
 bool ThreadActivity::ready() const {
   if (thread_ == 0) return true;
   char text[256];

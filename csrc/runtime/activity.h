@@ -14,9 +14,9 @@ class ThreadActivity {
   ThreadActivity() = default;
   static ThreadActivity of_this_thread();
 
-  // True if the thread, which must not have ended, has used a processor since the last call.
+  // Returns true if the thread, which must not have ended, has used a processor since the last call.
   bool advanced();
-  // True if the thread runs, or would if it got a processor. Takes ten times as long as advanced().
+  // Returns true if the thread runs, or would if it got a processor. Takes ten times as long as advanced().
   bool ready() const;
 
  private:

@@ -47,13 +47,14 @@ class Linger {
 
   explicit Linger(Duration limit) : limit_(limit) {}
 
-  // A request was queued; `in_flight` requests, including it, are queued or running.
+  // Notes that a request was queued. `in_flight`: number of requests that are queued or running, including this one.
   void arrived(Time now, int64_t in_flight) {
     last_event_ = now;
     expected_ = std::max(expected_, in_flight);
   }
 
-  // A batch begins, with `queued` requests to choose from.
+  // Notes that a batch begins, with `queued` requests to choose from. If more were expected, the patience is halved. If
+  // all have come, and more than one was expected when the last batch ended, waiting pays, and the patience is doubled.
   void started(int64_t queued) {
     if (queued < expected_) {
       patience_ = std::max(patience_ / 2, kLeastPatience);
@@ -69,10 +70,11 @@ class Linger {
     batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
   }
 
-  // True if as many requests are queued as were in flight when a batch last began, or since.
+  // Returns true if as many requests are queued as were in flight when a batch last began, or since.
   bool complete(int64_t queued) const { return queued >= expected_; }
 
-  // The time until which waiting is worthwhile for an incomplete queue whose oldest request arrived at `oldest`.
+  // Returns the time until which waiting is worthwhile for an incomplete queue whose oldest request arrived at
+  // `oldest`.
   Time until(Time oldest) const {
     const Duration gap = std::min(std::max(batch_, Duration(kLeastGap)), limit_);
     const auto patient_gap = std::chrono::duration_cast<Duration>(gap * patience_);
@@ -86,7 +88,7 @@ class Linger {
 
   const Duration limit_;
   int64_t expected_ = 1;
-  int64_t promised_ = 1;  // expected_ when the last batch ended, to find out whether waiting for it paid
+  int64_t promised_ = 1;  // value of expected_ when the last batch ended; over 1: there were requests to wait for
   double patience_ = 1;
   Duration batch_{};   // moving average of the durations of batches
   Time last_event_{};  // time of the last arrival, or of the last end of a batch

@@ -3,8 +3,8 @@
 // New memory costs a page fault for every 4 KiB, which is more than copying 4 KiB. Blocks come in size classes, four
 // for every power of two, so that a block is at most a quarter larger than requested.
 //
-// Bounded   At most most_cached_bytes are kept. A returned block beyond them drives out blocks of other sizes, the
-//           largest first, and is freed itself if that is not enough.
+// Bounded   At most most_cached_bytes are kept. If a returned block does not fit, blocks of other sizes are freed, the
+//           largest first; if that is not enough, the returned block itself is freed.
 // Threads   take and give_back may be called from any thread. Every block must be back before its pool is destroyed.
 // Aligned   Every block begins at a multiple of 64 bytes.
 #pragma once
@@ -24,7 +24,7 @@ namespace pymoe::runtime {
 class BufferPool {
  public:
   struct Statistics {
-    int64_t live_blocks;   // bytes that are taken and not yet given back
+    int64_t live_blocks;   // number of blocks that are taken and not yet given back
     int64_t cached_bytes;  // bytes in blocks that are kept for later callers
   };
 
@@ -68,7 +68,7 @@ class BufferPool {
     free_all(freed);
   }
 
-  // Called around a fork, so that the child finds the lock free and everything in order.
+  // Called around a fork, so that the child finds the lock free and the members consistent.
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
@@ -96,7 +96,8 @@ class BufferPool {
     return true;
   }
 
-  // Removes blocks of classes other than `spared` until `bytes` more fit; the caller frees the returned chain.
+  // Removes blocks of classes other than `spared` until `bytes` more fit. Returns them as a chain, which the caller
+  // frees.
   Header* make_room(size_t bytes, int spared) noexcept {
     Header* chain = nullptr;
     for (int i = kClasses - 1; i >= 0 && cached_bytes_ + bytes > most_cached_bytes_; --i) {
@@ -110,7 +111,7 @@ class BufferPool {
     return chain;
   }
 
-  // Class 4 p + q holds (4 + q) 2^p units of 64 bytes.
+  // Returns the number of bytes of a block: class 4 p + q has (4 + q) * 2^p units of 64 bytes.
   static size_t size_of(int size_class) {
     return (size_t{4} + static_cast<size_t>(size_class % 4)) << (size_class / 4 + 6);
   }

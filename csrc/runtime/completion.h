@@ -2,15 +2,15 @@
 //
 //     pending --claim()--> running --complete(error)--> done
 //
-// Claiming   Exactly one caller of claim() gets true. Only that caller may run the thing, cancel it or let it expire,
-//            and it must call complete(). So a worker, a waiting thread that helps, a canceller and a deadline
+// Claiming   Exactly one caller of claim() gets true. Only that caller may run the operation, cancel it or let it
+//            expire, and it must call complete(). So a worker, a waiting thread that helps, a canceller and a deadline
 //            can all try to claim one task, and exactly one of them gets it.
-// Waiting    Every wait that began before the end or begins after it returns. `error` is null if all went well, and
+// Waiting    Every wait returns, whether it began before the end or after it. `error` is null if all went well, and
 //            does not change after the end.
 // Callbacks  run once each, in the order in which they were added, on the thread that completes, or at once on the
 //            thread that adds them after the end; never under a lock. A callback that was added with a key can be
-//            removed (remove) as long as the thing has not ended. They must not throw. A thread that completes several
-//            things ends all of them (end) before it runs their callbacks: a callback may wait for any of them.
+//            removed (remove) until the operation ends. They must not throw. A thread that completes several
+//            operations ends all of them (end) before it runs their callbacks: a callback may wait for any of them.
 // Wakers     are callbacks that only wake waiting threads: they run as part of the end.
 // Lifetime   A thread that waits or completes must hold a reference: use it through a shared_ptr.
 #pragma once
@@ -52,7 +52,7 @@ class Completion {
   bool done() const { return stage_.load(std::memory_order_acquire) == Stage::kDone; }
   bool pending() const { return stage_.load(std::memory_order_acquire) == Stage::kPending; }
 
-  // Returns true if it has ended by `until`.
+  // Waits for the end of the operation. Returns true if it has ended by `until`.
   bool wait_until(Time until) const {
     if (done()) return true;
     std::unique_lock lock(mutex_);
@@ -62,7 +62,8 @@ class Completion {
     return true;
   }
 
-  // Call only after the end: then the error never changes, and is read without the lock.
+  // Returns the error, or null if all went well. Call only after the end: then it never changes, and is read without
+  // the lock.
   const std::exception_ptr& error() const { return error_; }
 
   void on_done(Callback callback, const void* key = nullptr) { add(callbacks_, {key, std::move(callback)}); }
@@ -90,7 +91,7 @@ class Completion {
     for (const KeyedCallback& callback : end(std::move(error))) callback();
   }
 
-  // As complete(), but the caller runs the returned callbacks.
+  // Ends the operation as complete() does, but returns the callbacks, which the caller must run.
   [[nodiscard]] Callbacks end(std::exception_ptr error) {
     Callbacks wakers, callbacks;
     {
@@ -108,7 +109,7 @@ class Completion {
  protected:
   Completion() = default;
 
-  // Gives a claim back, because its holder did not run the operation.
+  // Gives a claim back if its holder did not run the operation, which is pending again after that.
   void unclaim() { stage_.store(Stage::kPending, std::memory_order_release); }
 
  private:

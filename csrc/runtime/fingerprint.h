@@ -15,8 +15,9 @@ inline constexpr size_t kLineBytes = 64;
 inline constexpr size_t kLines = 32;
 inline constexpr size_t kWholeBytes = 2 * kLines * kLineBytes;
 
-// A change of a single 8-byte word that is read changes the fingerprint; other changes do so except with a chance of
-// 2^-64.
+// Returns the fingerprint of `bytes` bytes. `round` chooses the lines that are read, and `whole` means all of them. A
+// change of a single 8-byte word that is read changes the fingerprint; other changes of what is read do so except with
+// a chance of 2^-64.
 uint64_t fingerprint(const unsigned char* memory, size_t bytes, uint64_t round, bool whole);
 
 }  // namespace pymoe::runtime

@@ -11,11 +11,12 @@
 //            that is stopped with kCancel does that; with kDrain it still makes all calls.
 // Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own even if there are
 //            few workers. wait_until waits without helping.
-// Inline A run with a limit leaves its calls to the waiting thread, as long as that thread finishes one in every span
-//            of `inline_limit`: handing over shorter calls costs more than it gains. A thread must wait for the run;
-//            otherwise it continues only after that span, and not at all in a pool that is stopped before.
+// Inline     A run with a limit leaves its calls to the waiting thread, as long as that thread finishes one in every
+//            span of `inline_limit`: handing over shorter calls costs more than it gains. A thread must wait for such a
+//            run; otherwise its calls begin only after that span, and not at all in a pool that is stopped before.
 // Errors     start throws StoppedError if the pool was stopped.
-// Threads    All functions may be called from any thread. The pool must outlive the run; the function lives as long.
+// Threads    All functions may be called from any thread. The pool must outlive the run. The function is
+//            destroyed with the run.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +34,8 @@ namespace pymoe::runtime {
 
 // The run's jobs in the pool are tickets: each makes calls one after the other until none is left, or until an older
 // job waits for a worker. There is one ticket for each worker that has a call to make. In a pool that can grow, the
-// same number of tickets waits in addition, so that the pool sees that there are more calls than its workers have
-// started.
+// same number of tickets waits in addition: jobs that stay queued make the pool grow while there are more calls than
+// its workers have started.
 template <typename Sync>
 class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
  public:
@@ -49,8 +50,8 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     return run;
   }
 
-  // Makes calls, and waits for the calls of others when none is left to start; false if the run has not ended by
-  // `until`. A call that was started here runs to its end.
+  // Makes calls on this thread and, when none is left to start, waits for the calls of others. Returns false if the run
+  // has not ended by `until`. A call that was started here runs to its end.
   bool help_until(Time until) {
     {
       Lock lock(mutex_);
@@ -143,7 +144,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
         tickets_ -= ticket;
         let_go(lock);
         if (next_ == count_ || tickets_ > 0) return;
-        tickets_ += ticket;  // stopped pool, and no other thread has a ticket
+        tickets_ += ticket;  // the pool is stopped and no other thread has a ticket, so go on here
       }
       const int call = next_++;
       call_workers(lock);

@@ -31,8 +31,8 @@ class Request : public Completion<Sync> {
   using Time = typename Sync::Time;
   using Duration = typename Sync::Duration;
 
-  // Requests of different kinds never share a batch. `head_start` is the priority: the request counts as if it had
-  // arrived earlier by that much.
+  // Requests of different kinds never share a batch. `head_start` is the priority: the request is ranked as if it had
+  // arrived earlier by that time.
   Request(int64_t rows, uint64_t kind, std::optional<Time> deadline = std::nullopt,
           Duration head_start = Duration::zero())
       : rows(rows), kind(kind), deadline(deadline), head_start(head_start) {}

@@ -51,7 +51,7 @@ class RequestQueue {
     linger_.arrived(now, requests() + running_);
   }
 
-  // kNow, kNever, or the time at which the next batch should run if nothing else arrives.
+  // Returns kNow, kNever, or the time at which the next batch should run if nothing else arrives.
   Time ready_at() const {
     if (queue_.empty()) return kNever;
     if (rows_ >= options_.max_batch_size) return kNow;
@@ -62,7 +62,8 @@ class RequestQueue {
     return enough ? std::min(linger_.until(oldest), overdue) : overdue;
   }
 
-  // The next batch; empty only if every request had expired.
+  // Removes and returns the next batch, and adds expired requests to `expired`. The batch is empty only if every
+  // request had expired.
   Slices take(Time now, Requests& expired) {
     expire(now, expired);
     Slices batch;
@@ -89,7 +90,7 @@ class RequestQueue {
     return batch;
   }
 
-  // Takes back slices from take that did not run: each request returns to its place.
+  // Takes back slices that take() returned and that did not run: each request returns to its place.
   void put_back(std::span<const Slice<Sync>> batch) {
     for (size_t i = batch.size(); i-- > 0;) {
       const auto& [request, begin, end] = batch[i];
@@ -113,8 +114,9 @@ class RequestQueue {
     return request.given_up_;
   }
 
-  // Removes the remaining rows of a request that has begun; false if none remain, or it has not begun. The caller
-  // completes the request: now if no running batch has a part of it (ends_now), else when that batch ends.
+  // Removes the remaining rows of a request that has begun, and adds their number to `rows`. Returns false if none
+  // remain, or if it has not begun. The caller completes the request: now if no running batch has a part of it
+  // (ends_now), else when that batch ends.
   bool give_up(Request<Sync>& request, int64_t& rows, bool& ends_now) {
     if (!request.queued_ || request.next_row_ == 0) return false;
     rows += request.rows - request.next_row_;
@@ -133,13 +135,13 @@ class RequestQueue {
     return result;
   }
 
-  // Notes that a batch has ended after the time `took`, which completed `requests` requests.
+  // Notes the end of a batch that took `took` and completed `requests` requests.
   void ended(int64_t requests, Time now, typename Sync::Duration took) {
     running_ -= requests;
     linger_.ended(now, took);
   }
 
-  // Removes a request that has not begun; false if it has.
+  // Removes a request that has not begun; returns false if it has begun.
   bool remove(Request<Sync>& request) {
     if (!request.queued_ || !request.claim()) return false;
     drop(request);
@@ -162,7 +164,7 @@ class RequestQueue {
     }
   }
 
-  // The earliest deadline of a queued request; kNever if there is none.
+  // Returns the earliest deadline of a queued request, or kNever if there is none.
   Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
 
   // Removes every request that has not begun; with `begun_too` also the remaining rows of those that have begun.

@@ -1,17 +1,17 @@
-// Strand: pools whose batches never overlap, such as forward and backward of one expert. The unit that workers run.
+// Strand: pools whose batches never overlap, such as forward and backward of one expert. Workers run strands.
 //
 // Order      Among the pools that have a batch ready, the one whose front request has the smallest rank goes first.
-//            Strands are ordered in the same way: a strand posts itself to the workers with that
-//            rank and runs one batch for each time that a worker takes it.
+//            Strands are ordered in the same way: a strand posts itself to the workers with that rank, and runs one
+//            batch for each time that a worker takes it.
 // Posting    A strand posts itself when a batch is ready, and for the time at which one will be (timeout, linger). A
-//            post is a hint: the worker that takes it looks again, so an unnecessary post does no harm. Nothing is
-//            posted while a batch runs; the thread that ran it checks afterwards.
+//            post is a hint: the worker that takes it checks whether a batch is ready, so an unnecessary post does no
+//            harm. Nothing is posted while a batch runs; the thread that ran the batch checks afterwards.
 // Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
-//            for a request of another strand keeps looking there until the request is done, since it may be the
-//            only thread that can run it.
-// Results    appear after the strand is free again, so that a client's next request finds it free. An
-//            exception of the batch function ends all requests of the batch, or with options.isolate those that fail
-//            alone.
+//            for a request of another strand keeps running that strand's ready batches until the request is done,
+//            since it may be the only thread that can run them.
+// Results    appear after the strand is free again, so that a client's next request finds it free. If the batch
+//            function throws, all requests of the batch end with its exception, or with options.isolate those that
+//            fail alone.
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
 //            carry_out() posts.
 #pragma once
@@ -34,8 +34,8 @@ namespace pymoe::runtime {
 template <typename Sync>
 class TaskPool;
 
-// Help by a waiting thread, which may run batches while it waits. Inside a batch (of another strand) it must help,
-// because it blocks that strand and may be the only thread that can continue.
+// Whether a waiting thread helps, that is, runs batches while it waits. Inside a batch (of another strand) it must
+// help, because it blocks that strand and may be the only thread that can continue.
 enum class Help { kNo, kYes, kInBatch };
 
 template <typename Sync>
@@ -44,8 +44,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Time = typename Sync::Time;
   using Workers = std::shared_ptr<WorkerPool<Sync>>;
 
-  // Sets the workers that run its batches from now on, and the one-thread pool that handles deadlines. Throws
-  // std::logic_error if it is already attached.
+  // Sets the workers that run the strand's batches from now on, and the one-thread pool that handles deadlines. Throws
+  // std::logic_error if the strand is already attached.
   void attach(Workers workers, Workers timer) {
     Plan made;
     {
@@ -65,7 +65,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     workers_ = timer_ = nullptr;
   }
 
-  // Closes its pools. With kDrain queued requests run without waiting for more, with kCancel they are cancelled.
+  // Closes the strand's pools. With kDrain queued requests run without waiting for more, with kCancel they are
+  // cancelled.
   void request_stop(Stop how) {
     std::vector<std::shared_ptr<TaskPool<Sync>>> pools;
     Plan made;
@@ -86,7 +87,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // Reverses request_stop: opens the pools again. No thread may be waiting for their end.
+  // Reverses request_stop: opens the pools again. No thread may be in wait_finished_until.
   void reopen() {
     Plan made;
     {
@@ -96,7 +97,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // Returns true if every submitted request is done by `until`. Call after request_stop.
+  // Waits for the end of all submitted requests; returns false if one has not ended by `until`. Call after
+  // request_stop.
   bool wait_finished_until(Time until) {
     std::unique_lock lock(mutex_);
     refuse_on_runner();
@@ -106,13 +108,15 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return true;
   }
 
-  // Waits until a request of one of the pools ends; may return early.
+  // Waits until `request`, of one of the strand's pools, ends, but not beyond `until`; may return early. `how`: whether
+  // this thread runs batches meanwhile.
   void wait(const Request<Sync>& request, Time until, Help how) {
     std::unique_lock lock(mutex_);
     while (!request.done()) {
       refuse_on_runner();
       if (how != Help::kNo && help(lock)) continue;
-      // A strand without workers may be about to be attached to this very thread, as its only worker.
+      // If other threads run the batches, this one can sleep until the request ends. Otherwise it must watch for
+      // batches: a strand without workers may be about to be attached to this very thread, as its only worker.
       if (how == Help::kNo || (how == Help::kYes && workers_ && !workers_->on_worker())) {
         lock.unlock();
         request.wait_until(until);
@@ -123,13 +127,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // True if workers run its batches.
+  // Returns true if workers run the strand's batches.
   bool attached() const {
     const std::lock_guard lock(mutex_);
     return workers_ != nullptr;
   }
 
-  // The thread that runs a batch of the strand, if any.
+  // Returns the thread that runs a batch of the strand, if any.
   std::optional<typename Sync::ThreadId> runner() const {
     const std::lock_guard lock(mutex_);
     if (!running_) return std::nullopt;
@@ -171,7 +175,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::exception_ptr error;
   };
 
-  // Work to run: a batch, or only requests that have expired.
+  // What help() has taken from a queue: a batch to run, or only requests that have expired.
   struct Taken {
     std::shared_ptr<Pool> pool;
     Queue* queue;
@@ -260,9 +264,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return best;
   }
 
-  // Runs one batch, if one is ready and no thread runs any; true if it did something. The lock is released meanwhile.
-  // If the batch was interrupted, Interrupted is thrown and the lock stays released, because the thread that helped is
-  // needed elsewhere.
+  // Runs one batch, if one is ready and no thread runs any. Returns true if it ran a batch, or ended requests that had
+  // expired. The lock is released meanwhile. If the batch was interrupted, Interrupted is thrown and the lock stays
+  // released, because the thread that helped is needed elsewhere.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();
@@ -302,8 +306,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Throws Interrupted if the batch was interrupted. Its argument is destroyed before it returns: the last reference to
-  // a pool or a request must not be dropped under the lock.
+  // Runs the batch and ends its requests; throws Interrupted if the batch was interrupted. `taken` is passed by value,
+  // so that it is destroyed here: the last reference to a pool or a request must not be dropped under the lock.
   void run_taken(Taken taken) {
     const auto& [pool, queue, start, batch, expired] = taken;
     const bool runs = !batch.empty();

@@ -51,7 +51,8 @@ struct SystemSync {
   };
 
   static Time now() { return Clock::now(); }
-  // A thread that works for another one, which waits for it, has the same ID, so that both share their waits and turns.
+  // If a thread works for another one that waits for it, it adopts the other's ID, so that both share their waits and
+  // turns.
   static ThreadId this_thread() { return own_id(); }
   static void adopt(ThreadId id) { own_id() = id; }
   static int& batches_on_this_thread() {

@@ -9,12 +9,12 @@
 // Bounded    The queue holds options.capacity requests. submit waits for room until a given time, and helps to make it:
 //            a thread that would wait for room, or for its request, runs the strand's next batch if no other does.
 // Waiting    wait is true once the request is done. A thread that may help and finds the batch of its request ready
-//            runs it itself. That saves two thread switches for a single request, and lets an expert that asks
-//            another expert run it on the only worker. Waiting from inside a batch for a request of the strand
-//            that runs it can never end: std::logic_error.
+//            runs it itself. That saves two thread switches for a single request. And a batch that waits for another
+//            expert can run that expert's batch on the only worker. Waiting from inside a batch for a request of the
+//            strand that runs the batch can never end: std::logic_error.
 // Closing    close refuses further requests: submit throws StoppedError. Its strand opens it again.
-// Destruction The destructor completes requests that are still queued with Cancelled. Threads All functions may be
-// called from any thread. The pool must be owned by a shared_ptr.
+// Destruction The destructor completes requests that are still queued with Cancelled.
+// Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
 
 #include <atomic>
@@ -63,8 +63,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
 
-  // True once the request is queued; false if the queue had no room by `until`. Throws StoppedError once closed. A
-  // refused client may try again: a request counts as rejected only after reject().
+  // Returns true once the request is queued; false if the queue had no room by `until`. Throws StoppedError if the pool
+  // is closed. A refused client may try again: a request counts as rejected only after reject().
   bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
     typename Strand<Sync>::Plan plan;
     {
@@ -95,8 +95,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // True once the queue has room, which another client may take first; false if it has none by `until`. Throws
-  // StoppedError once closed.
+  // Returns true once the queue has room, which another client may take first; false if it has none by `until`. Throws
+  // StoppedError if the pool is closed.
   bool wait_for_room(Time until) {
     std::unique_lock lock(strand_->mutex_);
     while (closed_ || queued_ >= options_.capacity) {
@@ -111,18 +111,19 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   void reject() { statistics_.rejected.add(); }
 
-  // True once the request is done, false if it is not by `until`.
+  // Waits for the request. Returns true once it is done, false if it is not done by `until`.
   bool wait(const RequestPointer& request, Time until, Help help = Help::kNo) {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // As above, for a thread that waits in another way: rest(at) waits for the request, and returns by `at`.
+  // As above, for a thread that waits in another way: it calls rest(at), which waits for the request and returns by
+  // `at`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
     requires std::invocable<const Rest&, Time>
   {
     while (!request->done()) {
-      // If its executor has not been started, no other thread can notice an expired deadline.
+      // If the executor has not been started, no other thread can notice an expired deadline, so this thread checks it.
       const Time now = Sync::now();
       const bool watch = request->deadline && request->pending() && *request->deadline < until;
       if (watch && *request->deadline <= now) {
@@ -136,7 +137,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Only helps, without waiting. Returns true if the request is done once there is nothing left to help with.
+  // Runs the strand's ready batches until the request is done or no batch is left, without waiting. Returns true if the
+  // request is done.
   bool help(const RequestPointer& request) {
     std::unique_lock lock(strand_->mutex_);
     while (!request->done()) {
@@ -146,8 +148,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Withdraws a request that has not begun, or the rest of a request of several batches, which then ends with the
-  // running batch; false if there is nothing to withdraw.
+  // Withdraws a request that has not begun, or the remaining rows of a request that several batches run, which then
+  // ends with the running batch. Returns false if there is nothing to withdraw.
   bool cancel(const RequestPointer& request) {
     {
       const std::lock_guard lock(strand_->mutex_);

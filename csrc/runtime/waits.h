@@ -1,6 +1,6 @@
 // Waits: records which thread waits for which from inside a pass, to prevent deadlocks.
 //
-//     waits.begin(pool, request, limited);   // throws std::logic_error if it could never end
+//     waits.begin(pool, request, limited);   // throws std::logic_error if the wait could never end
 //     ...
 //     if (!waits.end()) waits.regain();
 //
@@ -8,7 +8,7 @@
 //     waits.leave(turn);
 //
 // Blocker    A thread waits for the thread that runs a batch of the strand whose request it needs, or for the holder of
-//            the turn that it needs. A thread that runs the strand itself does not wait.
+//            the turn that it needs. If it runs a batch of that strand itself, it has no blocker.
 // Never      A wait that leads back to itself through waits without a limit cannot end: the last one to begin throws,
 //            with the names of the pools. Waits for a turn are not part of such a cycle, since they end.
 // Turns      Turns are re-entrant. If a turn's holder waits, it lends the turn to the thread for which it waits,
@@ -40,7 +40,7 @@ class Waits {
   using Time = typename Sync::Time;
   using ThreadId = typename Sync::ThreadId;
 
-  // True if others may wait for this thread: it is inside a batch, or holds a turn.
+  // Returns true if others may wait for this thread: if it is inside a batch, or holds a turn.
   bool concern_this_thread() const {
     if (Sync::batches_on_this_thread() > 0) return true;
     const std::lock_guard lock(mutex_);
@@ -85,7 +85,7 @@ class Waits {
     --wanting_;
   }
 
-  // True once this thread has the turn, false if it does not have it by `until`.
+  // Waits for the turn. Returns true once this thread has it, false if it does not have it by `until`.
   bool enter(const Turn& turn, Time until) {
     std::unique_lock lock(mutex_);
     const ThreadId me = Sync::this_thread();
@@ -128,8 +128,8 @@ class Waits {
 
   // --- with the lock held ---
 
-  // The latest of a thread's waits. Earlier ones belong to the outer batches, if the thread helps with batches while it
-  // waits.
+  // Returns the latest of a thread's waits, or null. Earlier ones belong to the outer batches, if the thread helps with
+  // batches while it waits.
   const Wait* wait_of(ThreadId thread) const {
     for (size_t i = waits_.size(); i-- > 0;) {
       if (waits_[i].thread == thread) return &waits_[i];
@@ -146,8 +146,8 @@ class Waits {
     return std::nullopt;
   }
 
-  // Returns the thread for which a thread waits, if it cannot continue by itself. `for_ever`: count only waits without
-  // a timeout, and not for turns.
+  // Returns the thread for which `thread` waits, if `thread` cannot continue by itself. `for_ever`: count only waits
+  // that may never end, that is, neither waits with a timeout nor waits for turns.
   std::optional<ThreadId> blocker(ThreadId thread, bool for_ever) const {
     const Wait* wait = wait_of(thread);
     if (wait == nullptr) return std::nullopt;
@@ -181,7 +181,7 @@ class Waits {
   std::vector<Wait> waits_;           // the waits, in the order in which they began
   std::vector<Held> held_;            // the turns, in the order in which they were entered
   int wanting_ = 0;                   // number of threads that wait for turns
-  typename Sync::Condition changed_;  // signals changes to all of these
+  typename Sync::Condition changed_;  // signalled when one of these changes
 };
 
 }  // namespace pymoe::runtime

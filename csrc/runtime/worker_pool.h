@@ -129,7 +129,7 @@ class WorkerPool {
     std::vector<std::shared_ptr<Job>> dropped;
     {
       const std::lock_guard lock(mutex_);
-      if (how == Stop::kDrain) release_due();  // a job may be due that no worker has seen yet
+      if (how == Stop::kDrain) release_due();  // a job may be due that no worker has noticed yet
       stopping_ = true;
       while (!timed_.empty()) dropped.push_back(pop(timed_));
       while (how == Stop::kCancel && !ready_.empty()) dropped.push_back(take_ready());
@@ -147,7 +147,7 @@ class WorkerPool {
     join();
   }
 
-  // The waiting half of stop: true if every worker has ended by `until`. Call after request_stop.
+  // Waits as stop() does, but at most until `until`. Returns true if every worker has ended. Call after request_stop.
   bool wait_stopped_until(Time until) {
     refuse_on_worker();
     {
@@ -160,10 +160,10 @@ class WorkerPool {
     return true;
   }
 
-  // True if a job of smaller rank waits for a worker and should go first. May be out of date.
+  // Returns true if a job of smaller rank waits for a worker and should go first. May be out of date.
   bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
 
-  // The current number of workers.
+  // Returns the current number of workers.
   int workers() const { return count_.load(std::memory_order_relaxed); }
   bool grows() const { return growth_.most > base_; }
   // Returns true on a thread of this pool.
@@ -180,7 +180,7 @@ class WorkerPool {
   using Jobs = std::multimap<Rank, std::shared_ptr<Job>>;
 
   struct Worker {
-    typename Sync::Activity activity;  // the thread's activity, and when it was last seen active
+    typename Sync::Activity activity;  // the thread's activity, and the last time at which it was active
     Time since{};
     typename Sync::Thread thread;   // written by the thread that starts it, read by the one that joins it
     typename Sync::ThreadId id{};   // guarded by mutex_, like the rest; invalid while the thread does not run
@@ -235,7 +235,7 @@ class WorkerPool {
     count_ended();
   }
 
-  // Waits for a job; null if the worker must end.
+  // Waits for a job and returns it; returns null if the worker must end.
   std::shared_ptr<Job> next(Worker& self) {
     std::shared_ptr<Job> job;
     Worker* successor = nullptr;
@@ -250,7 +250,7 @@ class WorkerPool {
       }
       if (surplus_ > 0 && workers() > base_ && !stopping_) {
         --surplus_;
-        successor = call_idle();  // another worker must take this one's call
+        successor = call_idle();  // this worker ends, so another must take the job for which it was called
         if (successor == nullptr) successor = call_timekeeper();
         retire(self);
       } else {
@@ -265,7 +265,8 @@ class WorkerPool {
     return job;
   }
 
-  // Returns false if the worker is superfluous and has been idle for long.
+  // Waits until the worker is called, or a timed job is due. Returns false if the worker is superfluous and was idle
+  // for long.
   bool sleep(Worker& self, Lock& lock) {
     self.called = false;
     if (timed_.empty() || timekeeper_ != nullptr) {
@@ -321,7 +322,8 @@ class WorkerPool {
     const std::lock_guard lock(mutex_);
     if (--running_ == 0) ended_.notify_all();
   }
-  // Moves due jobs to ready_. The worker that looks takes one job itself, and calls others for the rest.
+  // Moves due jobs to ready_. The calling worker takes the first of them itself, so it calls workers only for the
+  // others.
   void release_due() {
     if (timed_.empty()) return;
     const Time now = Sync::now();
@@ -344,7 +346,8 @@ class WorkerPool {
     first_rank_.store(ready_.empty() ? Rank::max() : ready_.begin()->first, std::memory_order_relaxed);
     return job;
   }
-  // Chooses a sleeping worker, which the caller then notifies, preferably without the lock. Null if none sleeps.
+  // Chooses a sleeping worker and returns it; the caller then notifies it, preferably without the lock. Null if none
+  // sleeps.
   Worker* call_idle() {
     if (idle_.empty()) return nullptr;
     Worker* worker = idle_.back();
@@ -392,7 +395,7 @@ class WorkerPool {
   bool stopping_ = false;
   int running_ = 0;                   // number of threads that have not ended
   typename Sync::Condition ended_;    // signalled when running_ reaches 0
-  bool watched_ = false;              // the watcher is awake, or about to be
+  bool watched_ = false;              // true if the watcher is awake, or about to be
   typename Sync::Condition watch_;    // signalled when watched_ becomes true
   Time crowded_since_ = Time::max();  // time since which more than base_ threads are active
   int surplus_ = 0;                   // number of workers that must end instead of taking a job

@@ -12,10 +12,10 @@
 //   - The pool should have `workers` active threads, as many as at its creation. If some are active, the missing ones
 //     are added. If none is, the number of threads is doubled: n jobs that wait for each other take log(n) spans.
 //
-// So jobs that compute get no more threads than that. Jobs that waited and now compute stay on their threads; if more
-// than `workers` are active for a while (ten spans), surplus threads end as soon as they have no job. Threads beyond
-// the first `workers` also end after a long time without a job (`idle`). The watcher sleeps unless a job stays queued,
-// or more than `workers` threads have one.
+// So jobs that compute get no more than `workers` threads. Jobs that waited and now compute stay on their threads; if
+// more than `workers` are active for a while (ten spans), surplus threads end as soon as they have no job. Threads
+// beyond the first `workers` also end after a long time without a job (`idle`). The watcher sleeps unless a job stays
+// queued, or more than `workers` threads have one.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,7 @@
-"""Weights the losses that layers inject (``pymoe.nn.inject_loss``) by each micro-batch's share of the rows.
+"""Weights the losses that layers inject (``pymoe.nn.inject_loss``) by each micro-batch's share of the mini-batch's
+rows.
 
-These losses bypass the pipeline's loss, so they are not scaled with it.
+Injected losses are not part of the pipeline's loss, so its weights do not apply to them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Function = Callable[..., Sequence[Any]]
 
 
 def is_weighted(layer: nn.Module) -> bool:
-    """Return whether :func:`with_auxiliary_losses` writes to the layer while it runs."""
+    """Return whether :func:`with_auxiliary_losses` changes the layer's ``scale`` while its stage runs."""
     return isinstance(layer, AuxiliaryLosses)
 
 
@@ -30,7 +31,9 @@ def keeps_counts(layer: nn.Module) -> bool:
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
-    """While a stage's ``function`` runs, weight the auxiliary losses in ``module`` for the running micro-batch."""
+    """Return a stage's ``function``, wrapped so that the auxiliary losses in ``module`` are weighted for the
+    micro-batch that runs.
+    """
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
     return partial(_weighted, function, losses) if losses else function
 

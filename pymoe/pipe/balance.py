@@ -131,7 +131,7 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        """Return the seconds of forward and backward."""
+        """Return the seconds of forward and backward together."""
         return self.forward + self.backward
 
 
@@ -143,12 +143,12 @@ class LayerSize:
     parameters: int
     """Bytes of parameters that require gradients."""
     fixed: int
-    """Buffers, and parameters that do not require gradients."""
+    """Bytes of buffers, and of parameters that do not require gradients."""
     activations: int
     """Bytes that autograd keeps of one micro-batch between forward and backward."""
 
     def total(self, param_scale: float = 1.0) -> float:
-        """Return the sum, with ``param_scale`` times the trained parameters."""
+        """Return the sum of all bytes, with ``parameters`` multiplied by ``param_scale``."""
         return self.parameters * param_scale + self.fixed + self.activations
 
 
@@ -234,10 +234,10 @@ class _Storages:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._seen: dict[int, Any] = {}  # kept alive, so that no other storage gets the address of one
+        self._seen: dict[int, Any] = {}  # kept alive, so that no other storage gets the same address
 
     def add(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Count the tensors. Return how many of their bytes are new."""
+        """Count the tensors' storages. Return the number of bytes that had not been counted before."""
         before = self.bytes
         for tensor in tensors:
             for part in _dense(tensor):
@@ -248,7 +248,9 @@ class _Storages:
         return self.bytes - before
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count what autograd keeps, and return it without its graph, which would form a reference cycle."""
+        """Count a tensor that autograd saves. Return it detached, because with its graph it would form a reference
+        cycle.
+        """
         self.add([tensor])
         return tensor.detach()
 
@@ -289,7 +291,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def now(*devices: torch.device) -> float:
-    """Return the time in seconds, once the devices have finished their work."""
+    """Wait until the devices have finished their work. Return the time in seconds."""
     for device in devices:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
@@ -312,7 +314,7 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _KeptSkips:
-    """Keeps skips for any number of pops; ``hand_over`` converts a skip for the layer that pops it."""
+    """Keeps every stashed skip, which may be popped repeatedly; ``hand_over`` returns the value that the layer pops."""
 
     def __init__(self, hand_over: Callable[[Any], Any]) -> None:
         self.kept: dict[Key, Any] = {}
@@ -346,7 +348,7 @@ def _copied(
     kind = "cuda" if where.type == "cpu" else where.type
     with (
         torch.random.fork_rng(drawn, device_type=kind),
-        torch.inference_mode(False),  # and gradients are on
+        torch.inference_mode(False),  # also switches gradients on
         tracking(skips),
     ):
         layers = copy.deepcopy(module).to(where)
@@ -355,7 +357,7 @@ def _copied(
 
 
 def _separate(value: Any) -> Any:
-    """Return the same values with a graph that begins here; a layer may write into them."""
+    """Return copies of the tensors whose autograd graph begins here. A layer may write into the copies."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
 
 
@@ -378,7 +380,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     even numbers of layers. No block is empty. Sums are exact, even for floats.
 
     Args:
-        costs: of every layer, in any unit; not negative.
+        costs: the cost of every layer, in any unit; not negative.
         partitions: the number of blocks.
 
     Returns:
@@ -394,7 +396,8 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     sums, _ = _exact_sums(costs)
     limit, layers = _least_maximum(sums, partitions), len(costs)
     Way = tuple[int, int, tuple[int, ...]]
-    # For each number of layers: the least sums of squares (of block costs, then of block sizes), and the block sizes.
+    # For each number of first layers, the best way to cut them: the least sums of squares (of block costs, then of
+    # block sizes), and the block sizes.
     best: dict[int, Way] = {0: (0, 0, ())}
     for blocks_left in reversed(range(partitions)):
         further: dict[int, Way] = {}
@@ -425,14 +428,16 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
-    """Return the sums of the first 0, 1, ... costs as integers in a common unit, and the value of 1 in this unit."""
+    """Return the sums of the first 0, 1, ... costs as integers, multiplied by a common factor, and this factor."""
     ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
     unit = math.lcm(*[denominator for _, denominator in ratios])
     return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit
 
 
 def _least_maximum(sums: Sequence[int], partitions: int) -> int:
-    """Find by bisection the least limit at which ``partitions`` greedily filled blocks hold all costs."""
+    """Return the least limit such that ``partitions`` blocks, each filled up to the limit, hold all costs (by
+    bisection).
+    """
     low, high = 0, sums[-1]
     while low < high:
         limit, end = (low + high) // 2, 0

@@ -70,8 +70,8 @@ class _Owned:
         self._known = {*map(id, self._tensors.values())}
 
     def has(self, name: str, value: Any = None) -> bool:
-        """Return whether ``value``, with this name, belongs to the stages; without a value, whether a missing name
-        does.
+        """Return whether an entry of the ``state_dict`` belongs to the stages. ``value``: the entry; None if it is
+        missing.
         """
         if id(value) in self._known:
             about = {id(value)}

@@ -21,7 +21,9 @@ class MicroBatch:
     count: int
     """The number of micro-batches of this mini-batch."""
     weight: float
-    """Its share of the rows of the mini-batch: the weight of a mean over its rows in the mean over all rows."""
+    """The share of this micro-batch in the rows of the mini-batch. A mean over all rows is the sum of the
+    micro-batches' means, each times its weight.
+    """
     checkpointing: bool = False
     """True if the graph of this forward is not kept: the forward is recomputed, unless it changes something that cannot
     be restored.
@@ -31,7 +33,7 @@ class MicroBatch:
     stage: int = 0
     """The stage that runs; a module in several stages is called by each of them."""
     is_last: bool | None = None
-    """True if no other micro-batch of the mini-batch comes to this stage after it; None: they arrive in the order of
+    """True if no further micro-batch of the mini-batch comes to this stage; None: micro-batches arrive in the order of
     their index.
     """
     mini_batch: object = None
@@ -62,7 +64,8 @@ _lock = threading.Lock()
 _threads = 0  # the number of threads that run pipelines now
 
 
-# torch.compile would treat a thread-local value as a constant, but it reads the module's number at every call.
+# torch.compile must not trace this function, because it would treat a thread-local value as a constant. It may trace
+# ``micro_batch``, because it reads the global number in every call.
 @compiler_disable
 def _of_this_thread() -> MicroBatch | None:
     return this_thread.micro_batch
@@ -90,7 +93,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
-    """Note, within the block, that this thread runs a stage's forward for ``micro_batch``."""
+    """Within the block, make ``micro_batch`` the one whose forward this thread runs."""
     count_threads(1)
     before, this_thread.micro_batch = this_thread.micro_batch, micro_batch
     try:
@@ -102,7 +105,9 @@ def running(micro_batch: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def in_pipeline(stream: RandomStream) -> Iterator[None]:
-    """Note, within the block, that this thread runs actions of a pipeline, and draws from ``stream`` between them."""
+    """Within the block, count this thread among those that run a pipeline. Between actions, it draws random numbers
+    from ``stream``.
+    """
     streams = random_streams.this_thread
     outer, outer_stream = this_thread.micro_batch, streams.stream
     count_threads(1)
@@ -120,7 +125,7 @@ def in_pipeline(stream: RandomStream) -> Iterator[None]:
 
 
 def count_threads(difference: int) -> None:
-    """Add to the number of threads that run actions of pipelines."""
+    """Add ``difference`` to the number of threads that run actions of pipelines."""
     global _threads
     with _lock:
         _threads += difference

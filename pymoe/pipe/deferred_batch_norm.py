@@ -83,7 +83,8 @@ class DeferredBatchNorm(BatchNormBase):
         eps: added to the variance, under the root.
         momentum: the weight of a mini-batch in the running statistics; None: they are the mean over all mini-batches.
         affine: whether there are a weight and a bias for each channel.
-        track_running_stats: whether there are running statistics; without them every batch is normalised by its own.
+        track_running_stats: whether there are running statistics; without them every batch is normalised by its own
+        statistics.
 
     Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has converted takes the same input as
     before.
@@ -108,7 +109,7 @@ class DeferredBatchNorm(BatchNormBase):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def _normalise(self, input: Tensor, running_mean: Tensor) -> tuple[Tensor, _Collected]:
-        """Return the input normalised by its own statistics, and these."""
+        """Return the input normalised by its own statistics, and these statistics."""
         rows = input.numel() // input.size(1)
         if running_mean.dtype in HALF_DTYPES:  # 16 bits are too coarse for the differences between micro-batches
             output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
@@ -161,7 +162,7 @@ class DeferredBatchNorm(BatchNormBase):
 
 @functools.cache
 def _deferred(cls: Any) -> type[DeferredBatchNorm]:
-    """Return the deferred subclass of a class of batch norms."""
+    """Return the class of batch norms that derives from ``cls`` and :class:`DeferredBatchNorm`."""
     own = {"__module__": __name__, "__doc__": DeferredBatchNorm.__doc__}
     return type(f"Deferred{cls.__name__}", (cls, DeferredBatchNorm), own)
 

@@ -1,4 +1,4 @@
-"""Describes a pipe, as data and as a picture; also under other packages' names for the same things."""
+"""Describes a pipe, as data and as a picture. Accepts the names that other packages have for the same things."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """One stage."""
+    """Describes one stage."""
 
     modules: tuple[str, ...]
     """Qualified names of the outermost modules in the stage."""
@@ -58,7 +58,7 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """All stages. ``str(info)`` is a picture of the cut."""
+    """Describes all stages. ``str(info)`` is a picture of the cut."""
 
     stages: tuple[StageInfo, ...]
     outputs: tuple[Source, ...]

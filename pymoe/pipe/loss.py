@@ -152,12 +152,12 @@ _OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
 
 
 class LossWeights(NamedTuple):
-    """Weighs the losses of micro-batches."""
+    """The weights of the micro-batches' losses."""
 
     shares: Sequence[float]
     """The factor of every micro-batch's loss in the loss of the mini-batch."""
     uncounted: frozenset[int] = frozenset()
-    """Micro-batches without any weight, such as only padding; their losses may be NaN."""
+    """Micro-batches of weight 0, such as those that hold only padding; their losses may be NaN."""
     are_rows: bool = False
     """True if the losses are only assumed to be means over rows."""
 
@@ -300,10 +300,10 @@ MAX_ITEMS = 256
 def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
     """Return the modules that a function holds or names, each one once.
 
-    In a module that contains some of the ``layers`` of a model (such as the model itself), only those count that the
-    code names.
+    A module that contains some of the ``layers`` of a model, such as the model itself, is not returned as a whole: only
+    those of its parts are returned that the code names.
 
-    They are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and in
+    Modules are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and in
     functions that these call, if the code names them. Modules that code looks up by other means are not found.
     """
     of_model = {id(part) for layer in layers for part in layer.modules()}
@@ -388,7 +388,7 @@ class LossWrapper(nn.Module):
             kwargs: the same by name.
 
         Raises:
-            NotImplementedError: the subclass does not define it.
+            NotImplementedError: the subclass does not define ``forward``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no forward: a subclass of LossWrapper computes the loss there, as "
@@ -420,8 +420,8 @@ def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
     that a dictionary omits are not the loss.
 
     Raises:
-        TypeError: it contains something else.
-        ValueError: there is no such part, or not exactly one is the loss.
+        TypeError: ``spec`` contains something else. ValueError: the output has no part that ``spec`` names, or not
+        exactly one part is the loss.
     """
     leaves = list(range(structure.num_leaves))
     output = pytree.tree_unflatten(leaves, structure)

@@ -97,15 +97,18 @@ class LossReading:
     sums: list[str] = field(default_factory=list)
     """Nodes of torch's losses that sum over their input, if nothing divides the sum."""
     own_sums: list[str] = field(default_factory=list)
-    """Nodes of other undivided sums, provided that dimension 0 of the model's outputs has the rows."""
+    """Nodes of other sums that nothing divides. They are sums over rows if the rows are dimension 0 of the model's
+    outputs.
+    """
     of_numbers: list[str] = field(default_factory=list)
     """Reasons why the loss is not a mean over rows, found in computations with scalars, such as the root of a mean."""
     of_rows: list[str] = field(default_factory=list)
-    """Further reasons, found in computations with rows; valid if dimension 0 of the model's outputs has the rows."""
+    """Further reasons, found in computations with rows. They hold if the rows are dimension 0 of the model's outputs.
+    """
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False
-    """True if it has nodes that can hide any computation, such as those of Python and of compiled code."""
+    """True if the graph has nodes that can hide any computation, such as those of Python and of compiled code."""
     is_weighted: bool = False
     """True if one of these nodes may divide by class weights."""
 
@@ -178,7 +181,9 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
 
 
 def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
-    """Return whether a number does not depend on the model's outputs or, if these are not known, only on parameters."""
+    """Return whether the value of ``node`` does not depend on the model's outputs or, if these are not known, depends
+    only on parameters.
+    """
     return labels[node].kind is ValueKind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
 
 
@@ -281,7 +286,9 @@ class _Number(NamedTuple):
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the distinct divisors of the parts of a loss, in order."""
+    """Return the distinct divisors of the parts of a loss, in ascending order. Several divisors of a part are
+    multiplied.
+    """
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12

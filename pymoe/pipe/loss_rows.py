@@ -63,7 +63,7 @@ class ValueKind(Enum):
 
 
 class Label(NamedTuple):
-    """Says what is known of a value."""
+    """Says how a value depends on the rows of a micro-batch, as far as is known."""
 
     kind: ValueKind
     dim: int | None = None
@@ -100,7 +100,7 @@ class Rows:
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
-    """Return what the graph of a loss does with rows; None if it has more than ``most`` nodes.
+    """Return the findings about rows in the graph of a loss; None if the graph has more than ``most`` nodes.
 
     Args:
         root: the loss's node.
@@ -189,7 +189,7 @@ def _sources(node: Node) -> Iterator[Edge]:
 
 
 def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: Rows) -> None:
-    """Note which rows of its operands a step uses: all of them, or those at certain positions."""
+    """Record in ``rows`` which rows of its operands a step uses: all of them, or those at certain positions."""
     for edge, given in zip(node.next_functions, inputs, strict=True):
         source, number = edge
         if source is None or given.label.kind is not ValueKind.ROWS:
@@ -482,5 +482,5 @@ def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
     masks = [index.dtype in (torch.bool, torch.uint8) for _, _, index in places]
     if not all(masks) and any(index.dim() > 1 for _, _, index in places):
         return UNKNOWN
-    is_order = masks == [False] and len(places) == 1  # one of several index tensors
+    is_order = masks == [False] and len(places) == 1  # of several index tensors, one holds row numbers
     return label._replace(dim=first - len(shape), part=("index",) if is_order else label.part)

@@ -47,8 +47,8 @@ class Pipe(Inspection):
 
     The pipe uses the model's own parameters, so optimizers, ``state_dict`` keys and hooks need no change. Layers of the
     model may be replaced later, at any depth: the pipe runs the new ones. Gradients are those of ``loss_fn(model(x),
-    y).backward()``, with two exceptions: layers that look at a batch as a whole (a batch norm sees micro-batches), and
-    random numbers (every micro-batch draws from its own stream in every stage: results depend on the seed, never on
+    y).backward()``, with two exceptions: layers that use a batch as a whole (a batch norm gets single micro-batches),
+    and random numbers (every micro-batch draws from its own stream in every stage: results depend on the seed, never on
     threads). Losses that are not means over rows are refused where the step can tell; see ``reduction`` of
     :meth:`step`.
 
@@ -72,7 +72,7 @@ class Pipe(Inspection):
     the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that is
     not registered with ``torch.utils._pytree`` must not hold tensors that need gradients.
 
-    A recomputed forward sees the state that the first run saw: parameters, buffers, tensors, arrays and other values in
+    A recomputed forward runs with the state of the first run: parameters, buffers, tensors, arrays and other values in
     attributes of modules, and in lists and dictionaries there. Globals are not tracked. Of writes that autograd does
     not count (such as ``x.data.mul_()``), those to CUDA tensors are missed, and some to a part of a tensor of more than
     4 KiB that begin late. The page docs/concepts/determinism.md has the details.
@@ -213,7 +213,7 @@ class Pipe(Inspection):
         All micro-batches go forward now, and backward when autograd asks for it. Their outputs are concatenated along
         dimension 0. Inside ``torch.func`` transforms, and for tensors with tangents of forward-mode differentiation,
         stages run one after the other. Hooks of an ``nn.Sequential`` (``register_forward_hook`` and others) are called
-        as by the model's own call, with whole mini-batches. Hooks of layers see micro-batches.
+        as by the model's own call, with whole mini-batches. Hooks of layers are called with micro-batches.
 
         Args:
             args: the model's arguments (one for an ``nn.Sequential``): tensors and nested structures. Tensors have the
@@ -503,7 +503,8 @@ def pipeline(
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
-    """Give a UserWarning at the line of the user's code that calls the step.
+    """Give a UserWarning, at the line of the user's code that calls the step, if no stages can run at the same time, or
+    if the step does not call the model's own hooks.
 
     Args:
         schedule: the schedule that is about to run.

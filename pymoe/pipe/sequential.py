@@ -62,7 +62,7 @@ class LayersAsStages(StagedModel):
 
     @abstractmethod
     def _make_pipeline(self) -> Pipeline:
-        """Return the stages and edges."""
+        """Return the stages and edges of the present layers."""
 
 
 # Stages that the user gives.
@@ -147,7 +147,7 @@ def _run_and_pick(part: nn.Module, items: Sequence[int | None], *values: Any) ->
 class SequentialModel(LayersAsStages):
     """An ``nn.Sequential``, cut between its layers. It takes one value and returns one.
 
-    Hooks of a stage's module see micro-batches, and hooks of the model itself see whole mini-batches.
+    Hooks of a stage's module are called with micro-batches, and hooks of the model itself with whole mini-batches.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; ``balance`` is not a list of integers.

@@ -104,7 +104,9 @@ _poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip th
 
 
 def will_pop(name: str, module: Any) -> None:
-    """Remember that ``module`` pops ``name``, in the namespace of the name at the time, for as long as it lives."""
+    """Remember, for as long as ``module`` lives, that it pops ``name``, in the namespace that the name has when pops
+    are counted.
+    """
     with _lock:
         _poppers.setdefault(name, weakref.WeakSet()).add(module)
 
@@ -117,10 +119,10 @@ def _count_pops(key: Key) -> int:
 
 
 class InPlace:
-    """The tracker outside pipelines.
+    """The tracker for models that run outside of pipelines.
 
-    A skip is released when all modules that pop it have done so; if two models have the same key (a model and its
-    copy), at the next stash.
+    A skip is released when it has been popped as often as modules with its key exist. If two models have the same key
+    (a model and its copy), only the modules of one of them pop it, and the next stash releases it.
     """
 
     def __init__(self, count_pops: Callable[[Key], int] = _count_pops) -> None:

@@ -45,12 +45,12 @@ class SplitBackward:
 
     It adds nothing to ``.grad``. Hooks of tensors within the graph run in one of the parts, as in a whole backward
     pass. Hooks of leaves do not run, because they are meant for sums over all micro-batches. Hooks of deferred nodes
-    (``Node.register_hook``) see what the first part computes. The sums are those of a whole backward pass, bit for bit;
-    the order of a sum may differ only if the graph uses a weight three or more times in different ways (for example,
-    also transposed).
+    (``Node.register_hook``) get the gradients that the first part computes. The sums are those of a whole backward
+    pass, bit for bit; the order of a sum may differ only if the graph uses a weight three or more times in different
+    ways (for example, also transposed).
 
     Args:
-        roots: where the backward pass begins. None is skipped, and so is its gradient.
+        roots: where the backward pass begins. A root that is None is skipped, together with its gradient.
         grads: for every root a gradient of its shape, or None.
         inputs: where the graph begins. Nodes behind them never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
@@ -120,7 +120,7 @@ class SplitBackward:
 
 
 class GraphCut(NamedTuple):
-    """A graph in two parts."""
+    """The nodes of a graph, divided into those that run in part one and those that run in part two."""
 
     input_side: set[Node]
     """Nodes of the input side, without the inputs themselves."""
@@ -138,7 +138,7 @@ def cut_graph(
     leaves: Mapping[int, int],
     is_compiled: bool,
 ) -> GraphCut:
-    """Cut the graph between ``roots``, where backward passes begin, and ``inputs``, where it ends.
+    """Cut the graph between ``roots``, where backward passes begin, and ``inputs``, where they end.
 
     ``leaves`` has the number of every tensor whose gradient is wanted, by its id. Nothing is deferred if there are
     nodes of ``torch.compile``.

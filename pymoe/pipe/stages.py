@@ -52,7 +52,7 @@ class Pipeline:
     inputs: int
     """The number of values that the pipeline takes."""
     outputs: tuple[Source, ...]
-    """The values it returns."""
+    """The values that the pipeline returns."""
 
     @cached_property
     def uses(self) -> Mapping[Source, int]:
@@ -134,7 +134,9 @@ class StagedModel(ABC):
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return the stages that run ``functions``, one for each part; the parts may inject losses."""
+        """Return the stages that run ``functions``, one for each part. Losses that a part injects are weighted by
+        micro-batch.
+        """
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
@@ -278,7 +280,7 @@ class Structure:
         self._others = [(module, dict(module._modules)) for module in found if module._modules]
 
     def has_changed(self) -> bool:
-        """Return whether a submodule was added, deleted or replaced since then."""
+        """Return whether a submodule was added, deleted or replaced since this record was made."""
         return any([module._modules for module in self._leaves]) or any(
             [not have_same_items(module._modules, then) for module, then in self._others]
         )

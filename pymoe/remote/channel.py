@@ -38,7 +38,9 @@ REFUSED_S = 5.0
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
 NO_ANSWER_IN_PLAIN = ("Socket closed", "Connection reset", "before receiving SETTINGS frame")
-"""Reasons that gRPC gives if the server closes the connection as soon as it has read something, or waits for more."""
+"""Parts of gRPC's errors for a client without TLS whose server uses TLS: such a server closes the connection as soon as
+it has read something, or waits for more.
+"""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_BYTES),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
@@ -124,7 +126,8 @@ class Channel:
         A health check waits until the server is there; then another call stays open, and ends when the connection
         breaks or the server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
         """
-        # The server may have gone since its last answer: then a call that waits for it would only end when it is back.
+        # The server may have gone since its last answer. Then a call that waits for it would only end when it is back,
+        # so the check waits only if the server is known to be gone.
         self._start(self._health, self._health_known, wait_for_ready=not self.reachable)
 
     def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
@@ -345,7 +348,8 @@ class Streams:
 
         Raises:
             Ended: there was no answer within ``seconds``.
-            NoStream: no stream is idle, and the server has its maximum. That is tried again every :data:`REFUSED_S`.
+            NoStream: no stream is idle, and the server opens no further one, or has refused one in the last
+            :data:`REFUSED_S`.
         """
         stream = self._take(seconds, metadata)
         try:

@@ -46,7 +46,9 @@ KEPT = 2
 CONTENT = "content"
 """Name of the tensor whose bytes are the JSON. Metadata are limited to 100 MB, and the keys may be longer."""
 MAX_FOLDER_NAME = 200
-"""Most characters of a quoted name; file systems accept names of 255."""
+"""Maximum length of a quoted name. Longer names are shortened, because file systems accept no more than 255
+characters.
+"""
 SUFFIX = ".safetensors"
 
 logger = logging.getLogger("pymoe.remote")
@@ -277,7 +279,7 @@ def _crc_of_format_1(content: bytes, tensors: dict[str, Tensor]) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the new name to the disk, too."""
+    """Flush the folder to the disk, so that the new file's name lasts."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -315,7 +317,7 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: the state comes from an optimizer of another kind, with which the first update would fail.
-        RuntimeError: it is the state of another expert.
+        RuntimeError: the state is that of another expert.
     """
     opt, saved = backend.opt, state["_extra_state"].get("opt")
     options = [set(group) for group in getattr(opt, "param_groups", ())]
@@ -360,8 +362,8 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 class FolderLock:
     """A lock on a folder, which is created if necessary. It ends with :meth:`release`, the object, or the process.
 
-    Two servers with one folder would each continue from a state that the other does not know. If the file system has no
-    locks, like some network file systems, a warning is logged, and nothing keeps others out.
+    Of two servers with one folder, each would continue from a state without the other's updates. If the file system has
+    no locks, like some network file systems, a warning is logged, and nothing keeps others out.
 
     Raises:
         OSError: another server holds it, in this process or another one; or the folder cannot be created or opened.
@@ -416,7 +418,7 @@ class ExpertCheckpoints:
         root: the folder of the server's checkpoints.
 
     Attributes:
-        answered: number of requests so far; a forward pass may change buffers without an update.
+        answered: number of requests so far; it is counted, because a forward pass may change buffers without an update.
         cannot_save: the reason why the state cannot be saved, as found by the last attempt; None if it can.
     """
 
@@ -458,7 +460,7 @@ class ExpertCheckpoints:
         If the caller is cancelled, a checkpoint that is being written is completed all the same.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the checkpoint cannot be written.
             TypeError: the expert's state cannot be saved; until it can, the expert is not trained any further.
         """
         async with self._saving:
@@ -470,7 +472,8 @@ class ExpertCheckpoints:
             return saved
 
     async def _save(self) -> bool:
-        # The state comes first: all updates in it were running by then, so their keys are known once they have settled.
+        # Take the state first. Every update that the state contains began before it was taken, so the keys of all these
+        # updates are known once the running updates have settled.
         answered = self.answered
         state = await in_thread(self._backend.state_dict)
         updates: int = state["_extra_state"]["updates"]
@@ -494,7 +497,9 @@ class ExpertCheckpoints:
             self._saved_updates, self._saved_digest = checkpoint.updates, checkpoint.digest
 
     def updated(self) -> None:
-        """After the first update, find out whether the state can still be saved: optimizers create theirs then."""
+        """After the first update, find out whether the state can still be saved: optimizers create their state in that
+        update.
+        """
         if self._first_update is None:
             self._first_update = asyncio.ensure_future(self._try_first_update())
 
@@ -523,9 +528,9 @@ class ExpertCheckpoints:
         """Load the newest checkpoint before the expert is served; return False if there is none.
 
         Raises:
-            RuntimeError: it has the state of another expert.
+            RuntimeError: the checkpoint has the state of another expert.
             ValueError: all checkpoints are damaged, the newest one comes from an optimizer of another kind, or the
-                expert has seen more updates than it.
+                expert has made more updates than the newest one.
             TypeError: the expert's state cannot be saved.
             OSError: checkpoints cannot be written there, or another server writes them.
         """

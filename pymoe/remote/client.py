@@ -71,7 +71,7 @@ class RemoteBackend:
         return self.forward_pool, self.backward_pool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteBackend:
-        """Return the same object: a copy of a model asks the same expert."""
+        """Return the same object, so that a copy of a model sends its requests to the same expert."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -117,7 +117,9 @@ class Connection(Channel):
             return [self._backends[name] for name in wanted]
 
     def _serve(self, new: list[RemoteBackend], experts: int) -> None:
-        """Serve the pools of new backends by a runtime. The calls wait in its threads; it has enough for all calls."""
+        """Serve the pools of new backends by a runtime. Calls wait on its threads, so there is one for every pool, up
+        to a limit.
+        """
         if self._runtime is None:
             self._runtime = Runtime(new, num_workers=min(2 * max(experts, 2), MAX_THREADS), monitor=False)
             self._runtime.start()

@@ -87,7 +87,7 @@ def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, s
     """Return the status code, message and trailing metadata for ``error``, without its traceback."""
     kind = type(error)
     if kind.__name__ in KNOWN and KNOWN[kind.__name__] is kind:
-        # str() would return the repr of a KeyError's key.
+        # str() of a KeyError would return the repr of the key.
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else _text(error)
         return CODES.get(kind, StatusCode.UNKNOWN), _short(text), ((KIND_KEY, kind.__name__),)
     return StatusCode.UNKNOWN, _short(describe_error(error)), ((KIND_KEY, RemoteExpertError.__name__),)

@@ -70,7 +70,7 @@ class _Client:
 
 
 class Journal:
-    """The keys of one expert.
+    """Records which backward requests of one expert have been applied, by their keys.
 
     Args:
         incarnation: name of this run of the server.
@@ -127,7 +127,8 @@ class Journal:
             found = await self._wait(running)
             if found.update is not None and found.answer is not None:
                 return found.answer, True
-            # Either the first attempt failed, or it was cancelled when its connection broke; nothing was applied.
+            # The first attempt has failed, or was cancelled when its connection broke. Nothing was applied, so this
+            # attempt may run.
 
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
@@ -195,7 +196,7 @@ class Journal:
     async def _wait(self, running: _RunningRequest) -> Applied:
         running.waiters += 1
         try:
-            return await asyncio.shield(running.done)  # one waiter that leaves must not cancel it for the others
+            return await asyncio.shield(running.done)  # a waiter that leaves must not cancel the request for the others
         finally:
             running.waiters -= 1
             if not running.waiters and not running.done.done():
@@ -226,7 +227,7 @@ class Journal:
             await asyncio.wait(running)
 
     def keys(self, updates: int) -> AppliedKeys:
-        """Return the keys that belong to a state that has seen ``updates`` updates.
+        """Return the keys of the requests that a state with ``updates`` updates contains.
 
         No request whose key belongs to the state may still run: see :meth:`settled`.
         """

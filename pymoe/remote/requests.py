@@ -38,7 +38,7 @@ Method = Literal["Forward", "Backward"]
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Pauses between two attempts: each is twice the one before, times a random factor from 0.5 to 1."""
 MAX_UNDER_WAY = 1024
-"""Most unanswered requests of a :class:`DirectPool`."""
+"""The maximum number of unanswered requests of a :class:`DirectPool`."""
 _LOST = {StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED}
 
 
@@ -58,7 +58,7 @@ class RequestNumbers:
             return number
 
     def close(self, number: int) -> None:
-        """Note that there is no further attempt with this number."""
+        """Close ``number``: there is no further attempt with it."""
         with self._lock:
             self._open.discard(number)
 
@@ -69,7 +69,7 @@ class RequestNumbers:
 
 
 class ExpertStub:
-    """What the client knows of an expert, from the server's description.
+    """Keeps what the client knows of an expert, from the server's description.
 
     Attributes:
         schema: the schema of its requests.
@@ -141,7 +141,7 @@ class RemoteCall:
             self._request.seq, self._request.backward = stub.numbers.new(), True
 
     def end(self) -> None:
-        """Let the server forget the request."""
+        """Close the request's number, if it has one, so that the server may forget the request."""
         if self._request.seq >= 0:
             self.stub.numbers.close(self._request.seq)
 
@@ -243,7 +243,7 @@ class RemoteCall:
 
         Raises:
             WireError: the tensors are malformed.
-            ProtocolError: they are not the expert's.
+            ProtocolError: the tensors do not fit the expert's schema.
         """
         backward = self.method == "Backward"
         protos = self.stub.schema.inputs if backward else self.stub.schema.outputs
@@ -313,7 +313,8 @@ class CoalescingPool(_RemotePool, TaskPool):
         deadline = time.monotonic() + (self._stub.channel.timeout if left is None else left)
         if self._method == "Forward":
             return RemoteCall(self._stub, self._method, tensors, deadline).run()
-        # An interrupted batch returns to the queue, and would be sent again with another number.
+        # A backward call must not be interrupted: its batch would return to the queue, and be sent again with another
+        # number.
         try:
             with uninterrupted():
                 return RemoteCall(self._stub, self._method, tensors, deadline).run()
@@ -402,7 +403,7 @@ class DirectPool(_RemotePool):
     """Sends each request separately and at once. Suits few callers with long requests, and requests that may be
     cancelled.
 
-    A request that waits because too many are under way, and is given up meanwhile, is never sent.
+    If a request waits because too many are under way, and its caller gives it up meanwhile, it is never sent.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -495,7 +496,7 @@ class _Attempts:
         except Exception as error:
             return self._end(error)
         self._future._attempt = attempt
-        if self._future.cancelled():  # cancelled before it knew of the attempt
+        if self._future.cancelled():  # cancelled before the attempt was set
             attempt.cancel()
         attempt.add_done_callback(self._ended)
         return None
@@ -520,8 +521,8 @@ class _Attempts:
         return call_soon(self._call_back, error, result)
 
     def _call_back(self, error: Exception | None, result: Any) -> None:
-        """Complete the future and keep the permit until its callbacks end: each callback that sends a request takes a
-        thread.
+        """Complete the future and keep the permit until its callbacks end: each callback may take a thread, and permits
+        limit their number.
         """
         try:
             self._complete(error, result)

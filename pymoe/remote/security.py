@@ -91,8 +91,8 @@ def _is_loopback(address: str) -> bool:
 def held_for_binding(address: str) -> Iterator[None]:
     """Keep other servers from a Unix socket while the caller binds it; do nothing for other addresses.
 
-    Without this, gRPC would take a socket away from the server that listens there: the system does not report that it
-    is in use.
+    Without this, gRPC would take a socket away from the server that listens there: the system does not report that the
+    socket is in use.
 
     Raises:
         OSError: another server listens there, or the folder of the socket cannot be opened.

@@ -37,7 +37,7 @@ LAST_REPLIES_S = 1.0
 PATIENCE_S = 5.0
 """Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server."""
 MAX_CALLS = 8192
-"""Most calls under way at a time, including watches; further ones are refused with ``QueueFull``."""
+"""The maximum number of calls under way at a time, including watches; further ones are refused with ``QueueFull``."""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_READ),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
@@ -268,7 +268,8 @@ class ExpertServer:
         # The address stays taken until everything is saved: a successor would load older checkpoints.
         try:
             await self._service.drain(grace)  # this also ends _save_regularly()
-            # Only experts that hang can still be running; a checkpoint of them would wait for them.
+            # Experts that still run are those that hang. Their checkpoints would wait for them, so saving has a time
+            # limit.
             await self._save_all(max(grace, 1.0))
         except asyncio.CancelledError:  # Ctrl-C; clients that wait for the drain are told, too
             names = [name for name, one in self._checkpoints().items() if one.may_be_outdated]
@@ -395,7 +396,7 @@ class ExpertServer:
             OSError: a checkpoint cannot be written. The earlier ones are unchanged.
             TypeError: the state of an expert can no longer be saved.
             TimeoutError: an expert did not answer in time.
-            RuntimeError: several of these. In all cases the message names the experts, and the others were saved.
+            RuntimeError: several of these errors. In all cases the message names the experts; the others were saved.
         """
         if self._root is None:
             raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")
@@ -420,7 +421,7 @@ class ExpertServer:
                 one.release()
 
     async def _save_all(self, timeout: float | None) -> int:
-        """Save all experts, note in ``_not_saved`` those that failed, and return how many had changed."""
+        """Save all experts, record in ``_not_saved`` those that failed, and return how many had changed."""
         checkpoints = self._checkpoints()
         saves = {asyncio.ensure_future(self._save(one)): name for name, one in checkpoints.items()}
         done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())

@@ -50,7 +50,7 @@ DRAINING, CUT = "the server is draining", "the server drained before the request
 LONG_MESSAGE = 1 << 18
 """Messages of at least this many bytes are encoded and decoded on another thread, so that short ones need not wait."""
 LOOK_S = 0.05
-"""Seconds between two readings of the clock."""
+"""Seconds between two readings of the clock by :class:`StallDetector`."""
 STALL_S = 0.2
 """If the clock is not read for this many seconds, the event loop was stalled."""
 SETTLE_S = 0.05
@@ -58,7 +58,9 @@ SETTLE_S = 0.05
 
 T = TypeVar("T")
 _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
-"""The journal of every backend that was ever served: a backend that is served again must know what it contains."""
+"""The journal of every backend that was ever served: if it is served again, the keys in its state must still be
+known.
+"""
 
 # --- admission ---
 
@@ -105,7 +107,7 @@ class StallDetector:
         self._look_again()
 
     def end(self) -> None:
-        """Stop looking at the clock."""
+        """Stop reading the clock."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -435,7 +437,7 @@ class Service(grpc.GenericRpcHandler):
         finally:
             self._idle.discard(task)
             self._streams -= 1
-        if failure is not None:  # last, since a client that reads nothing delays it
+        if failure is not None:  # at the end, since a client that reads nothing delays it
             await context.abort(*self._status_of(failure))
 
     async def _write_long(self, context: Any, reply: wire.Reply, following: Sequence[memoryview], until: float) -> None:
@@ -516,7 +518,7 @@ def _message(found: Any) -> bytes:
 
 
 async def _read_tail(context: Any, packed: Sequence[wire.Packed]) -> wire.Tail:
-    """Read the frames that follow a message."""
+    """Read the frames that follow a message, and return them."""
     tail = wire.Tail(packed)
     while tail.missing:
         tail.take(_message(await context.read()))

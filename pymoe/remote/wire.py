@@ -40,7 +40,7 @@ MAX_BYTES = 256 << 20
 FRAME = 256 << 10
 """Largest size of a frame, and of the tensors that travel inside a message, in bytes."""
 MAX_READ = FRAME + (64 << 10)
-"""Most bytes that a server reads in one piece: a message with short tensors, or a frame."""
+"""Maximum number of bytes that a server reads in one piece: a message with short tensors, or a frame."""
 MAX_TENSORS = 256
 MAX_NAME = 256
 """Longest name of an expert or a client, in bytes of UTF-8."""
@@ -154,7 +154,7 @@ def encode(message: msgspec.Struct) -> bytes:
     """Return a message as bytes.
 
     Raises:
-        ValueError: it is longer than :data:`MAX_BYTES`.
+        ValueError: the message is longer than :data:`MAX_BYTES`.
     """
     found = _encoder.encode(message)
     if len(found) > MAX_BYTES:
@@ -222,7 +222,7 @@ def frames(tail: Sequence[memoryview]) -> Iterator[bytes]:
 
 
 def following(packed: Sequence[Packed]) -> int:
-    """Return the number of bytes that follow a message."""
+    """Return the number of bytes that follow a message in frames."""
     size = 0
     for one in packed:
         size += one.following
@@ -253,7 +253,7 @@ class Tail:
         """Copy a frame to its place.
 
         Raises:
-            WireError: it is empty, or extends beyond the end of its tensor.
+            WireError: the frame is empty, or extends beyond the end of its tensor.
         """
         into = self._open[0] if self._open else np.empty(0, np.uint8)
         end = self._filled + len(frame)

@@ -30,7 +30,7 @@ _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools 
 
 
 class ExpertBackend(nn.Module):
-    """A module with two pools of requests: one asks for its outputs, the other for gradients of its inputs.
+    """A module with two pools of requests: one pool for its outputs, the other for gradients of its inputs.
 
     The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing from an earlier forward
     pass: it runs the expert again on the inputs that come with the request, returns gradients for every input, and
@@ -68,8 +68,9 @@ class ExpertBackend(nn.Module):
             With ``isolate=True`` a failed backward batch is run again in halves and so may make several updates. A
             backward request of more than ``max_batch_size`` rows makes several too, and may fail after some of them.
 
-    Serving a batch clears gradients that were left in ``.grad`` of the module's parameters. A backend can be moved
-    to another device, but not converted to another dtype, since clients know its schemas: convert the expert before.
+    Serving a batch clears gradients that were left in ``.grad`` of the module's parameters. A backend can be moved to
+    another device, but not converted to another dtype, since clients have been given its schemas: convert the expert
+    before.
 
     An expert that draws random numbers (dropout) draws different ones in the backward pass and the forward pass.
 
@@ -412,7 +413,7 @@ class ExpertBackend(nn.Module):
         return self
 
     def _refuse_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raise TypeError if ``fn`` changes a dtype: clients and pools know the schema, which has the old one."""
+        """Raise TypeError if ``fn`` changes a dtype: clients and pools have the schema with the old one."""
         own = [*self.expert.parameters(), *self.expert.buffers()]
         for dtype, device in {(tensor.dtype, tensor.device): None for tensor in own if not is_lazy(tensor)}:
             made = fn(torch.empty(0, dtype=dtype, device=device)).dtype

@@ -30,13 +30,13 @@ class ExpertClient(nn.Module):
     ``client(*args, **kwargs)`` takes and returns the same as the expert. The call is a request to the backend's forward
     pool. In the backward pass, a request to its backward pool returns the gradients of the inputs and updates the
     expert. The expert therefore trains with every model that contains it. Its parameters do not belong to the client:
-    the client has none, and a model's optimizer does not see them. The update happens even if no input requires a
-    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad``
-    through a client is such a backward pass and updates the expert too. There are no second derivatives through it.
+    the client has none, and a model's optimizer does not update them. The update happens even if no input requires a
+    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and
+    updates the expert too. There are no second derivatives through it.
 
     Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
-    (``copy.deepcopy`` of the model around it) asks the same backend. Outputs are views of their batch: keeping or
-    saving one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
+    (``copy.deepcopy`` of the model around it) sends its requests to the same backend. Outputs are views of their batch:
+    keeping or saving one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
 
     Under autocast, floating-point inputs are cast to the dtypes in the schema.
 
@@ -50,7 +50,8 @@ class ExpertClient(nn.Module):
 
     Args:
         backend: the backend whose pools are asked.
-        timeout: the most seconds that a request may take, in either pass and however it is waited for; None: no limit.
+        timeout: the maximum number of seconds for a request, in either pass and however it is waited for; None: no
+        limit.
 
     Raises:
         TypeError: arguments that the expert does not take, a missing tensor, or another dtype.
@@ -85,7 +86,7 @@ class ExpertClient(nn.Module):
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
         """Send the request without waiting for the answer; ``result()`` or ``await`` of the returned call gets it.
 
-        The tensors must not be changed until then.
+        The tensors must not be changed before the call has its result.
         """
         call = PendingCall(self, self._schema.flatten_arguments(args, kwargs))
         call._future = self._forward_pool.submit_task(*_values(call._inputs), timeout=self.timeout)
@@ -221,7 +222,7 @@ Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]]
 class ServedCall(torch.autograd.Function):
     """The graph's node for a call: its outputs exist already, its backward pass is a request for ``gradients``.
 
-    ``dummy`` requires a gradient if no input does, so that experts in a model's first layer are trained too.
+    ``anchor`` requires a gradient even if no input does, so that experts in a model's first layer are trained too.
     """
 
     @staticmethod

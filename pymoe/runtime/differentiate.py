@@ -1,4 +1,4 @@
-"""Running an expert on clients' tensors and differentiating it: lent inputs, returned gradients."""
+"""Runs an expert on copies of clients' tensors, and differentiates it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def run_backward_pass(
 
 
 def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients in separate memory, since autograd may keep one as ``.grad`` and add to it in place."""
+    """Return the gradients in separate memory. Autograd may keep one as ``.grad`` and add to it in place, which would
+    change others.
+    """
     seen: set[int] = set()
     apart: list[Tensor | None] = []
     for gradient in found:

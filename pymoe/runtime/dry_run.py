@@ -92,7 +92,8 @@ def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Itera
 
     With ``only_after_errors``, only if the block ends with an exception.
     """
-    # Versions do not help: batch normalisation changes its buffers without increasing them.
+    # Version counters do not show which buffers have changed: batch normalisation changes its buffers without
+    # increasing them. So all buffers are copied.
     kept = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner in module.modules()

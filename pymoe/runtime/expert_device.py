@@ -67,8 +67,8 @@ class ExpertDevice:
         crossed = {device, home} if device != home else set()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                # From page-locked memory the copy runs while the host continues; from other memory torch waits by
-                # itself.
+                # Copies from page-locked memory run while the host continues. From other memory, torch itself waits for
+                # the copy.
                 if self._landmark is not None:
                     tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
                 leaves = function(tensors)

@@ -35,15 +35,17 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 def tell(future: Any, function: Callable[[Any], Any]) -> None:
-    """Call ``function(future)`` once the future is done, on the thread that completes it; it must not block."""
+    """Call ``function(future)`` once the future is done, on the thread that completes the future. ``function`` must not
+    block.
+    """
     getattr(future, "_tell", future.add_done_callback)(function)
 
 
 class Standard:
     """The part of a future that ``concurrent.futures.wait`` and ``as_completed`` use, created on first use.
 
-    They read the state and add their waiters under the condition, so the state agrees with what waiters are told. The
-    native future creates this object at the first access to ``_condition``, ``_waiters`` or ``_state``.
+    Both functions read the state and add their waiters under the condition, so the state agrees with what waiters are
+    told. The native future creates this object at the first access to ``_condition``, ``_waiters`` or ``_state``.
     """
 
     def __init__(self, future: Future) -> None:
@@ -87,7 +89,7 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
 
     Args:
         futures: futures of requests; duplicates count once.
-        timeout: the most seconds to wait; None: no limit. Running out of time is not an error.
+        timeout: the maximum number of seconds to wait; None: no limit. Running out of time is not an error.
         return_when: ``FIRST_COMPLETED``, ``FIRST_EXCEPTION`` or ``ALL_COMPLETED`` of ``concurrent.futures``.
 
     Returns:
@@ -126,7 +128,7 @@ def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterat
 
 
 def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = TimeoutError) -> Iterator[Any]:
-    """Yield each future once it is done; raise ``late`` if the deadline has passed and none is.
+    """Yield each future once it is done. Raise ``late`` if the deadline has passed and no further future is done.
 
     Futures that have not been yielded forget this wait when it ends, however it ends.
     """

@@ -18,7 +18,8 @@ from pymoe.runtime.task_pool import TaskPool
 
 
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
-    """Return another pool of the backend's backward pass, and the set of requests of which it has applied rows.
+    """Return another pool of the backend's backward pass, and a set: the IDs of the requests some of whose rows the
+    pool has applied.
 
     The pool has the same options and excludes the backend's forward pool. A request has an additional tensor, int64 of
     shape (rows,): an ID, the same in every row, or zeros for a request without one. The pool adds the ID to the set;
@@ -28,8 +29,8 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
     that contains, or with ``accumulate_steps`` will contain, the gradient of the row. A state whose ``updates`` is at
     least this number contains the gradient. A batch that made no update, because its gradients were not finite and are
     skipped, has the number of the update before it. If a subclass has its own ``backward``, which counts no updates,
-    every batch counts as one. If that raises, an update may have been made: the exception says that nothing may run
-    again, unless ``may_retry`` decides otherwise.
+    every batch counts as one. If such a ``backward`` raises, an update may have been made: the exception says that
+    nothing may run again, unless ``may_retry`` decides otherwise.
     """
     overridden = type(backend).backward is not ExpertBackend.backward
     counts_itself = not overridden or not backend.trains

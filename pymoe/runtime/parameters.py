@@ -33,7 +33,7 @@ def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
             if one not in _locks:
                 _locks[one] = numbered[0]
     locks = [lock for _, lock in numbered]
-    return locks[0] if len(locks) == 1 else _Together(locks)  # an interrupt between lock and block needs Python code
+    return locks[0] if len(locks) == 1 else _Together(locks)  # one lock itself: Ctrl-C may come within _Together
 
 
 class _Together:
@@ -68,7 +68,8 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-        # The function that schedulers put in place of an optimizer's step() has one argument too many in its signature.
+        # Check the class's own step(): the function that schedulers put in its place has one argument too many in its
+        # signature.
         step = getattr(type(one), "step", None)
         if step is None or not alone:
             continue
@@ -87,7 +88,7 @@ def check_updates(name: str, opt: Any, parameters: Sequence[nn.Parameter], befor
     """Check that ``opt`` updates the ``parameters`` of expert ``name``, which were ``before`` at the last check.
 
     Raises:
-        ValueError: it updates none of them.
+        ValueError: ``opt`` updates none of the parameters.
 
     Warn of new parameters that require gradients and are not updated. Optimizers that are not torch's are not checked.
     """

@@ -21,7 +21,9 @@ class Place(concurrent.futures.Future):
         self._line, self._timeout = line, timeout
 
     def leave(self) -> bool:
-        """Leave the line: the request will never be submitted. Return False if it has been, or could not be."""
+        """Give up the place in the line, so that the request is never submitted. Return False if it has been submitted
+        already, or has failed.
+        """
         left = self._line._leave(self)
         if left:
             super().cancel()
@@ -76,7 +78,7 @@ class RoomLine:
         Args:
             submit: submits the request without blocking and returns its future, or None if there is no room. It is not
                 called again after :meth:`Place.leave`.
-            timeout: the most seconds that ``await`` waits; None: no limit.
+            timeout: the maximum number of seconds that ``await`` waits; None: no limit.
 
         Raises:
             RuntimeError: the thread cannot be started. The request is not in the line.

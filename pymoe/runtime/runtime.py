@@ -190,7 +190,7 @@ class Runtime:
             backend_or_pool: a backend or pool of the constructor, or one that was added.
             drain: run queued requests; otherwise requests that have not started are cancelled, and requests of
                 several batches end after the current batch.
-            timeout: the most seconds to wait; None: no limit.
+            timeout: the maximum number of seconds to wait; None: no limit.
 
         Raises:
             TimeoutError: some requests are still not done.

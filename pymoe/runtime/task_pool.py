@@ -33,7 +33,7 @@ def check_count(owner: str, option: str, value: Any) -> int:
     """Return an option that counts something as an int, whatever integer type it has.
 
     Raises:
-        TypeError: it is not an integer (a fraction would be cut off unnoticed).
+        TypeError: the value is not an integer (a fraction would be cut off unnoticed).
         OverflowError: it is above :data:`LARGEST_COUNT`.
     """
     try:
@@ -76,7 +76,7 @@ class TaskPool(_runtime.TaskPool):
         min_batch_size: number of rows to wait for, as long as ``timeout`` allows.
         max_batch_size: largest number of rows of a batch. A larger request is split over several batches, and its
             result is joined.
-        timeout: the most seconds that a request waits for ``min_batch_size`` rows; None: no limit.
+        timeout: the maximum number of seconds that a request waits for ``min_batch_size`` rows; None: no limit.
         capacity: largest number of requests in the queue; None means 65536.
         linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a single client
             never waits. 0 turns it off.

@@ -4,8 +4,8 @@ All timers of a process share one daemon thread, which waits until the first of 
 timer's function it lets another thread wait for the rest, so a function may block, or wait for another timer, without
 delaying any timer. A thread that has found nothing to do for a minute ends, unless no other thread waits for a timer.
 
-Most deadlines are reset or cancelled long before they pass, so both cost little: the waiting thread sleeps until the
-earliest time that it has seen, and only then looks at the timers that are left.
+Most deadlines are reset or cancelled long before they pass, so both cost little: they do not wake the waiting thread.
+It sleeps until the earliest time that was set when it fell asleep, and only then looks at the timers that are left.
 """
 
 from __future__ import annotations

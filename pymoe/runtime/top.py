@@ -97,7 +97,7 @@ def parse(line: bytes, path: Path) -> Report:
 
 
 def from_dict(kind: Any, found: dict[str, Any]) -> Any:
-    """Undo ``dataclasses.asdict``."""
+    """Return the object of class ``kind`` that ``dataclasses.asdict`` has converted to ``found``."""
     return kind(**{one.name: READ[str(one.type)](found[one.name]) for one in fields(kind)})
 
 

@@ -63,8 +63,8 @@ struct Gemm {
 // Returns element i of an order, or i if the order is null.
 PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }
 
-// For a loop that begins at element i: the rest of the order, and the offset to add to the pointer, which is 0 with an
-// order, whose values count from the original start.
+// For a loop that begins at element i: order_from returns the rest of the order. move_to returns the offset to add to
+// the pointer; it is 0 with an order, whose values count from the original start.
 PYMOE_INLINE const int32_t* order_from(const int32_t* order, int64_t i) {
   return order == nullptr ? nullptr : order + i;
 }
@@ -126,7 +126,7 @@ void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
   }
 }
 
-// The calling thread's buffer for panels.
+// Returns the calling thread's buffer for panels.
 inline ThreadBuffer& gemm_buffer() {
   thread_local ThreadBuffer buffer;
   return buffer;

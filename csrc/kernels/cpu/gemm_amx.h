@@ -43,7 +43,7 @@ template <typename Tiles>
 using TileKernel = void (*)(Tiles& tiles, int64_t steps, const TileStrip& left, const TileStrip& right,
                             RowsAhead& ahead);
 
-// Adds `steps` steps to the sums of kLeft x kRight tiles, row by row in tiles 0 to 3.
+// Adds the products of `steps` steps of k to the sums of kLeft x kRight tiles, row by row in tiles 0 to 3.
 template <int kLeft, int kRight, typename Tiles>
 void multiply_tiles(Tiles& tiles, int64_t steps, const TileStrip& left, const TileStrip& right, RowsAhead& ahead) {
   const BFloat16* l[4] = {left.tile[0], left.tile[1], left.tile[2], left.tile[3]};
@@ -128,7 +128,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const int64_t fitting = kAmxPanelBytes / (groups_a * kTileBytes) * kTileDepth;
   const int64_t block_k = !kLeftB && m <= kAmxFewRows ? kAmxShallow : std::clamp(fitting, kAmxDepth, kAmxMostDepth);
   const int64_t most_k = std::min(block_k, g.k), most_depth = (most_k + kTileDepth - 1) / kTileDepth;
-  // An unaligned row of a tile takes two loads.
+  // An unaligned row of a tile takes two loads, so an unaligned B is packed, except for few rows.
   const bool aligned = reinterpret_cast<uintptr_t>(g.b) % 64 == 0 && g.b_column_stride % kTileDepth == 0;
   const bool in_place = kLeftB && (aligned || m <= kAmxFewRows);
   const int64_t chunk =

@@ -24,7 +24,8 @@ struct TileSource {
   }
 };
 
-// Loads the 16 rows of a tile, 16 words of 32 bits each, from `count` elements; zeros for a null source.
+// Load one row of a tile, 16 words of 32 bits: from up to 32 elements, or from up to 16 pairs of elements of two lines.
+// A null source gives zeros.
 #if PYMOE_ISA_LEVEL == 4
 typedef vfloat TileRow;
 PYMOE_INLINE TileRow load_tile_row(const BFloat16* source) { return (vfloat)_mm512_loadu_si512(source); }

@@ -5,7 +5,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Rounds a row of 32 columns.
+// round_sum rounds one sum, and round_row a row of 32 columns.
 PYMOE_INLINE BFloat16 round_sum(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   return (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);
@@ -25,7 +25,8 @@ PYMOE_INLINE TileRow round_row(vfloat low, vfloat high) {
 }
 #endif
 
-// kTransposed: a row of the sums is a column of C. `bias` has 32 values.
+// Writes 16 rows of 32 columns of C, rounded, from two adjacent tiles of sums. kTransposed: a row of the sums is a
+// column of C. `bias` has 32 values.
 template <bool kTransposed>
 PYMOE_INLINE void round_sums(const float* first, const float* second, const float* bias, TileRow (&rows)[16]) {
 #if PYMOE_ISA_HAS_BF16

@@ -6,7 +6,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// Largest number of rows for which this was faster than packing B, on a Zen 5.
+// Largest number of rows for which reading B in place was faster than packing it, on a Zen 5.
 inline constexpr int kInPlaceRows = 4 * kTileRows;
 inline constexpr int64_t kInPlaceBytes = 16 << 10;  // bytes of sums, which stay in the first-level cache
 

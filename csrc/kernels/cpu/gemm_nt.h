@@ -81,8 +81,8 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 
-// Multiplies a block of k. Sums in lanes continue from `lanes` unless it is the first block, and go back there unless
-// it is the last, which leaves sums[i * kNtColumns + j] = <row i of A, b[j]>.
+// Multiplies a block of k. Sums in lanes continue from `lanes`, or from zero in the first block. They go back to
+// `lanes`, except in the last block, which writes the results: sums[i * kNtColumns + j] = <row i of A, b[j]>.
 template <typename T>
 struct NtBlock {
   int64_t k;
@@ -97,7 +97,7 @@ struct NtBlock {
   accumulate_t<T>* sums;
 };
 
-// For many rows: keeps all kRows x kNtColumns sums in registers.
+// Multiplies a block with many rows: keeps all kRows x kNtColumns sums in registers.
 template <typename T, int kRows, int kAhead>
 void nt_tile(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -165,7 +165,8 @@ void nt_tile(const NtBlock<T>& block) {
   for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
 }
 
-// For few rows, over all of k: B is read along its rows, one or two rows at a time, which gives the most bandwidth.
+// Multiplies few rows, over all of k: B is read along its rows, one or two rows at a time, which gives the most
+// bandwidth.
 template <typename T, int kRows>
 void nt_stream(const NtBlock<T>& block) {
   using Product = NtProduct<T>;

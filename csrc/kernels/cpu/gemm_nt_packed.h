@@ -11,8 +11,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 template <typename T>
 inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
 
-// True if panels are faster than tiles, as measured on a Zen 5 at both levels: for many rows, and for fewer rows if k
-// is long. Panels of widened elements take more memory than the elements, and pay off later.
+// Returns true if panels are faster than tiles, as measured on a Zen 5 at both levels: for many rows, and for fewer
+// rows if k is long. Panels of widened elements take more memory than the elements, and pay off later.
 template <typename T>
 constexpr bool nt_packs(int64_t m, int64_t k) {
   constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;
@@ -31,10 +31,10 @@ inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
-// Panels of k elements of T along k, of kPanel items: an element of item i that lane l multiplies in step p, which
-// is element or pair l of vector p along k, is at [l][p][i] with lane_stride(k) steps per lane. One of these steps is
-// left free for the surplus of the last store; and their number is odd, so that lanes do not share a few
-// sets of the first-level cache.
+// The layout of panels of kPanel items with k elements of T each. In step p, lane l multiplies element l (or pair l) of
+// an item's vector p along k; that of item i is at [l][p][i]. Every lane has room for lane_stride(k) steps. One of them
+// is left free, because the last store may write more than its step. Their number is odd, so that the lanes do not
+// share a few sets of the first-level cache.
 template <typename T>
 struct LanePanels {
   static constexpr int64_t kElements = NtProduct<T>::kElements;
@@ -87,7 +87,7 @@ using NtPackedTile = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* 
 template <typename T, int kRows>
 void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
                     const float* bias, T* c, int64_t c_stride, int columns, RowsAhead& ahead) {
-  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // most sums that can wait: 2^4 lanes are added
+  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // maximum number of waiting sums: 2^4 lanes are added
   const int64_t steps = LanePanels<T>::steps(k), stride = LanePanels<T>::lane_stride(k);
   vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not computed yet
   int depth = 0;

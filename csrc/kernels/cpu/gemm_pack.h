@@ -17,11 +17,12 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int64_t kPackSlack = 16;
 inline constexpr int64_t kPackMaxDepth = 512;  // largest number of steps of k in one call
 
-// Number of elements of S in 16 bytes. Shuffles are cheap only within a 128-bit part of a vector.
+// Number of elements of S in 16 bytes. Blocks are transposed in parts of this size, because shuffles are cheap only
+// within a 128-bit part of a vector.
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
-// Such a part as a vector of the baseline instruction set: widened elements, or four pairs.
+// Returns the 16 bytes at `source` as a vector of the baseline instruction set: widened elements, or four pairs.
 template <typename T>
 PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
   if constexpr (Panel<T>::kDepth == 2) {
@@ -203,9 +204,9 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
   memcpy(target, &value, sizeof(value));
 }
 
-// Packs if k is contiguous. A panel's rows are read a cache line at a time, and only as many rows together as a vector
-// has lanes: rows at distances of a power of two share a set of the first-level cache, which has room for no more
-// lines.
+// Packs a matrix whose elements along k are contiguous. A panel's rows are read a cache line at a time, and only as
+// many rows together as a vector has lanes: rows at distances of a power of two share a set of the first-level cache,
+// which has room for no more lines.
 template <int kPanel, typename T>
 void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                      const int32_t* order) {
@@ -265,8 +266,8 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
   }
 }
 
-// Packs if items are contiguous. A few steps of k go through all panels before the next few, so that both source and
-// target lines stay in the cache.
+// Packs a matrix whose items are contiguous. A few steps of k go through all panels before the next few, so that both
+// source and target lines stay in the cache.
 template <int kPanel, typename T>
 void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target,
                  const int32_t* steps) {

@@ -53,7 +53,7 @@ PYMOE_INLINE void transpose(vector_t<S> (&rows)[kLanes<S>]) {
   }
 }
 
-// Bit i of the result is set if lane i of the comparison's result is set.
+// Returns a number whose bit i is set if lane i of the comparison's result is set.
 template <typename Mask>
 PYMOE_INLINE uint32_t bits_of(Mask mask) {
   constexpr bool kWide = sizeof(mask[0]) == 8;

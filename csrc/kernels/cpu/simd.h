@@ -27,7 +27,7 @@ typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // wit
 // The vector that accumulates elements stored as T.
 template <typename T>
 using vector_t = std::conditional_t<std::is_same_v<T, double>, vdouble, vfloat>;
-// The number of elements stored as T in one such vector.
+// Number of elements of T that fill one vector of the type in which they are summed.
 template <typename T>
 inline constexpr int kStep = kLanes<accumulate_t<T>>;
 
@@ -183,8 +183,8 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
                  [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
-// Like store_row, but bypasses the caches, which then need not read the lines first; call stream_fence afterwards.
-// Vectors that are partial or unaligned are stored normally.
+// Stores a row as store_row does, but bypasses the caches, which then need not read the lines first; call stream_fence
+// afterwards. Vectors that are partial or unaligned are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3
@@ -224,11 +224,11 @@ PYMOE_INLINE void stream_fence() {
 
 // --- lane-wise arithmetic ---
 
-// Maximum of two lanes if neither is NaN; if one is, the result may be either.
+// Returns the maximum of each pair of lanes if neither is NaN; if one is, the result may be either.
 PYMOE_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 PYMOE_INLINE vdouble max(vdouble a, vdouble b) { return a > b ? a : b; }
 
-// Sum over lanes as a balanced tree: a fixed order for a given instruction set.
+// Returns the sum over lanes, added as a balanced tree: the order is fixed for a given instruction set.
 template <typename Vector>
 PYMOE_INLINE auto sum_lanes(Vector value) {
   constexpr int lanes = static_cast<int>(sizeof(Vector) / sizeof(value[0]));
@@ -238,7 +238,8 @@ PYMOE_INLINE auto sum_lanes(Vector value) {
   return value[0];
 }
 
-// e^x within 2 ulp, lane by lane the same bits as exp_in_fixed_steps in core/score.h, whatever the instruction set.
+// Returns e^x within 2 ulp, lane by lane the same bits as exp_in_fixed_steps in core/score.h, whatever the instruction
+// set.
 template <typename Vector>
 PYMOE_INLINE Vector exp_vector(Vector x) {
   using S = std::remove_cvref_t<decltype(x[0])>;

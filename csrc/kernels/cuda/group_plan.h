@@ -20,7 +20,7 @@ struct GroupPlan {
 
 inline GroupPlan group_plan(int32_t* workspace, int64_t experts) { return {workspace, workspace + experts + 1}; }
 
-// An upper limit for the number of tiles of `rows` rows, whatever the offsets.
+// Returns an upper limit for the number of tiles of `rows` rows, whatever the offsets.
 inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + experts + 1;
 }
@@ -82,12 +82,13 @@ struct GroupTile {
   int column;  // index of the tile of columns
 };
 
-// The tile of a block. Consecutive blocks take the columns of an expert one after the other in the same
-// kBand tiles of rows, so that concurrent blocks read few rows of x and few of the weight: 264 blocks of 128 x 128 read
-// 8 tiles of x and 33 of the weight, instead of up to 264 of the weight if they took row after row. All lanes of a warp
-// call it together with the same block. Blocks past the last tile have no rows.
+// The number of tiles of rows in a band. Consecutive blocks take the columns of an expert one after the other in the
+// same kBand tiles of rows, so that concurrent blocks read few rows of x and few of the weight: 264 blocks of 128 x 128
+// read 8 tiles of x and 33 of the weight, instead of up to 264 of the weight if they took row after row.
 inline constexpr unsigned kBand = 8;
 
+// Returns the tile of a block, which has no rows if the block is past the last tile. All lanes of a warp call the
+// function together, with the same block.
 PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t rows, int tile_rows, unsigned block,
                                  unsigned column_tiles) {
   const int tile = static_cast<int>(block / column_tiles);

@@ -43,7 +43,7 @@ struct HeldRow {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i, loaded[i]);
   }
-  // As map_with; also loads `others` into `seconds`, which map_with_second passes to its f later.
+  // Does the same as map_with, and also loads `others` into `seconds`, which map_with_second passes to its f later.
   template <bool kClamped, typename V, typename F>
   PYMOE_DEVICE void map_with_two(const V* PYMOE_RESTRICT values, const S* PYMOE_RESTRICT others, const F& f) {
     V loaded[kHeld];

@@ -18,7 +18,7 @@ struct LaunchShape {
 };
 
 inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-// The most shared memory per block that every GPU from compute capability 8.0 on allows (8.6 and 8.9 allow the least).
+// The maximum shared memory per block on every GPU from compute capability 8.0 on (8.6 and 8.9 allow the least).
 inline constexpr int64_t kMostSharedBytes = 99 << 10;
 // A kernel that gets more than this must have no static shared memory, which counts against the same limit.
 inline constexpr int64_t kUsualSharedBytes = 48 << 10;

@@ -35,8 +35,8 @@ using word_of_bytes = std::conditional_t<
 template <typename T>
 using word_of = word_of_bytes<static_cast<int>(sizeof(T))>;
 
-// `from` and `to` must be aligned to the size of the pack. The streaming form is for bytes that are used only once: the
-// caches evict them first.
+// Loads a pack from `from`, which must be aligned to the size of the pack. The streaming form is for bytes that are
+// used only once: the caches evict them first.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack(const T* from) {
   return bit_cast<P>(*reinterpret_cast<const word_of<P>*>(from));
@@ -47,8 +47,8 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
   return bit_cast<P>(__ldcs(reinterpret_cast<const word_of<P>*>(from)));
 }
 
-// Returns zeros if there is nothing to load, without reading `from`. The whole word is selected, not element by
-// element.
+// Loads a pack if `there` is true; otherwise returns zeros without reading `from`. The whole word is selected, not
+// element by element.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack_streaming_if(bool there, const T* from) {
   word_of<P> word{};
@@ -61,21 +61,22 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   *to = word;
 }
 #if defined(__CUDA_ARCH__)
-// A plain assignment may be split: ptxas made four 4-byte stores for words that were built from pairs.
+// Stores a word with one instruction. A plain assignment may be split: ptxas made four 4-byte stores for words that
+// were built from pairs.
 PYMOE_DEVICE void store_word(uint4* to, const uint4& word) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
                : "memory");
 }
 #endif
 
-// To global memory.
+// Stores a pack to global memory; `to` must be aligned to the size of the pack.
 template <typename P, typename T>
 PYMOE_DEVICE void store_pack(T* to, const P& pack) {
   store_word(reinterpret_cast<word_of<P>*>(to), bit_cast<word_of<P>>(pack));
 }
 
-// The elements of a pack in the type of their sums: to_accumulate of core/dtype.h. Two bfloat16 of a word are widened
-// by a shift and a mask, one instruction each; if they were extracted first, they would cost two.
+// Writes the elements of a pack to `to`, in the type of their sums (to_accumulate of core/dtype.h). Two bfloat16 of a
+// word are widened by a shift and a mask, one instruction each; if they were extracted first, they would cost two.
 template <typename T, int kCount>
 PYMOE_DEVICE void widen(const Pack<T, kCount>& pack, accumulate_t<T> (&to)[kCount]) {
   if constexpr (std::is_same_v<T, BFloat16> && kCount % 2 == 0) {
@@ -109,8 +110,8 @@ inline constexpr bool kNarrowsPairs = true;
 inline constexpr bool kNarrowsPairs = false;
 #endif
 
-// A pack of sums, rounded to nearest even: round_to of core/dtype.h, with one instruction of the GPU for two elements
-// of 16 bits.
+// Returns sums as a pack, rounded to nearest even (round_to of core/dtype.h). One instruction of the GPU rounds two
+// elements of 16 bits.
 template <typename T, int kCount>
 PYMOE_DEVICE Pack<T, kCount> narrow(const accumulate_t<T> (&values)[kCount]) {
   Pack<T, kCount> result;

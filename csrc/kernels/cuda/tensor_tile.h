@@ -64,8 +64,8 @@ struct TensorLayout {
   static constexpr int kPacks = kRows * kStepDepth / kTensorPack;
   static constexpr int kElements = kRows * kStepDepth;
 
-  // How a pack's number changes in a given line, so that equal packs of eight lines are in different banks, as are
-  // eight consecutive packs.
+  // Returns the number with which a pack's number is combined by exclusive or in a given line. So equal packs of eight
+  // lines are in different banks, as are eight consecutive packs.
   static PYMOE_DEVICE int exchange(int line) { return kAlongRows ? line % 8 : line / 2 % 4; }
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
 };
@@ -144,8 +144,8 @@ class TensorLoader {
     }
   }
 
-  // As fetch, for packs that cannot be loaded by single accesses. The barrier before copies are read also covers these
-  // stores.
+  // Does the same as fetch, for packs that cannot be loaded by single accesses. The barrier before copies are read also
+  // covers these stores.
   PYMOE_DEVICE void fetch_elements(T* to, int depths) {
     const int lines = kAlongRows ? depths : rows_, elements = kAlongRows ? rows_ : depths;
 #pragma unroll 1
@@ -174,7 +174,7 @@ class TensorLoader {
 
   TensorOperand<T> operand_;  // points to the thread's first element in the next tile
   int rows_;
-  int line_, across_;  // the line of the thread's first pack, and its first element in the line
+  int line_, across_;  // the thread's first pack: its line, and the number of its first element there
   int place_;          // the place of that element
   // If lines are rows: the thread's packs of the next tile, and a bit for each pack, set if its row exists.
   const T* from_[kMine];

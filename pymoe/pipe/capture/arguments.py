@@ -1,5 +1,5 @@
-"""The arguments of a call: a flat list of leaves, their names, and their free dimensions; and checks that a later call
-fits the capture: kinds of leaves, sizes of tensors, and conditions on sizes that the model's code has tested.
+"""Describes the arguments of a call, as a flat list of leaves with their names and free dimensions. Checks that a later
+call fits the capture: kinds of leaves, sizes of tensors, and conditions on sizes that the model's code has tested.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PYTREE_HINT = (
     "tensors, numbers, strings, None, and lists, tuples and dicts of them; register other classes with "
     "torch.utils._pytree.register_pytree_node or register_dataclass"
 )
-"""Values that may be arguments or results."""
+"""Describes, for messages, the values that may be arguments or results of a captured model."""
 
 
 class _Slot:
@@ -164,10 +164,11 @@ sizes may also be 0 or 1.
 def trials(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> Iterator[Trial]:
-    """Yield the ways to try, in order.
+    """Yield the ways to capture a model, in the order in which they are to be tried.
 
-    With ``dynamic_shapes``, in the form of ``torch.export.export``, there is only that one. Otherwise: all dimensions
-    free, the first of each tensor, none. Dimensions where the example has size 0 or 1 are not free, because torch takes
+    With ``dynamic_shapes``, in the form of ``torch.export.export``, only these dimensions are free. Otherwise: all
+    dimensions, then the first of each tensor, then none. If dimensions are free, sizes 0 and 1 are first allowed and
+    then not. Without ``dynamic_shapes``, dimensions where the example has size 0 or 1 are not free, because torch takes
     another path for these sizes.
     """
     from torch.export import Dim
@@ -226,7 +227,7 @@ class InputChecks:
 
     arguments: Arguments
     sizes: dict[int, tuple[Any, ...]]
-    """Sizes of the leaves that are tensors, by number."""
+    """Sizes of the leaves that are tensors, by the number of the leaf."""
     conditions: dict[Any, str]
     """Conditions on free sizes under which the model's code takes the captured path: expressions, each with the line of
     code that tested it, if known.
@@ -351,8 +352,8 @@ _TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
 
 @contextmanager
 def where_sizes_are_asked(environment: Any) -> Iterator[None]:
-    """Within the block, note the lines of code that test sizes in a ``ShapeEnv``, if there is one, for
-    :func:`conditions_asked`.
+    """Within the block, record the lines of code that test sizes in ``environment``, a ``ShapeEnv`` or None.
+    :func:`conditions_asked` returns them.
     """
     if environment is None:
         yield
@@ -369,12 +370,14 @@ class _ShapeGuards(list[Any]):
         super().__init__(guards)
         self.places = [""] * len(guards)
         self.answers: list[tuple[Any, str]] = []
-        """Conditions that the model's own code has tested, in the form that came out true, each with its line, even if
-        the answer was already known.
+        """Conditions that the model's own code has tested, each with its line; a condition that was false is negated.
+        Tests whose answer torch knew already are included, although torch adds no guard for them.
         """
 
     def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``evaluate``, torch's test of a condition on sizes, to note the tests that the model's code makes."""
+        """Return ``evaluate``, torch's test of a condition on sizes, wrapped to record the tests that the model's code
+        makes.
+        """
 
         def listener(node: Any, *more: Any, **named: Any) -> Any:
             expression, answer = node.expr, evaluate(node, *more, **named)
@@ -399,9 +402,10 @@ def _users_line(frame: FrameType | None) -> str:
 
 
 def _is_asked_by_model(frame: FrameType | None) -> bool:
-    """Return whether Python code of the model, or of ``torch.nn``, has made a ``bool`` or ``int`` of a size.
+    """Return whether Python code of the model, or of ``torch.nn``, converts a size to ``bool`` or ``int`` in ``frame``.
 
-    Operators also test sizes (to broadcast, for example), but they test again when the graph runs.
+    Operators also test sizes (to broadcast, for example), but they repeat the test when the graph runs, so that the
+    capture need not record it.
     """
     converted = False
     while frame is not None and frame.f_code.co_filename.startswith((_CONVERSIONS, _SYMBOLS)):

@@ -28,7 +28,7 @@ from pymoe.pipe.capture.opaque import Computed, Opaque, OpaqueCall, OpaqueModule
 from pymoe.pipe.capture.python_reads import ambient_answers
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
-_one_at_a_time = threading.RLock()  # torch.export replaces methods of torch's classes
+_one_at_a_time = threading.RLock()  # one capture at a time, because torch.export replaces methods of torch's classes
 
 
 def capture(
@@ -66,7 +66,7 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # includes opaque modules, because their effects in a capture are undone
+    external = ExternalValues(model)  # also those that opaque modules change: changes in a capture are undone
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
     closed: set[str] = set()  # modules whose forward changes their attributes
@@ -121,7 +121,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
 
 def _export(run: ModelRun, trial: Trial) -> Any:
     shapes, any_size = trial
-    start_engine()  # before torch.export pretends that there is a GPU
+    start_engine()  # before torch.export, within which torch reports a GPU even where there is none
     with (
         _one_at_a_time,
         attributes_restored(run.model),
@@ -135,7 +135,7 @@ def _export(run: ModelRun, trial: Trial) -> Any:
 
 
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
-    """Return a function that makes the guards of a capture, which check its assumptions, for a model.
+    """Return a function that takes a model and returns its guards, which check the assumptions of the capture.
 
     Attributes that the model's own run changed are not guarded.
     """
@@ -159,8 +159,8 @@ def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
 def _refusal(
     run: ModelRun, trial: Trial, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]
 ) -> CaptureError:
-    """Return the error for something that a graph cannot do, with the line of code that does it, as found by
-    ``run``.
+    """Return the error for ``side_effects`` or ``changes``, which a graph cannot reproduce. ``run`` runs the model
+    again to find the line of code that causes them.
     """
     with suppress(Exception, Stopped):
         _export(run, trial)
@@ -178,7 +178,9 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """After the block, empty the caches that it has filled, because they may hold tensors without values."""
+    """After the block, empty the ``caches`` to which the block has added entries: these may hold tensors without
+    values.
+    """
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
@@ -190,7 +192,7 @@ def _cleared(caches: Collection[Any]) -> Iterator[None]:
 
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
-    """Set a fixed state for making graphs, regardless of the caller's state, which applies when the graph runs."""
+    """Make graphs in a fixed state (gradients on, no autocast). The caller's state applies when the graph runs."""
     config: Any = _torch_private.fx_config  # imported when it is first used
     with (
         torch.inference_mode(False),
@@ -198,7 +200,7 @@ def _plain_surroundings(any_size: bool) -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         torch.compiler.set_stance("force_eager"),
-        # Silence these modules: they log what the error will say.
+        # Silence these loggers: the error contains what they log.
         patched((logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True)),
         patched((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)),
         # Without this, torch assumes that free dimensions are at least 2, and adds no guard for that.
@@ -227,8 +229,8 @@ class Captured:
       calls (``OpaqueCall``); the last three return lists;
     - one ``output`` with the list of output leaves.
 
-    The graph module looks parameters and buffers up in the model's own modules, so it sees replacements by
-    ``load_state_dict(assign=True)`` or ``.to()``.
+    The graph module looks parameters and buffers up in the model's own modules, so it uses those that
+    ``load_state_dict(assign=True)`` or ``.to()`` put there later.
 
     A node's ``meta`` holds ``val`` (a fake tensor or number), ``stack_trace`` and ``nn_module_stack``.
     """
@@ -236,7 +238,7 @@ class Captured:
     graph: fx.GraphModule
     arguments: Arguments
     input_checks: InputChecks
-    """Checks a call: free dimensions may have any size, and dtypes any precision."""
+    """Checks the leaves of a call: free dimensions may have any size, and dtypes any precision."""
     out_spec: pytree.TreeSpec
     training: bool
     guards: Callable[[nn.Module], Guards]
@@ -270,7 +272,7 @@ class Region:
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield all nodes, also those within regions."""
+    """Yield all nodes of ``graph``, and those of the regions in it."""
     for node in graph.nodes:
         yield node
         if isinstance(node.target, Region):
@@ -278,7 +280,7 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def opaque_modules(graph: fx.Graph) -> list[OpaqueModule]:
-    """Return the modules that a graph calls, call by call."""
+    """Return the opaque modules that a graph calls, one entry per call."""
     return [node.target for node in all_nodes(graph) if isinstance(node.target, OpaqueModule)]
 
 
@@ -342,7 +344,7 @@ class _Builder:
         conditions, fixed = self._conditions()
         limits: dict[Any, tuple[int, int | None]] = {}
         for symbol, constraint in self._program.range_constraints.items():
-            # Where operators treat 0 and 1 specially, only sizes from 2 up remain.
+            # torch gives the lower bound 2 where operators treat 0 and 1 specially. It is not a condition of the model.
             low = int(constraint.lower) if constraint.lower > 2 else 0
             high = int(constraint.upper) if constraint.upper.is_number and constraint.upper < 2**40 else None
             if low or high is not None:
@@ -406,9 +408,11 @@ class _Builder:
 
 
 def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Make an exported graph and its blocks call regions and opaque calls, with the model's own module names."""
+    """Replace torch's operators for blocks by regions, and markers of opaque calls by entries of ``calls``, in an
+    exported graph and in its blocks. Name modules in metadata as the model does.
+    """
     hop = torch.ops.higher_order
-    for node in reversed(list(module.graph.nodes)):  # blocks after their use
+    for node in reversed(list(module.graph.nodes)):  # reversed: users of a block before the node of the block
         if node.target is OPAQUE_CALL:
             number, *values = node.args
             node.target, node.args = calls[number], tuple(values)
@@ -450,9 +454,9 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
     """Return the module of ``graph``, in which ``get_attr`` names a parameter or buffer of ``model``, or one of
     ``constants``.
 
-    It has no parameters of its own: its modules share the dictionaries of the model's modules, so that it sees later
-    parameters and buffers of the model, too. It contains opaque modules themselves. Its ``state_dict`` has the model's
-    keys for all modules that the graph uses.
+    The module has no parameters of its own: its submodules share the dictionaries of the model's modules, so that they
+    use parameters and buffers that the model gets later. It contains opaque modules themselves. Its ``state_dict`` has
+    the model's keys for all modules that the graph uses.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph(), "Captured")
     _share(module, model)
@@ -462,7 +466,7 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
         if name:
             around._modules[name] = call.module
     for node in graph.find_nodes(op="get_attr"):
-        if node.target in constants:  # not registered as buffers, which would be added to the model's
+        if node.target in constants:  # not as buffers: that dictionary is the model's own
             module.__dict__[node.target] = constants[node.target]
         else:
             _module_at(str(node.target).rpartition(".")[0], module, model)

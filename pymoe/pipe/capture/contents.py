@@ -1,4 +1,4 @@
-"""Reads the contents of Python values: the only place that knows all kinds of containers and objects."""
+"""Reads the contents of Python values. No other module has code for all kinds of containers and objects."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ _NO_OBJECTS = (
 
 
 def holder_of(value: Any) -> Holder:
-    """Return how to read a value that is not one of the ``CONSTANTS``, or is a member of an enumeration."""
+    """Return the :class:`Holder` that reads a value, which is not one of the ``CONSTANTS`` or is a member of an
+    enumeration.
+    """
     kind = type(value)
     try:
         found = _holders.get(kind)
@@ -227,8 +229,8 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _is_finished(kind: type) -> bool:
-    """Return whether the attributes of a class are not read. The classes of Python, torch and pymoe are assumed not to
-    change.
+    """Return whether a class is assumed not to change, so that its attributes are not read. This holds for the classes
+    of Python, torch, numpy and pymoe.
     """
     home: Any = kind.__module__
     if not isinstance(home, str):  # for a metaclass in C, ``home`` is a descriptor
@@ -357,7 +359,9 @@ _CONTAINERS: dict[type, Holder] = {
     weakref.ref: Holder(lambda value: [weakref.ref.__call__(value)]),
     threading.local: Holder(),
 }
-"""Classes that may have subclasses with more attributes; derived classes come first."""
+"""Containers, and how to read them. Subclasses may have more attributes. Derived classes come first, as the first match
+counts.
+"""
 
 _VIEWS: dict[type, Holder] = {
     types.MappingProxyType: Holder(_of_mapping, names=_names_of_mapping, is_plain=True),
@@ -367,7 +371,7 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-# One holder serves all numpy arrays: it is found by class, which does not tell the dtype.
+# Holders are found by class alone, so this one has to read numpy arrays of every dtype.
 _ARRAY = Holder(
     lambda value: list(value.ravel()) if value.dtype.hasobject else [],
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),

@@ -31,17 +31,18 @@ MODEL = "model"
 
 
 class ModelRun:
-    """A run of the model within ``torch.export``, and its side effects.
+    """Runs the model within ``torch.export`` and records its side effects.
 
-    Values that the model assigns to its buffers are written into them instead. Changes of other attributes, and of
-    Python values elsewhere, are undone after the run. An exception of the model is raised as :class:`Stopped`.
+    Values that the model assigns to its buffers are written into the existing buffers instead. Changes of other
+    attributes, and of Python values elsewhere, are undone after the run. An exception of the model is raised as
+    :class:`Stopped`.
 
     Args:
         model: the model.
-        arguments: the arguments of the example, with its constants.
+        arguments: the arguments of the example call, including those that are constants.
         opaque: its opaque modules.
         external: the values outside of the model that its code may read and change.
-        ambient: the caller's state.
+        ambient: the caller's state, as ``ambient_answers`` returns it.
         finds_line: whether to look for the line that does something a graph cannot do; this takes much longer.
     """
 
@@ -73,7 +74,7 @@ class ModelRun:
         self._finds_line = finds_line
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
-        """Return the computed leaves of the output."""
+        """Run the model on the tensors among the arguments' leaves. Return the computed leaves of the output."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self.arguments.examples]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments.spec)
@@ -108,8 +109,8 @@ class ModelRun:
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
     def users_changes(self) -> dict[str, list[str]]:
-        """Return the attributes that it has changed, by qualified name of the module, without buffers and torch's own
-        layers.
+        """Return the names of the attributes that the run has changed, by the qualified name of their module. Buffers
+        and attributes of torch's own layers are left out.
         """
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
@@ -118,7 +119,7 @@ class ModelRun:
         return found
 
     def _attributes(self) -> dict[tuple[str, str], Snapshots]:
-        """Return snapshots of the contents of the user's modules that are not opaque."""
+        """Return snapshots of the attributes of the user's modules that are not opaque, by (module, attribute)."""
         return {
             (path, name): Snapshots(
                 [(f"{path}.{name}".lstrip("."), partial(module.__dict__.get, name), "{}")],
@@ -143,7 +144,7 @@ class ModelRun:
     def _watching_side_effects(
         self, changed: Changes, before: dict[tuple[str, str], Snapshots]
     ) -> Iterator[SideEffects]:
-        """Note the changes of Python values in the block, and undo them."""
+        """Record the changes of Python values in the block. Undo them after the block."""
         side_effects = SideEffects(self.external.places, self.external.own)
         self.recorder.on_object = side_effects.add_object
 
@@ -169,8 +170,8 @@ class ModelRun:
 
 
 class ModelEntry(nn.Module):
-    """A module whose ``forward`` is the run. torch restores the attributes of a module, so results of the run are kept
-    elsewhere.
+    """The module that ``torch.export`` gets: its ``forward`` calls ``run``. torch restores this module's attributes
+    afterwards, so the results are kept in ``run``.
     """
 
     def __init__(self, run: ModelRun) -> None:
@@ -183,14 +184,16 @@ class ModelEntry(nn.Module):
 
 
 class Stopped(BaseException):
-    """Carries an error of the model's code through ``torch.export``, which would log other errors."""
+    """Carries an exception of the model's code through ``torch.export``, which would log an ordinary ``Exception``."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def _users_module(name: str, model: nn.Module) -> str | None:
-    """Return the qualified name of the module that has the attribute; None for buffers, and for torch's own layers."""
+    """Return the qualified name of the module that has the attribute ``name``. Return None for a buffer, and for an
+    attribute of torch's own layers.
+    """
     path: list[str] = []
     module, steps = model, name.split(".")
     while steps and (child := module._modules.get(steps[0])) is not None:
@@ -217,8 +220,10 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
 class _WatchedPlace:
     """A random generator, or a value outside of the model, whose state is recorded when this object is made.
 
-    Args: words: what a change means, as a phrase that follows "it" in messages. watch: returns a function that returns
-        the name of what has changed since, or None. restorer: returns a function that restores the present state.
+    Args:
+        words: what a change means, as a phrase that follows "it" in messages.
+        watch: returns a function that returns the name of what has changed since the call of ``watch``, or None.
+        restorer: returns a function that restores the present state.
     """
 
     def __init__(
@@ -232,7 +237,7 @@ class _WatchedPlace:
         return _WatchedPlace(self._words, self._watch, self._restorer)
 
     def words(self) -> str | None:
-        """Return what has happened, if anything."""
+        """Return a phrase for the change since this object was made; None if nothing has changed."""
         name = self._change()
         return None if name is None else self._words.format(name)
 
@@ -272,11 +277,11 @@ class SideEffects:
                 self._add_generator(words, value.get_state, value.set_state)
 
     def words(self) -> list[str]:
-        """Return what has happened, as phrases that follow "it" in messages."""
+        """Return a phrase, which follows "it" in messages, for everything that has changed."""
         return [words for watched in self._watched if (words := watched.words()) is not None]
 
     def undo(self) -> None:
-        """Restore what has changed."""
+        """Restore the values that have changed."""
         for watched in self._watched:
             watched.undo()
 

@@ -47,7 +47,7 @@ class ExternalValue(NamedTuple):
         return functools.partial(self.where.get, self.key)
 
     def assign(self, value: Any) -> None:
-        """Put another value there."""
+        """Replace the present value by ``value``."""
         if self.key is None:
             self.where.cell_contents = value
         elif isinstance(self.where, Attributes):
@@ -122,7 +122,7 @@ class ExternalValues:
         self._methods: dict[str, list[Any]] = {}  # methods that no code has named yet
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
-            # A class that TorchScript creates for every module has no file.
+            # Classes that TorchScript creates for modules have no file, and are left out here.
             if not is_library(file := _file_of(getattr(type(module), "forward", None))):
                 self.files.add(file)
         for _, module in modules:
@@ -148,7 +148,9 @@ class ExternalValues:
                 self._class(type(held), makes_objects=False)
 
     def _class(self, kind: type, makes_objects: bool) -> None:
-        """Search the methods of a class that the code names, or that Python calls implicitly."""
+        """Search the methods of a class that the code names, or that Python calls implicitly. ``makes_objects``:
+        whether the code may make objects of the class, so that methods such as ``__init__`` are searched, too.
+        """
         for base in kind.__mro__:  # super() may call methods that other classes override
             if base not in self._classes and not _is_pythons(base.__module__):
                 self._classes.add(base)
@@ -233,7 +235,9 @@ class ExternalValues:
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search the variable, module or builtin that a string may name, in code that looks names up."""
+        """Search the variable, module or builtin that a string constant may name, in code that looks up names at run
+        time.
+        """
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])

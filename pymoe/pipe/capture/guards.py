@@ -21,15 +21,15 @@ from pymoe.pipe.stages import CALL_HOOKS, have_same_items
 
 _STATE = ("_parameters", "_buffers")
 _About = tuple[str, Any]
-"""The subject of an assumption: words and, if those are not enough, an object."""
+"""The subject of an assumption: words for messages and, if those do not identify the subject, an object."""
 
 
 class Guards:
     """Keeps the assumptions of a capture: modes, hooks, submodules, shapes of parameters, and the values that the
     model's code has read.
 
-    ``model`` may be another one with the same submodules. ``opaque``: qualified names of modules whose contents
-    captures ignore.
+    ``model`` may be another model than the captured one, with the same submodules. ``opaque``: qualified names of
+    modules whose contents captures ignore.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str], reads: Reads, arguments: Arguments) -> None:
@@ -74,7 +74,7 @@ class Guards:
             now = zip(self._dictionaries(), self._structure, strict=True)
             return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
-            if len(dictionary) != size:  # the code may have seen hasattr() return False
+            if len(dictionary) != size:  # hasattr() would now return something else
                 return "a parameter or buffer"
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
@@ -85,7 +85,7 @@ class Guards:
                 entry[2], self._is_shared_alike = now, None
         if self._is_shared_alike is None:
             self._is_shared_alike = self._sharing_now() == self._sharing
-        if not self._is_shared_alike:  # a graph knows a shared parameter by one name only
+        if not self._is_shared_alike:  # the graph uses a shared parameter under one name only
             return "which parameters or buffers are one and the same"
         if (name := expected.snapshots.change()) is not None:
             return name
@@ -108,7 +108,9 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy, leave out values outside of the model that cannot be copied: the copy captures again."""
+        """Return the state for a copy, without recorded values that cannot be copied. If there are any, the copy's
+        check fails and the model is captured again.
+        """
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
@@ -116,7 +118,9 @@ class Guards:
         return {**self.__dict__, "_expected": None, "_tokens": kept}
 
     def _snapshots_kept(self) -> Snapshots:
-        """Return the recorded values at their present places; for a copy, in its own model."""
+        """Return the recorded values, each at the place where its present value lies; in a copy, this is the copy's
+        model.
+        """
         places = self._places()
         kept = [self._tokens.get(about) for about in places]
         return Snapshots(list(places.values()), self._own(), [[] if tokens is None else tokens for tokens in kept])
@@ -125,7 +129,7 @@ class Guards:
         return frozenset(map(id, self._model.modules()))
 
     def _places(self) -> dict[_About, Place]:
-        """Return the places of the values that the code may have read, and a name for each."""
+        """Return the places of the values that the code may have read, by the subject of the assumption."""
         found: dict[_About, Place] = {}
         values = []
         for path, name in self._reads.attributes:
@@ -136,7 +140,7 @@ class Guards:
             found[label, path] = label, ExternalValue(label, own, name).value, "{!r}"
             values.append(own.get(name))
             if isinstance(getattr(kind, name, None), types.MemberDescriptorType):
-                found[label, path] = label, partial(getattr, module, name), "{!r}"  # in __slots__
+                found[label, path] = label, partial(getattr, module, name), "{!r}"  # an attribute in __slots__
             elif name not in own:
                 of_class = f"{kind.__name__}.{name}"
                 found[of_class, kind] = of_class, ExternalValue(name, Attributes(kind), name).value, "{!r}"
@@ -153,7 +157,7 @@ class Guards:
         return found
 
     def _expect(self, questions: dict[_About, Callable[[], Any]], snapshots: Snapshots) -> _Expected:
-        """Prepare a check, so that the check itself takes as little time as possible."""
+        """Collect everything that a check compares, so that the check itself takes as little time as possible."""
         members = [
             (dictionary, kept) for (_, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
         ]
@@ -172,7 +176,7 @@ class Guards:
         )
 
     def _questions(self) -> dict[_About, Callable[[], Any]]:
-        """Return functions that read the present state of everything else that must not change."""
+        """Return functions that read the rest of the present state that must not change, by subject."""
         found: dict[_About, Callable[[], Any]] = {
             ("the mode of a module", None): self._modes_now,
             ("the class of a module", None): self._classes_now,
@@ -187,7 +191,7 @@ class Guards:
         return found
 
     def _traced(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules that the graph goes through."""
+        """Return the modules that were traced into the graph (all that are not opaque), with their names."""
         return [(path, module) for path, module in self._modules.items() if path not in self._opaque]
 
     def _dictionaries(self) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -234,7 +238,7 @@ class _Expected(NamedTuple):
 
     answers: list[tuple[_About, Callable[[], Any], Any]]
     empty: list[dict[Any, Any]]
-    """Dictionaries of submodules and hooks, most of which are empty."""
+    """Dictionaries of submodules and hooks that were empty at the capture, as most are."""
     filled: list[tuple[dict[Any, Any], dict[Any, Any]]]
     sizes: list[tuple[dict[Any, Any], int]]
     """Dictionaries of parameters and buffers, and their lengths."""

@@ -3,8 +3,8 @@ the graph, and calls that a graph would lose, which are refused.
 
 Calls of autograd Functions are also intercepted through names that were bound before, as in ``cubed = Cubed.apply``.
 ``apply`` need not go through Python: from torch 2.15 on it is C code, so replacing ``apply`` would miss bound names.
-But in every version it gets attributes of the class: ``_backward_cls``, while the caller's grad mode is still set, then
-``forward``, then ``setup_context`` if the class has one.
+But in every version ``apply`` reads attributes of the class, and these reads are intercepted: ``_backward_cls``, while
+the caller's grad mode is still set, then ``forward``, then ``setup_context`` if the class has one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from pymoe.pipe.capture.python_reads import ReadRecorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
 Held = dict[int, Tensor]
-"""Tensors that require gradients and are not registered in a module, by address. A graph would hold them detached."""
+"""Tensors that require gradients and are not registered in a module, by address. torch.export detaches such tensors, so
+the captured graph takes them from here.
+"""
 
 
 def _hold(values: Any, held: Held) -> None:
-    """Note unregistered tensors that require gradients among the arguments of a call."""
+    """Record in ``held`` the unregistered tensors that require gradients among the arguments of a call."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, FakeTensor):
             held[leaf.data_ptr()] = leaf
@@ -73,7 +75,9 @@ leaves."""
 _Call = Callable[..., Any]
 
 _OF_OPERATORS = "torch._library.autograd"
-"""The module in which torch creates Functions for custom operators; graphs contain these operators as they are."""
+"""The module in which torch creates Functions for custom operators. They are not intercepted, because graphs contain
+the operators as they are.
+"""
 
 
 class OpaqueCalls:
@@ -103,7 +107,7 @@ class OpaqueCalls:
         return threading.get_ident() == self._thread and not self._inside
 
     def _module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
-        """Return what is called in place of an opaque module."""
+        """Return the function that is called in place of the opaque module ``real``; ``path``: its qualified name."""
         module = real.module
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +119,7 @@ class OpaqueCalls:
             if not self._is_on():
                 return run(*args, **kwargs)
             _run_boundaries(module._forward_pre_hooks)
-            # Fake tensors lose their free sizes in recurrent layers.
+            # Recurrent layers run on real tensors, because fake ones lose their free sizes there.
             through = None if isinstance(module, nn.RNNBase) else run
             result = self._record(OpaqueModule(path, module), through, real.copy, args, kwargs)
             _run_boundaries(module._forward_hooks)
@@ -124,7 +128,9 @@ class OpaqueCalls:
         return call
 
     def _segment_call(self) -> Callable[..., Any]:
-        """Return what reentrant checkpoints call: their segments become part of the graph."""
+        """Return the function that reentrant checkpoints call instead of ``apply``: their segments become part of the
+        graph.
+        """
         apply = torch.utils.checkpoint.CheckpointFunction.apply
 
         def call(segment: _Call, preserve: bool, *values: Any) -> Any:
@@ -136,7 +142,7 @@ class OpaqueCalls:
         return self._is_on() and type.__getattribute__(function, "__module__") != _OF_OPERATORS
 
     def _function_call(self, function: Any, apply: _Call, args: tuple[Any, ...]) -> Any:
-        """Make a call of an autograd Function."""
+        """Record a call of an autograd Function as an opaque call. Return the fake result."""
         return self._record(OpaqueCall(function.__name__, apply), apply, lambda: apply, args, {})
 
     def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
@@ -184,7 +190,7 @@ class OpaqueCalls:
 
 
 def _run_boundaries(hooks: Mapping[int, Any]) -> None:
-    """Run the hooks that are stage boundaries: within the call of an opaque module, they would be lost."""
+    """Run the hooks that are stage boundaries, outside of the opaque module's call, in which they would be lost."""
     for hook in hooks.values():
         if getattr(hook, "is_boundary", False):
             hook()
@@ -220,7 +226,7 @@ class _Refusing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         asked = getattr(func, "__self__", None)
-        if asked is Tensor.data and len(args) == 1:  # a graph cannot see through a tensor subclass
+        if asked is Tensor.data and len(args) == 1:  # .data of a tensor subclass is not traced
             return args[0].detach()
         if asked is Tensor.dtype:
             self._recorder.reads.dtypes = True
@@ -319,7 +325,9 @@ class FunctionCalls:
         return patched((FunctionMeta, "__getattribute__", lambda cls, name: self._attribute(cls, name)))
 
     def _attribute(self, cls: Any, name: str) -> Any:
-        """Return the attribute that a Function's class gives to ``apply``."""
+        """Return the attribute ``name`` of a Function's class, or a replacement if ``apply`` reads it in a call to
+        redirect.
+        """
         value = type.__getattribute__(cls, name)
         if name not in ("_backward_cls", "forward", "setup_context") or not self._is_asked(cls):
             return value
@@ -353,7 +361,7 @@ class FunctionCalls:
 
 
 def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
-    """Make ``apply`` treat ``result`` as the result of a forward, and return it unchanged."""
+    """Mark the tensors in ``result`` as those of a forward, so that ``apply`` returns ``result`` unchanged."""
     outputs = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
     context.mark_dirty(*[output for output in outputs if any(output is value for value in inputs)])
     context.mark_non_differentiable(*[output for output in outputs if not output.requires_grad])
@@ -361,7 +369,9 @@ def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Switch gradients on or off in the recorded graph, as ``apply`` has done without the graph noticing."""
+    """Set the grad mode within the block, without recording the change in the graph: ``apply``, whose change this
+    undoes, has not recorded it, either.
+    """
     before = torch.is_grad_enabled()
     with DisableTorchFunction():
         set_grad_enabled(enabled)

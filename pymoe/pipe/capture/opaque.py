@@ -58,7 +58,9 @@ class OpaqueCall:
         return [leaves[number] for number in self._kept]
 
     def call(self, function: Callable[..., Any], computed: Sequence[Any]) -> list[Any]:
-        """Call ``function`` instead of the call's own."""
+        """Call ``function`` in place of ``self.function``, with the arguments' computed leaves. Return the result's
+        computed leaves.
+        """
         assert self._spec is not None
         values = iter(computed)
         leaves = [next(values) if leaf is Computed else leaf for leaf in self._constants]
@@ -83,7 +85,7 @@ class OpaqueModule(OpaqueCall):
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(path.replace(".", "_") or "model", module)
         self.path = path
-        """Its qualified name in the model."""
+        """The module's qualified name in the model."""
         self.module = module
 
 
@@ -105,14 +107,14 @@ def refuse_boundary() -> None:
 
 
 class RealModule:
-    """A module with the parameters and buffers that it has now; they can be put back after they were replaced."""
+    """A module, and the parameters and buffers that it has when this object is made; they may be replaced later."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
 
     def copy(self) -> nn.Module:
-        """Return a copy, with copies of the tensors."""
+        """Return a copy of the module with copies of these parameters and buffers."""
         with attributes_restored(self.module):
             for part, parameters, buffers in self._tensors:
                 part.__dict__["_compiled_call_impl"] = None
@@ -123,7 +125,7 @@ class RealModule:
 
 
 def without_boundaries(module: nn.Module) -> None:
-    """Remove the boundaries from a module's hooks: its caller has noted them."""
+    """Remove the stage boundaries from a module's hooks, because they are run outside of the module's call."""
     for kind in FORWARD_HOOKS:
         hooks = module.__dict__[kind]
         kept = [(key, hook) for key, hook in hooks.items() if not getattr(hook, "is_boundary", False)]
@@ -150,8 +152,8 @@ def choose_opaque(
     whose graph would be valid for one length only.
 
     Raises:
-        TypeError: ``opaque`` holds something else.
-        ValueError: it names a module that the model does not have.
+        TypeError: an entry of ``opaque`` is neither a type of modules nor a name. ValueError: an entry of ``opaque``
+        names a module that the model does not have.
         CaptureError: the whole model would have to be opaque.
     """
     types: list[type] = []
@@ -256,7 +258,7 @@ def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
 
 
 def _settle(sizes: list[Any]) -> None:
-    """Make the capture require that these are equal."""
+    """Make the capture require that the ``sizes`` are equal: comparing them adds a guard."""
     for size in sizes[1:]:
         assert bool(sizes[0] == size)
 
@@ -285,7 +287,7 @@ def _real(leaf: Any, numbers: dict[Any, int]) -> Any:
 
 
 def example_tensor(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return random floats, or zeros that are valid indices, of the dtype and device of ``like``."""
+    """Return a tensor with the dtype and device of ``like``: random floats, or zeros, which are valid indices."""
     make = torch.rand if like.is_floating_point() or like.is_complex() else torch.zeros
     return make(shape, dtype=like.dtype, device=like.device)
 

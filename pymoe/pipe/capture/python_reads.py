@@ -1,8 +1,9 @@
 """Records what a model's code reads while it is captured: attributes, environment, the caller's state, and values of
 tensors.
 
-A graph refers to a tensor that is neither parameter nor buffer, and sees later writes to it. But a number from
-``.item()``, an index, or a fill value is a constant of the graph.
+A graph refers to a tensor that is neither parameter nor buffer, so later writes to the tensor have an effect. But a
+number from ``.item()``, an index, or a fill value is a constant of the graph. Tensors from which such constants are
+made are therefore recorded.
 """
 
 from __future__ import annotations
@@ -77,15 +78,17 @@ _TELLS_NO_VALUE = frozenset(
 
 
 class TakenValues:
-    """Notes the tensors from whose elements the model's code has made Python values."""
+    """Records the tensors whose elements the model's code has turned into Python values."""
 
     def __init__(self) -> None:
         self.tensors: dict[int | None, Tensor] = {}
         """The tensors, by address."""
-        self._single: dict[int | None, Tensor] = {}  # all tensors of one element that it has used
+        self._single: dict[int | None, Tensor] = {}  # all one-element tensors that the code has used
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of torch, and note the tensors from whose elements its result is made."""
+        """Call a function of torch, record the tensors whose elements it turns into constants, and return its
+        result.
+        """
         given = _leaves((args, kwargs))
         real = {_address(leaf): leaf for leaf in given if _is_real(leaf)}
         if isinstance(func, HigherOrderOperator) or not (real or any(map(_is_known, given))):
@@ -108,15 +111,15 @@ class TakenValues:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the elements of a tensor."""
+    """Return the elements of a tensor as bytes."""
     with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
         return bytes(flat.view(torch.uint8).numpy())
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the addresses of the real tensors that operators get, of tensors that are converted to a number, and
-    whether torch itself knows that number.
+    """Records the addresses of the real tensors that operators get (``seen``) and of those that are converted to a
+    number (``asked``), and whether a fake tensor is converted whose value torch knows (``asked_known``).
     """
 
     def __init__(self) -> None:
@@ -145,7 +148,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether torch knows the value of a tensor of a graph, which it does for results of known one-element
+    """Return whether ``value`` is a fake tensor whose value torch knows, as it does for results of known one-element
     tensors.
     """
     return isinstance(value, FakeTensor) and value.constant is not None
@@ -154,7 +157,7 @@ def _is_known(value: Any) -> bool:
 def _address(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # a stand-in
+    except RuntimeError:  # a tensor without memory
         return None
 
 
@@ -168,7 +171,9 @@ class Reads:
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
     """Attributes of modules, as qualified name of the module and name of the attribute, in the order of reading."""
     of_tensors: dict[tuple[str, str, str], dict[str, None]] = field(default_factory=dict)
-    """Parameters and buffers that were read: module, ``_parameters`` or ``_buffers``, and name."""
+    """The names of the tensors' attributes that were read, by module, ``_parameters`` or ``_buffers``, and name of the
+    tensor.
+    """
     environment: dict[str, str | None] = field(default_factory=dict)
     all_variables: dict[str, str] | None = None
     """The whole environment, if the model's code has iterated over it."""
@@ -204,7 +209,7 @@ _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "get_num_interop_threads": ((),),
     "backends.mha.get_fastpath_enabled": ((),),
 }
-"""Functions of torch, and the arguments with which they are called."""
+"""Functions of torch that report the caller's state, and the arguments with which the model's code may call them."""
 
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
 _ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
@@ -218,12 +223,14 @@ Answers = dict[tuple[str, tuple[Any, ...]], Any]
 
 
 def ambient_answers() -> Answers:
-    """Return the caller's state as torch would report it. Graphs are made in a plain state."""
+    """Return the caller's state as torch reports it. The model's code gets this state, although graphs are made in a
+    plain one.
+    """
     return {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
 
 
 def ask(name: str, args: tuple[Any, ...]) -> Any:
-    """Return what torch reports now."""
+    """Return the present result of torch's function ``name`` for ``args``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return attrgetter(name)(torch)(*args)
@@ -232,7 +239,7 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
 class ReadRecorder:
     """Records what this thread reads within ``with recorder.on():``, except in :meth:`paused`.
 
-    The model's code sees the caller's state, ``ambient``, instead of the capture's.
+    The model's code gets the caller's state, ``ambient``, instead of the capture's.
     """
 
     def __init__(self, model: nn.Module, ambient: Answers) -> None:
@@ -241,7 +248,8 @@ class ReadRecorder:
         """Called with an attribute's name and value when it is first read."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        # It also replaces parameters and buffers by stand-ins without their attributes.
+        # torch.export also replaces parameters and buffers by stand-ins without their attributes, so the real tensors
+        # are kept here.
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
             for path, module in model.named_modules()
@@ -254,7 +262,9 @@ class ReadRecorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return the ``requires_grad`` that ``frame`` must see for a tensor: the one in the caller's grad mode."""
+        """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``. The model's code gets the
+        value that it would have in the caller's grad mode, and other code gets ``real``, the present value.
+        """
         if not self.hears(frame):
             return real
         self.reads.gradients = True
@@ -381,7 +391,7 @@ class ReadRecorder:
             if not self._is_model_asking():
                 return real
             key = name, (*args, *kwargs.values())
-            if key not in self._ambient or real != self._plain[key]:  # inside a block that the model opened
+            if key not in self._ambient or real != self._plain[key]:  # set by a block that the model opened
                 return real
             self.reads.ambient[key] = self._ambient[key]
             return self._ambient[key]
@@ -419,8 +429,8 @@ _ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
 
 
 def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
-    """Return whether torch or pymoe reads, not the model's code; frames of ``passed_over`` read on behalf of their
-    caller.
+    """Return whether ``frame`` belongs to torch or pymoe, and not to the model's code. A frame of a file in
+    ``passed_over`` reads on behalf of its caller, so the caller counts.
     """
     while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
         frame = frame.f_back

@@ -95,11 +95,11 @@ class Changes(list[str]):
                 self._memory[id(container)] = _Contents(name, container, copied)
 
     def now(self) -> list[str]:
-        """Return the names of what has changed so far."""
+        """Return the names of the values that have changed so far."""
         return [name for each in self._memory.values() for name in each.changes()]
 
     def restore(self) -> None:
-        """Undo the changes, and note the names of the changed values."""
+        """Undo the changes, and add the names of the changed values to this list."""
         for each in self._memory.values():
             if names := each.changes():
                 each.restore()
@@ -150,7 +150,7 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 _MAX_VALUES = 1_000_000
 _MANY = 32
-"""More numbers and strings than this are combined in one token."""
+"""A container of at least this number of values gets one token for all of them, if they are numbers and strings."""
 
 
 class Unwatchable(Exception):
@@ -186,12 +186,12 @@ def freeze(
     names: list[str] | None = None,
     is_strict: bool = False,
 ) -> Tokens:
-    """Return what distinguishes a value, with everything in it at any depth, from every other value.
+    """Return the tokens of a value and of everything in it, at any depth. Equal tokens mean equal values.
 
     Args:
         value: any value.
-        own: ids of objects whose contents are ignored, because others watch them.
-        watch: gets everything that may change.
+        own: ids of objects whose contents are ignored, because they are checked elsewhere.
+        watch: the values within ``value`` that may change are added to it.
         names: begins with the name of the value; the name of every token is added.
         is_strict: whether to refuse a value, or one inside its containers, whose class hides its state.
 
@@ -270,7 +270,9 @@ def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> 
 
 
 def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None:
-    """Return the name of a value inside the result of ``get``, if it is there."""
+    """Return the name of ``wanted`` within the result of ``get``, which has the name ``name``; None if it is not
+    there.
+    """
     names = [name]
     tokens = freeze(get(MISSING), names=names)
     where = (number for number, token in enumerate(tokens) if isinstance(token[0], Same) and token[0].value is wanted)
@@ -284,7 +286,7 @@ class Watch:
         self._watched: dict[int, tuple[Any, Any, list[Any], Any, Any]] = {}
 
     def add(self, value: Any, holder: Holder, held: list[Any], state: Any) -> None:
-        """Watch a value that holds these objects and has this state."""
+        """Watch ``value``, which has the contents ``held`` and ``state``, as ``holder`` reads them."""
         if holder.is_fixed:
             return
         if holder.glance is not None:
@@ -345,7 +347,7 @@ class Snapshots:
         return [entry[4] for entry in self._now]
 
     def change(self) -> str | None:
-        """Return the name of something that has changed since; None if nothing has."""
+        """Return the name of a value that has changed since the snapshots were made; None if there is none."""
         for entry in self._now:
             if entry[1](MISSING) is not entry[3] and (name := self._look_into(entry, self._watch)) is not None:
                 return name

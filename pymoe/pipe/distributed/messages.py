@@ -57,7 +57,7 @@ class TensorPlace(NamedTuple):
     """Says where in the message a tensor is."""
 
     number: int
-    """The index of a tensor of the message."""
+    """The index of the message's tensor that contains it."""
     view: tuple[TensorLayout, int] | None
     """Layout and offset within that tensor, if it holds the bytes of several; None: the whole tensor."""
     requires_grad: bool
@@ -102,9 +102,10 @@ def describe_tensors(tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, lis
 def read_values(
     described: Any, tensors: Sequence[torch.Tensor], accumulator: GradAccumulator | None
 ) -> list[StageValue]:
-    """Return the values. Gradients of their tensors go to ``accumulator``, numbered in order.
+    """Return the values of a message. Gradients of their tensors go to ``accumulator``, numbered in the order of the
+    tensors.
 
-    An unpickled description consists of the layouts of the tensors and ``described``.
+    ``described``: the second part of the unpickled description; the first part has the layouts of ``tensors``.
     """
     values = []
     count = 0
@@ -133,7 +134,7 @@ def read_tensors(are_there: Any, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def empty(layout: TensorLayout, device: torch.device) -> torch.Tensor:
-    """Make a tensor to receive into."""
+    """Return an uninitialised tensor with this layout, to receive into."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
 
@@ -145,8 +146,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def _lay_out_all(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[list[tuple[torch.Tensor, TensorLayout]], list[tuple[int, tuple[TensorLayout, int] | None]]]:
-    """Return the tensors to send and, for every given tensor, the index of the one that contains it and, if it is only
-    a part, which part.
+    """Return the tensors to send. Also return, for every given tensor, the index of the sent tensor that contains it,
+    and its part of the sent tensor (None: the whole).
 
     Tensors that overlap in memory are sent as the bytes that contain them, so that they overlap at the receiver as
     well: an in-place change of one changes the others, or is refused, as in one process.
@@ -221,8 +222,8 @@ def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles pytree's leaf specification by reference, because torch warns when its class is used to make a new
-    one.
+    """Pickles pytree's leaf specification by reference. Otherwise unpickling would call its class, and torch warns
+    about such calls.
     """
 
     def reducer_override(self, obj: Any) -> Any:

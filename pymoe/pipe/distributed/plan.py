@@ -55,7 +55,7 @@ class RankPlan:
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
     def _received(self, rank: int) -> Mapping[int, tuple[Source, ...]]:
-        """Return, for every stage of other ranks that sends to ``rank``, what it sends."""
+        """Return, for every stage of other ranks that sends to ``rank``, the values that it sends."""
         values: dict[int, dict[Source, None]] = {}
         for stage, taken in enumerate(self.takes):
             if self.rank_of[stage] == rank:
@@ -67,13 +67,13 @@ class RankPlan:
 
     @cached_property
     def received(self) -> Mapping[int, tuple[Source, ...]]:
-        """Return, for every stage of other ranks that sends here, what it sends."""
+        """Return, for every stage of other ranks that sends here, the values that it sends."""
         return self._received(self.rank)
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """Return, for every stage of this rank, what it sends to which ranks. The same number of messages with
-        gradients comes back.
+        """Return, for every stage of this rank, the values that it sends, by the receiving rank. Each message is
+        answered by one with gradients.
         """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
@@ -93,13 +93,16 @@ class RankPlan:
     def returns(self) -> Mapping[int, tuple[int, ...]]:
         """Return, for every stage of this rank, the stages of other ranks whose gradients its backward completes.
 
-        Backwards run from the last stage to the first, so these are the values that no earlier stage here takes.
+        Backwards run from the last stage to the first. So the gradients of another stage are complete after the
+        backward of the first stage here that takes its values.
         """
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
 
     def messages(self, count: int, graphs: bool) -> dict[int, int]:
-        """Count the messages from every other rank in a step of ``count`` micro-batches, with backwards or without."""
+        """Return the number of messages from every other rank in a step of ``count`` micro-batches; ``graphs``: whether
+        the step has backwards.
+        """
         of_each = Counter(self.rank_of[maker] for maker in self.received)
         if graphs:
             of_each.update(rank for to in self.sent.values() for rank in to)
@@ -117,7 +120,7 @@ class RankPlan:
 
 
 def maker_of(source: Source) -> int:
-    """Return the stage whose rank has the value first."""
+    """Return the stage that makes a value. Inputs of the model count as made by stage 0, whose rank gets them."""
     return 0 if source.stage == INPUT else source.stage
 
 
@@ -138,9 +141,9 @@ class Tied:
         self.received: dict[int, list[Shared]] = {}
         """The parameters whose gradients are received, by stage of another rank."""
         self.copied_to: dict[int, list[Shared]] = {}
-        """The parameters that are copied to another rank, because this is the rank of their first stage."""
+        """The parameters that this rank copies to other ranks, because it has their first stage, by the other rank."""
         self.copied_from: dict[int, list[Shared]] = {}
-        """The parameters that are copied from another rank."""
+        """The parameters that are copied from other ranks, by the other rank."""
         self._parts = parts
         self._shared = list(shared_parameters(parts))
         self._look()
@@ -178,5 +181,5 @@ class Tied:
         return self._parts[stage].get_parameter(shared[stage])
 
     def own(self, shared: Shared) -> nn.Parameter:
-        """Return this rank's copy."""
+        """Return this rank's copy of a shared parameter."""
         return self.of(next(stage for stage in shared if stage in self._own), shared)

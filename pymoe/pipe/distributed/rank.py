@@ -94,7 +94,7 @@ class RankStep:
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
         # Leaves and summed gradients by stage, once its backwards have run.
         self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self.replicated: list[DistributedDataParallel] = []  # their modules
+        self.replicated: list[DistributedDataParallel] = []  # modules of stages, wrapped by the user
         self.inputs: dict[int, StepInputs] = {}
         self.rows: dict[int, int] = {}
         self.readings: dict[int, LossReading] = {}  # facts read from the losses' graphs, by micro-batch
@@ -127,7 +127,7 @@ class RankStep:
         received = [self._values[micro_batch, source] for source in about.inputs]
         position = micro_batch * len(pipeline.stages) + stage
         begun = self._begun[stage] = self._begun.get(stage, 0) + 1
-        # Weights are only known at the end of the step.
+        # The weight is 1.0 here, because weights are only known at the end of the step.
         description = MicroBatch(micro_batch, self.count, 1.0, False, False, stage, begun == self.count, self)
         activation = Activation(about, description, self._source, position, self._state)
         recompute = self.recompute[stage]
@@ -175,7 +175,7 @@ class RankStep:
             self.send(plan.rank_of[maker], Subject.GRADIENTS, maker, micro_batch, *describe_tensors(grads))
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
-        """Run the rest of a stage's backward."""
+        """Run the second part of a stage's backward, which computes the gradients of weights."""
         with in_pipeline(RandomStream(self._source, -1)):
             self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
 
@@ -186,7 +186,7 @@ class RankStep:
 
     @property
     def _source(self) -> SharedSource:
-        assert self._random is not None  # its inputs brought it
+        assert self._random is not None  # it is made with the model's inputs, or received with values
         return self._random
 
     def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
@@ -252,12 +252,16 @@ class RankStep:
     def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
-        """Begin to send a message of this step, with the base of random numbers if this rank knows it."""
+        """Begin to send a message of this step, with the base of random numbers and whether any stage is known to have
+        drawn.
+        """
         notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
     def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        """Wait for a message of this step."""
+        """Wait for a message of this step and return it. Take over the random numbers' base, and whether a stage has
+        drawn.
+        """
         message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
         if self._random is None:
@@ -266,9 +270,9 @@ class RankStep:
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
-        """Return, by memory and rank, the last stage there that takes a value of this stage.
+        """Return the last stage on every rank that takes a value of ``stage``, by the memory of the value and by rank.
 
-        Also tell values that are taken here the last stage on other ranks that takes them.
+        Also set ``taken_until`` of the stage's values: the last stage on another rank that takes the same memory.
         """
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
@@ -324,7 +328,7 @@ class RankStep:
 
 
 def boundaries_of(values: Sequence[StageValue]) -> list[BoundaryTensor]:
-    """Return the boundary tensors in values."""
+    """Return the boundary tensors among the leaves of ``values``."""
     return [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
 
 
@@ -361,7 +365,7 @@ class Rank:
         self._steps = 0
 
     def place(self, index: int, device: torch.device) -> None:
-        """Add a stage to this rank. Its modules are moved to ``device`` now, and its inputs later."""
+        """Add a stage to this rank. Its modules are moved to ``device`` now, its inputs in every forward."""
         self._devices[index] = device
         self._move(self.staged.pipeline, index)
         self._plans.clear()
@@ -373,7 +377,9 @@ class Rank:
                 module.update_model()
 
     def begin(self, stage: int) -> None:
-        """Begin a step. Schedules call this for each of their stages."""
+        """Begin a step, unless another stage has begun it. Schedules call this in every step, for each of their
+        stages.
+        """
         if self._begun and stage not in self._begun:
             self._begun.add(stage)
             return
@@ -404,7 +410,8 @@ class Rank:
         return self.step
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
-        """Sum the gradients of a stage whose backwards have run. After the rank's last one, add them to ``.grad``.
+        """Sum the gradients of a stage whose backwards have run. When all stages of this rank are summed, add the sums
+        to ``.grad``.
 
         ``is_mean``: whether the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: the
         stage's module; a ``DistributedDataParallel`` around it averages the gradients that are added.
@@ -450,7 +457,7 @@ class Rank:
         accumulate(tensors, sums)
 
     def finish(self, step: RankStep) -> None:
-        """End a step."""
+        """End a step: advance the random generator, and wait until all messages have arrived."""
         self.step = None
         step.advance_generator()
         self.transport.flush()
@@ -508,7 +515,9 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """A pipeline, and its plan for these ranks. A model may have one pipeline for training and one for evaluation."""
+    """A pipeline, and its plan for one assignment of stages to ranks. A model may have one pipeline for training and
+    one for evaluation.
+    """
 
     made_for: Pipeline
     plan: RankPlan
@@ -532,7 +541,7 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """Return the object that all stages of a pipe which are built for a group share."""
+    """Return this process's :class:`Rank` for a pipe and a group, which the stages share that are built from them."""
     ranks = _ranks.setdefault(pipe, {})
     if group not in ranks:
         ranks[group] = Rank(pipe.staged, pipe.checkpoint, group, device)

@@ -83,7 +83,8 @@ class RankStage(PipelineStageBase):
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
         self._part = parts[index]
-        # The schedules' numbers of micro-batches so far, the latest last; keyed by whether there are backwards.
+        # The numbers of micro-batches of the schedules so far, the latest last. There is one list for schedules with
+        # backwards (True), and one for those without.
         self._chunks: dict[bool, list[int]] = {}
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
@@ -105,7 +106,7 @@ class RankStage(PipelineStageBase):
     set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _nothing_to_exchange
 
     def clear_runtime_states(self) -> None:
-        """Begin a step."""
+        """Begin a step, without the outputs of the previous one."""
         self.output_chunks.clear()
         self._rank.begin(self.stage_index)
 
@@ -122,19 +123,23 @@ class RankStage(PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the stage's backward, or its first part."""
+        """Run the stage's backward; without ``full_backward``, only its first part, which computes the gradients of
+        inputs.
+        """
         if self.has_backward:
             self._run(
                 "backward", bwd_chunk_id, self._now().backward, self.stage_index, bwd_chunk_id, loss, full_backward
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the second part of the stage's backward."""
+        """Run the second part of the stage's backward, which computes the gradients of weights."""
         if self.has_backward:
             self._run("backward of weights", bwd_chunk_id, self._now().backward_weight, self.stage_index, bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Sum the gradients of a step. A factor other than 1 means that losses are means."""
+        """Sum the gradients of a step. A factor other than 1 means that micro-batches' losses are means over their
+        rows.
+        """
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
@@ -168,13 +173,14 @@ class RankStage(PipelineStageBase):
         known = self._chunks.get(bool(self.has_backward), [])
         graphs = bool(self.has_backward) and graphs_are_made()
         part, self._part = self._part, self._rank.staged.present_parts()[self.stage_index]
-        if self.submod is part:  # and the module is not wrapped
+        if self.submod is part:  # so the user has not wrapped the module
             self.submod = self._part  # it may have been replaced
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:
-        """Note a schedule's number of micro-batches. Schedules pass it only before their first step, and a step does
-        not tell which schedule runs it.
+        """Remember the number of micro-batches of a schedule, the latest last. A schedule passes it only before its
+        first step, and a step does not say which schedule runs it. If schedules with different numbers share the stage,
+        a step therefore has to guess its number (see :meth:`_open`).
         """
         self.chunks = count
         known = self._chunks.setdefault(has_backward, [])

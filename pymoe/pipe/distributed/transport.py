@@ -32,7 +32,9 @@ _pipes: Counter[dist.ProcessGroup] = Counter()  # the number of pipes that each 
 
 
 Notes = tuple[int, int, int]
-"""Three numbers that go with a message."""
+"""Three numbers that go with a message: rows of the micro-batch, base of random numbers, and whether a stage has
+drawn.
+"""
 
 
 class Message(NamedTuple):
@@ -53,7 +55,7 @@ class Transport:
         self._wire = wire_device(group, device)
         self._device = device
         self.tag = FIRST_TAG + _pipes[group]
-        """The same on all ranks, and different for every pipe of the group."""
+        """The tag of this pipe's messages: the same on all ranks, and different for every pipe of the group."""
         _pipes[group] += 1
         self.groups = groups_of_directions(group, self._wire)
         """The groups in which this rank waits for messages: one for messages to higher, one for messages to lower
@@ -97,7 +99,7 @@ class Transport:
                 self._posted = [*(one for one in self._posted if not one[0].is_completed()), (work, arrival)]
 
     def expect(self, peer: int, count: int) -> None:
-        """Announce that ``count`` messages of this step come from ``peer``."""
+        """Make a thread receive ``count`` messages of this step from ``peer`` in advance, if there are such threads."""
         if self._readers:
             for _ in range(count):
                 self._readers[peer].put(partial(self._take, peer))
@@ -108,7 +110,7 @@ class Transport:
         while key not in inbox:
             for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
                 del inbox[other]
-            if later := {other.step for other in inbox if other.step > key.step}:  # sent after all of this step's
+            if later := {other.step for other in inbox if other.step > key.step}:  # so none of this step can follow
                 raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
             message = self._next(peer)
             inbox[message.key] = message
@@ -131,7 +133,7 @@ class Transport:
         return self._readers[peer].get()
 
     def _take(self, peer: int) -> Message:
-        """Wait for the next message of a rank."""
+        """Wait for the next message of a rank, and return it."""
         header = torch.empty(HEADER, dtype=torch.int64, device=self._wire)
         self._fill([header], peer)
         step, subject, stage, micro_batch, *notes, slot, size = header.tolist()
@@ -182,7 +184,7 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
     The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: the message that is being sent; None if
-    one is being received. ``kept``: objects that must stay alive until then.
+    one is being received. ``kept``: objects that must stay alive until the end of the wait.
     """
     try:
         work.wait()
@@ -196,7 +198,8 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
 class Background:
     """A daemon thread that runs functions one after the other until one raises.
 
-    (At its exit the interpreter waits for the threads of an executor, but a wait for a message may never end.)
+    (It is no executor, because at exit the interpreter waits for an executor's threads, and a wait for a message may
+    never end.)
     """
 
     def __init__(self, name: str) -> None:
@@ -207,7 +210,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, function: Callable[[], Any]) -> None:
-        """Make the thread call a function."""
+        """Make the thread call ``function`` after those that were given before."""
         if self._thread.ident is None:
             self._thread.start()
         self.pending += 1

@@ -76,7 +76,7 @@ class Heartbeat:
     """The message about itself that a rank sends to the others a few times a second."""
 
     page: int
-    """The file descriptor of its :func:`new_page`; -1: it has none."""
+    """The file descriptor of the rank's :func:`new_page`; -1: the rank has none."""
     process: Process = field(default_factory=Process.own)
     count: int = 0
     """The number of heartbeats so far."""
@@ -107,7 +107,7 @@ class Peer:
         self.silent_s = 0.0
         """Seconds without a heartbeat from the peer, counted only while this rank's own thread was running."""
         self.has_ended = False
-        """True if its process had ended when it was last looked at."""
+        """True if the peer's process had ended when it was last looked at."""
         self.pidfd: int | None = None
         self._heartbeat = heartbeat
         self._page: mmap.mmap | None = None
@@ -124,12 +124,16 @@ class Peer:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the system reports the end of its process, so that silence does not count as a failure."""
+        """Return whether the system reports the end of the peer's process, so that silence does not count as a
+        failure.
+        """
         return self.pidfd is not None or self.has_ended
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Return its heartbeat: on the same host the present or final one, otherwise the latest that was received."""
+        """Return the peer's heartbeat: on the same host the present or final one, otherwise the latest that was
+        received.
+        """
         if self._page is not None:
             with contextlib.suppress(Exception):  # an incomplete record raises
                 steps, *at = pickle.loads(self._page[:])
@@ -137,7 +141,9 @@ class Peer:
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Read its newest heartbeat from the store, if that is the only source. Return False if the store is lost."""
+        """Read the newest heartbeat from the store, if the peer's memory cannot be read. Return False if the store is
+        lost.
+        """
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -147,7 +153,9 @@ class Peer:
         return True
 
     def failure(self, patience: float) -> RankError | None:
-        """Return how it has failed: its process has ended, or has been silent for longer than ``patience`` seconds."""
+        """Return an error if the peer's process has ended, or has been silent for longer than ``patience`` seconds;
+        else None.
+        """
         if self.has_ended:
             what = f"the process of {self}, has ended"
         elif not self.is_watched and self.silent_s > patience:
@@ -183,7 +191,7 @@ class FailureDetector:
 
     def __init__(self, group: dist.ProcessGroup, patience: float) -> None:
         self._groups = {group}
-        """When a rank fails, waits in these groups are aborted."""
+        """Groups in which waits are aborted when a rank fails."""
         self._rank, self._ranks = group.rank(), group.size()
         self._patience = patience
         self._store = GroupStore(group, "pymoe.pipe", STORE_TIMEOUT_S)
@@ -203,11 +211,13 @@ class FailureDetector:
     # ------------------------------------------------------------------------------------------ the rank's own thread
 
     def add(self, *groups: dist.ProcessGroup) -> None:
-        """Make waits in these groups end when a rank fails, too."""
+        """Add groups in which waits are aborted when a rank fails."""
         self._groups.update(groups)
 
     def first(self, key: str, record: object) -> Any:
-        """Return what the first rank to call this has recorded under a key; None if the store is lost."""
+        """Write ``record`` under ``key``, unless a rank has done so before. Return the first record; None if the store
+        is lost.
+        """
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
@@ -223,7 +233,7 @@ class FailureDetector:
         self._in_step = True
 
     def at(self, phase: str, stage: int, micro_batch: int) -> None:
-        """Note what this rank is about to do. Raise RankError if another rank has failed."""
+        """Record what this rank is about to do. Raise RankError if another rank has failed."""
         self._show(Position(phase, stage, micro_batch))
         self._check()
 
@@ -242,7 +252,7 @@ class FailureDetector:
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):
             self._in_step = False
-            return None  # it is known
+            return None  # it has been reported
         at = self._heartbeat.at
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
@@ -287,8 +297,8 @@ class FailureDetector:
             raise copy.copy(self._failure)
 
     def _show(self, at: Position | None, steps: float = 0) -> None:
-        """Note this rank's position and that it has made ``steps`` more steps; show both to other ranks on this
-        host.
+        """Record this rank's position and that it has made ``steps`` more steps, where other ranks on this host can
+        read it.
         """
         with self._page_lock:  # the rank's thread may be here while the watchdog thread reports a failure
             self._heartbeat.steps += steps
@@ -296,7 +306,9 @@ class FailureDetector:
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
-        """Return whether all other ranks have sent a heartbeat. The end of a process before that is not noticed."""
+        """Return whether all other ranks have sent a heartbeat. If a process ends before its first one, that is not
+        noticed.
+        """
         for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
             if (heartbeat := self._store.read(f"rank {rank}")) is not None:
                 self._peers.append(Peer(rank, heartbeat))
@@ -349,9 +361,8 @@ class FailureDetector:
             self._report(failure)
 
     def _loss_of_the_store(self, why: str) -> RankError:
-        """Return the error for a lost store: the process that holds it has ended too early.
-
-        A rank that ends in order waits until the others have ended their steps.
+        """Return the error for a lost store. The process that holds the store has ended too early, because a rank that
+        ends normally first waits until the others have ended their steps.
         """
         if not any(peer.has_ended for peer in self._peers):
             self._sleep(1.0)

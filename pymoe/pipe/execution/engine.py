@@ -162,7 +162,7 @@ class Engine:
         recomputed: range,
         loss_weights: Sequence[float] | None,
     ) -> StepState:
-        """Prepare for a mini-batch that goes through ``pipeline``."""
+        """Return the state of a mini-batch that goes through ``pipeline``."""
         random_streams.install()
         states = []
         for stage in pipeline.stages:
@@ -176,7 +176,7 @@ class Engine:
         return StepState(pipeline, micro_batches, graphs, states, recomputed, loss_weights, inside.workers)
 
     def _perform(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> None:
-        """Perform all actions of these kinds."""
+        """Perform all actions of the schedule that have one of these kinds."""
         workers = self._workers
         workers.prepare()
         with workers.lock:
@@ -186,8 +186,8 @@ class Engine:
                 try:
                     inside.workers = (*around, workers)
                     plan = self._plan(state, schedule, kinds)
-                    # On autograd's own thread for a device, workers would wait: only this thread can run that device's
-                    # nodes.
+                    # The current thread may be autograd's own thread for a device. Only that thread can run the
+                    # device's nodes, so workers would wait for it. Therefore all actions run here.
                     inline = plan.workers == 1 or (kinds is BACKWARD and not state.is_on_host)
                     run = PlanRun(plan, state)
                     if not run.run_inline(to_the_end=inline):

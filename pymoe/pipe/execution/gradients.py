@@ -38,8 +38,8 @@ class LeafSums:
         self.leaves: list[torch.Tensor] = []
         self.sums: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        # The dtype of a sum without another reference, which may be changed in place. (Autograd may have passed a
-        # gradient to others, too.)
+        # The dtype of every sum that has no other reference, so that it may be changed in place; None for other sums.
+        # (Autograd may have passed the first gradient to others, too.)
         self._own: list[torch.dtype | None] = []
 
     def add(self, leaves: Sequence[torch.Tensor], grads: Grads) -> None:
@@ -91,7 +91,8 @@ def total(
 
 
 class WeightedSums:
-    """Sums gradients of one stage whose weights are only known at the end of a step: one sum per size of micro-batch.
+    """Sums the gradients of one stage if their weights are only known at the end of a step: one sum per size of
+    micro-batch.
 
     If losses are means, a micro-batch is weighted by its share of the rows of the mini-batch. The number of rows, and
     whether losses are means, is known only at the end.
@@ -105,7 +106,7 @@ class WeightedSums:
         return self._of_rows.setdefault(rows, LeafSums())
 
     def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves and their sums, weighted by size of micro-batch, and release the parts."""
+        """Return the leaves, and their sums weighted by ``weight_of[rows]``. Release the sums of each size."""
         parts, self._of_rows = self._of_rows, {}
         return total(
             (part.leaves, part.sums, weight_of[rows])
@@ -122,8 +123,8 @@ class _PipeOutputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = [output.detach() for output in outputs]
         for number in tied:
-            # Torch refuses in-place changes of views that are made here, which tensors that share the memory would not
-            # notice.
+            # Torch refuses in-place changes of views that are made here. Tensors that share their memory would not
+            # notice such changes.
             made[number] = made[number].view_as(made[number])
         return tuple(made)
 
@@ -169,21 +170,22 @@ def attach(
 
 
 def end_history(edited: Sequence[torch.Tensor]) -> None:
-    """Make backward passes raise RuntimeError where they reach the results of in-place changes of these inputs by
-    stages.
+    """Make a backward pass raise RuntimeError where it reaches an in-place change that a stage has made to one of these
+    inputs of the pipe.
     """
     with torch.enable_grad():
         for tensor in edited:
             version = tensor._version
             apply_directly(_Edited, tensor)
-            # Marking the tensor as dirty counted as a change, although nothing was changed.
+            # Marking the tensor as dirty has increased its version, although nothing was changed, so the version is
+            # reset.
             unsafe_set_version_counter((tensor,), (version,))
 
 
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
     """Pass gradients on to the tensors' histories, or add them to ``.grad``, as ``backward()`` does.
 
-    ``grads`` is emptied: autograd need not copy a gradient that has no other reference.
+    Empties ``grads``, because autograd does not copy a gradient to which no other reference exists.
     """
     kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     grads[:] = [grad for grad in grads if grad is not None]

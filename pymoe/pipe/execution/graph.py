@@ -112,7 +112,7 @@ def flatten_value(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -
 
 
 def unflatten_value(leaves: list[Any], structure: Any) -> Any:
-    """Return the value that has these leaves."""
+    """Return the value with these leaves and this structure."""
     return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
 
@@ -155,8 +155,8 @@ def receive_value(value: StageValue, device: torch.device | None) -> Any:
 
 
 class _StageInputs(torch.autograd.Function):
-    """Makes the aliases, preceded by one that keeps this node alive. Gradients are captured before they reach this
-    node.
+    """Makes aliases of ``sources``, preceded by an alias of the anchor, which keeps this node alive. Gradients are
+    captured before they reach this node.
     """
 
     @staticmethod
@@ -178,8 +178,8 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """Makes the graph of a stage: :meth:`begin`, the stage, :meth:`end`. Keeps the graph's inputs, outputs and
-    leaves.
+    """Makes the graph of a stage, which runs between :meth:`begin` and :meth:`end`. Keeps the graph's inputs, outputs
+    and leaves.
     """
 
     __slots__ = (
@@ -274,7 +274,7 @@ class Graph:
         return sent
 
     def refuse_hidden_tensors(self, sent: Sequence[StageValue]) -> None:
-        """Raise TypeError if an object hides a tensor whose history begins at the stage's inputs."""
+        """Raise TypeError if an object in ``sent`` hides a tensor whose history begins at the stage's inputs."""
         if self.entry is None:
             return
         for value in sent:
@@ -289,7 +289,7 @@ class Graph:
                     )
 
     def close(self) -> None:
-        """Release the inputs.
+        """Release the stage's inputs and their aliases.
 
         Raises:
             RuntimeError: an input that shares memory with another one was changed in place.
@@ -311,8 +311,8 @@ class Graph:
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the tensors that need gradients in an object: in its attributes, its items, or the closure of a
-    function.
+    """Yield the tensors that need gradients in an object: in its attributes, its items, or the closure of a function,
+    at most ``depth`` levels down.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:

@@ -32,8 +32,9 @@ _FRESH = 1 << 24
 """Added to a tensor's version while it holds earlier contents, so that graphs made then are invalid afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
-"""Ends of the names of buffers that batch norms write without autograd's knowledge. Autograd nodes save these buffers
-but do not read them."""
+"""Last characters of the names of buffers that batch norms write unnoticed by autograd. Autograd nodes save these
+buffers but do not read them, so a graph stays right if their contents change.
+"""
 
 _NOT_THE_SAME = (
     "the recomputation of a checkpointed stage has changed {!r}, which its first run has left alone: it must do the "
@@ -47,7 +48,7 @@ _CHANGED_SINCE = (
 
 
 class HeldSnapshot:
-    """A snapshot of the state at one time."""
+    """The contents, sizes and stamps of a layout at one time."""
 
     def __init__(self, layout: HeldLayout) -> None:
         self.layout = layout
@@ -70,7 +71,7 @@ class HeldSnapshot:
 
 
 class Seen(NamedTuple):
-    """Keeps the state that a forward saw and that its recomputation needs."""
+    """Keeps the state before a forward, as far as a recomputation of the forward needs it."""
 
     state: HeldSnapshot | None
     """The state before the forward; None if it had tensors with a history, whose graphs must not be kept alive."""
@@ -87,7 +88,9 @@ class Seen(NamedTuple):
     """The states of random number generators."""
 
     def rewritten(self) -> set[int]:
-        """Return the numbers of the watched tensors whose memory, where it was read, has changed since."""
+        """Return the numbers of the watched tensors whose memory, where it was read, has changed since this object was
+        made.
+        """
         now = self.layout.fingerprints(self.moment)
         if now == self.fingerprints:
             return set()
@@ -134,15 +137,15 @@ class HeldState:
         return state
 
     def before(self) -> Seen | None:
-        """Return the state that the next forward will see; None if the forward cannot be recomputed in any case."""
+        """Return the state before the next forward; None if the forward cannot be recomputed in any case."""
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
         return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return the state that a forward would see now. ``to_compare``: only for :meth:`changes`, so nothing is copied
-        on devices.
+        """Return the present state, in which a forward would begin now. ``to_compare``: only for :meth:`changes`, so
+        tensors on devices are not copied.
         """
         state = self.look()
         layout = state.layout
@@ -159,7 +162,9 @@ class HeldState:
         )
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of what has changed since, as far as this can be seen without waiting for a device."""
+        """Return the names of the state that has changed since ``seen`` was made, as far as a device need not be waited
+        for.
+        """
         layout = seen.layout
         names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]
         written = layout.written(seen.stamps, layout.stamps())
@@ -168,7 +173,9 @@ class HeldState:
         return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
-        """Return the state that a recomputation needs, after the forward that saw it; None if it cannot be restored."""
+        """Return, after a forward, the part of ``seen`` that its recomputation needs; None if that state cannot be
+        restored.
+        """
         if seen is None:
             return None
         rewritten = seen.rewritten()
@@ -195,7 +202,8 @@ class HeldState:
         return seen._replace(state=None, contents=contents)
 
     def put_back(self, seen: Seen) -> PutBack:
-        """Return a context in which a forward can be recomputed: it sees the same state again, and leaves no trace.
+        """Return a context in which a forward can be recomputed: the state is that of the first run, and is restored
+        afterwards.
 
         Raises:
             RuntimeError: state that was not copied has begun to change; or the recomputation has written to state that
@@ -230,7 +238,7 @@ class HeldState:
         the tensors in the layout.
         """
         lost, layout = [], seen.layout
-        stale = []  # a graph made in between may have saved these, and autograd would not notice the change
+        stale = []  # graphs made in between may have saved these, so their versions must change
         for cell, contents in zip(layout.cells, seen.contents, strict=True):
             wanted = now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
@@ -292,7 +300,8 @@ class PutBack:
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
         layout, state = seen.layout, held.look()
-        # The first run's fingerprints may have missed writes that a later run found.
+        # Tensors that a later run was found to write may have been written in the first run, too, unnoticed by its
+        # fingerprints. They are lost if the first run did not copy them.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
@@ -304,7 +313,8 @@ class PutBack:
         stamps = self._stamps = layout.stamps()
         written = layout.written(seen.stamps, stamps)
         lost += [number for number in written if number not in seen.copies]
-        # Other code may have changed an object. If this stage did, it keeps the graphs of all later forwards.
+        # An object that cannot be put back is an error if forwards of this stage change it. Otherwise other code has
+        # changed it.
         fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
         names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in held.fixed]]
         changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
@@ -317,7 +327,7 @@ class PutBack:
         for cell, contents in changed:
             cell.put(_with_new_histories(contents))
         for number, copy in seen.copies.items():
-            layout.tensors[number].data.copy_(copy)  # autograd must not count this as a change: see below
+            layout.tensors[number].data.copy_(copy)  # autograd must not count this as a change: versions are set below
         for number in written:
             unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + _FRESH,))
 
@@ -360,7 +370,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _place(cell: Cell, before: Any) -> str:
-    """Return the name of what has changed in a cell."""
+    """Return the name of the first attribute that has changed in a cell; for a cell without names, the cell's name."""
     now = cell.contents()
     if not isinstance(now, dict) or not isinstance(before, dict):
         return cell.name
@@ -403,7 +413,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _differing(seen: Seen) -> set[int]:
-    """Return the numbers of the copied tensors whose contents differ now."""
+    """Return the numbers of the copied tensors in host memory whose contents differ now."""
     tensors = seen.layout.tensors
     return {n for n, copy in seen.copies.items() if tensors[n].is_cpu and not _equal(tensors[n], copy)}
 

@@ -53,7 +53,7 @@ PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, t
 """Immutable values, which are equal if their contents are equal."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
-# Hooks are not part of the state of a forward.
+# Hooks are not part of the state of a forward, so they are not followed.
 _NOT_FOLLOWED = {*vars(nn.Module())} - _REGISTRIES - {"training"}
 _OTHERS_CODE = {"torch", "numpy", "pymoe", *sys.stdlib_module_names} - {"__main__"}
 _METHODS = (FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType)
@@ -95,11 +95,11 @@ class Cell(NamedTuple):
         return dict(place) if isinstance(place, dict) else list(place)
 
     def is_fixed(self, contents: Any) -> bool:
-        """Return whether these earlier contents cannot be put back."""
+        """Return whether ``contents``, earlier contents of this cell, cannot be put back."""
         return self.is_foreign or isinstance(contents, int) or (len(self.place) > MANY and not self.keys)
 
     def put(self, contents: Any) -> None:
-        """Put earlier contents back."""
+        """Restore earlier contents of this cell."""
         place = self.place
         if self.keys:
             for key in [key for key in place if key not in contents and key not in _NOT_FOLLOWED]:
@@ -162,7 +162,9 @@ class HeldLayout:
         self._strided = [(n, span) for n, tensor in enumerate(self._watched) if (span := _span(tensor)) is not None]
 
     def _visit(self, value: Any, name: str, foreign: bool) -> Found:
-        """Note a value, and yield the values in it."""
+        """Record ``value`` in this layout, and yield the values that it holds, which are to be visited next.
+        ``foreign``: whether it belongs to an object that is not a module.
+        """
         if isinstance(value, torch.Tensor):
             if value.grad_fn is None and not nn.parameter.is_lazy(value):
                 self.shareable["memory of", memory_of(value)] = name, value
@@ -349,7 +351,9 @@ class HeldLayout:
         return self.sizes() == sizes and all(map(is_, values, self.values()))
 
     def stamps(self) -> list[int]:
-        """Return one number per tensor, which changes if the tensor is written to in a way that torch counts."""
+        """Return the tensors' versions and addresses, which change if a tensor is moved, or written to in a way that
+        torch counts.
+        """
         plain = self._plain
         stamps = [*map(_version, plain), *map(torch.Tensor.data_ptr, plain)]
         return stamps if not self._odd else stamps + list(map(version_of, self._odd))
@@ -367,7 +371,7 @@ class HeldLayout:
         for place, span in self._strided:
             sizes[place] = span
         addresses = [*map(torch.Tensor.data_ptr, tensors)]
-        if not all(map(_is_cpu, tensors)):  # it has been moved since
+        if not all(map(_is_cpu, tensors)):  # some have been moved since
             addresses = [where if tensor.is_cpu else 0 for where, tensor in zip(addresses, tensors, strict=True)]
         allocations, allocated = map(torch.UntypedStorage.data_ptr, memory), map(torch.UntypedStorage.nbytes, memory)
         is_whole = moment & (moment - 1) == 0

@@ -43,7 +43,7 @@ TimedAction = tuple[Action, float, float]
 
 
 class ActionPlan:
-    """Orders the actions of a schedule, and knows which of them wait for actions of other workers."""
+    """Holds the order of a schedule's actions, and which of them wait for actions of other workers."""
 
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
@@ -108,9 +108,10 @@ class InlinePolicy:
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """Note the durations of a run on threads and of its actions."""
-        # On threads, short actions look long if they wait for each other; the time of an inline run shows that. It may
-        # come from smaller batches, so it counts less with every run that contradicts it.
+        """Record the seconds that a run on threads took, and those of its actions."""
+        # Threads are worthwhile if many actions are long. But on threads, short actions seem long if they wait for each
+        # other, so the run must also be faster than the last inline run. That may have had smaller batches, so its time
+        # is doubled after every run on threads.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2
@@ -138,7 +139,9 @@ _PASSES = {
 
 
 WAIT_SLICE_S = 0.05
-"""Longest delay of a signal: one that comes just before a wait, or to another thread, does not end the wait."""
+"""Waits are divided into slices of this length, because a signal that comes just before a wait, or to another thread,
+does not end the wait: it is handled after the slice.
+"""
 
 
 def _pass(gate: SimpleQueue[None]) -> None:
@@ -238,7 +241,7 @@ class PlanRun:
                 action = None
         except BaseException as error:
             self.fail(error, action)
-        finally:  # first and without a call, so that no Ctrl-C can precede it
+        finally:  # assignments first, without a call, so that no Ctrl-C can prevent them
             contexts.micro_batch, streams.stream = outer, outer_stream
             if outer_stream is None:
                 random_streams.end_drawing()
@@ -301,9 +304,9 @@ inside = _Inside()
 class Workers:
     """Keeps a persistent thread for every worker except the first, whose actions the calling thread performs.
 
-    They run in the state of the thread that asks: grad mode, autocast, context variables, profiler and so on. Threads
-    start when they are first needed and end with this object. A forked child starts new threads. A copy has its own
-    threads.
+    They run in the state of the thread that calls :meth:`run`: grad mode, autocast, context variables, profiler and so
+    on. Threads start when they are first needed and end with this object. A forked child starts new threads. A copy has
+    its own threads.
     """
 
     def __init__(self) -> None:

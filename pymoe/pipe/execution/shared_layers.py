@@ -70,7 +70,8 @@ class Turns:
         """Begin with ``roots``: modules, containers and tensors, with their names."""
         self.stages = tuple(stages)
         self.lock = StageLock()
-        """A lock that forwards that may write and recomputations hold, so that no other stage sees restored state.
+        """A lock that forwards that may write and recomputations hold, so that no other stage runs while state is
+        restored.
         """
         self.is_ordered = False
         """True if the running schedule keeps the order. The engine sets this."""
@@ -85,7 +86,7 @@ class Turns:
         self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
 
     def is_like(self, other: Turns) -> bool:
-        """Return whether the other has the same stages, sharing the same state."""
+        """Return whether ``other`` is for the same stages, and these share the same state."""
         pairs = zip(self._roots, other._roots, strict=False)
         same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
         return same and self.stages == other.stages
@@ -109,7 +110,7 @@ class Turns:
         """Run a forward of one of the stages in the block.
 
         Raises:
-            RuntimeError: it has written to shared state out of turn.
+            RuntimeError: the forward has written to shared state out of turn.
         """
         with self.lock if self._may_write or self._one_at_a_time else nullcontext():
             before = self._held.seen(to_compare=True)
@@ -220,12 +221,14 @@ class _Overlap:
         self._names.update((id(cell.place), cell.name) for cell in layout.cells)
 
     def end(self) -> None:
-        """Note that one of the steps has ended."""
+        """Compare the shared state when one of the steps has ended. If it has changed, both steps fail."""
         if names := self._held.changes(self._seen):
             self.fail(names[0])
 
     def note(self, exchanged: set[Any]) -> None:
-        """Note the state that was restored for a recomputation, as :meth:`HeldState.exchanged` returns it."""
+        """Make both steps fail if they share state in ``exchanged``, which :meth:`HeldState.exchanged` returns for a
+        recomputation.
+        """
         if names := [self._names[one] for one in exchanged if one in self._names]:
             self.fail(names[0])
 
@@ -269,8 +272,8 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Note what a recomputation restores. Called before and after it, since the earlier state is absent at both
-    times.
+    """Record which state a recomputation restores, for steps of other pipes. Called before and after the recomputation,
+    because at both times the present state differs from the one to restore.
     """
     if _overlaps:
         exchanged = held.exchanged(seen)

@@ -126,7 +126,7 @@ class Activation(GradAccumulator):
             self.release()
 
     def backward_input(self) -> None:
-        """Run the first part: gradients for the stages before."""
+        """Run the first part of the backward: compute the gradients of the stage's inputs, which earlier stages get."""
         graph = self._graph = self._graph or self._recompute(False)
         self._split = with_stream(
             graph.stream, SplitBackward, graph.roots, self.grads, graph.edges, graph.leaves, graph.is_compiled
@@ -134,7 +134,7 @@ class Activation(GradAccumulator):
         graph.deliver(self._split.input_gradients)
 
     def backward_weight(self, sums: LeafSums) -> None:
-        """Run the second part: gradients of leaves, which are added to ``sums``."""
+        """Run the second part of the backward: compute the gradients of leaves, and add them to ``sums``."""
         graph, split = self._graph, self._split
         assert graph is not None
         assert split is not None
@@ -159,7 +159,7 @@ class Activation(GradAccumulator):
         return RandomStream(self._random, self._position)
 
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the stage's function. Nothing is called after it, because Ctrl-C could come there."""
+        """Run the stage's function. ``finally`` calls nothing, because Ctrl-C could come at a call."""
         streams, contexts = random_streams.this_thread, context.this_thread
         outer_stream, streams.stream = streams.stream, stream
         outer, contexts.micro_batch = contexts.micro_batch, micro_batch
@@ -169,7 +169,7 @@ class Activation(GradAccumulator):
             contexts.micro_batch, streams.stream = outer, outer_stream
 
     def _cut_off(self, tensor: torch.Tensor) -> BoundaryTensor:
-        """Return a tensor that is sent, without its graph."""
+        """Return the boundary tensor for a tensor that the stage sends, without the tensor's graph."""
         self.grads.append(None)
         if not tensor.requires_grad:
             return BoundaryTensor(tensor)
@@ -210,7 +210,8 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 
 _NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
-"""A forward's input tensors, copies of those that earlier forwards changed, and the state that the forward sees."""
+"""A forward's input tensors, copies of those that earlier forwards changed, and the state with which the forward runs.
+"""
 
 
 class StageRecompute:
@@ -229,7 +230,7 @@ class StageRecompute:
         self._trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
 
     def is_useful(self, received: Sequence[StageValue]) -> bool:
-        """Return whether there can be a graph; otherwise recomputing would save nothing."""
+        """Return whether the forward can make a graph; without a graph, recomputing would save no memory."""
         return self._trains or any(
             type(leaf) is BoundaryTensor and leaf.accumulator is not None for value in received for leaf in value.leaves
         )
@@ -251,7 +252,7 @@ class StageRecompute:
         return taken, copies, self.held.before()
 
     def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
-        """Return how to run a forward again, after its first run; None: keep its graph.
+        """Return the recomputation of a forward, after the forward's first run; None: keep its graph.
 
         The graph is kept if the forward has changed state that cannot be put back or was not copied.
         """
@@ -263,7 +264,7 @@ class StageRecompute:
             return None
         if seen is None:
             return None
-        # A stage that sent a tensor which this forward changes keeps the changed tensor.
+        # The sending stage keeps a tensor as this forward has changed it, so a recomputation takes the earlier copy.
         replaced = {id(taken[number]): _like(taken[number], copies[number]) for number in changed}
         return Recomputation(received, self, seen, replaced)
 
@@ -328,7 +329,7 @@ class StepInputs(GradAccumulator):
         return BoundaryTensor(tensor.detach(), self, len(self.tensors) - 1, is_fixed(tensor))
 
     def edited(self) -> list[torch.Tensor]:
-        """Return the tensors that have been changed in place since."""
+        """Return the tensors that have been changed in place since the pipeline took them."""
         return [
             tensor for tensor, version in zip(self.tensors, self._versions, strict=True) if tensor._version != version
         ]
@@ -448,7 +449,7 @@ class StepState:
                 here[source] = value
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
-        """Take a micro-batch's loss, whose weight is the gradient with which the backward begins."""
+        """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient."""
         tensor = self._losses[index] = loss.tensor
         if not self._graphs:
             return
@@ -471,7 +472,7 @@ class StepState:
         activation.backward(self._sums[self._last + 1])
 
     def functions(self) -> list[Callable[..., Sequence[object]]]:
-        """Return what the stages run."""
+        """Return the functions of the stages."""
         return [stage.function for stage in self._pipeline.stages]
 
     def losses(self) -> torch.Tensor:
@@ -492,13 +493,13 @@ class StepState:
         return outputs
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the known leaves to which backwards will add, each once. Call it after all forwards."""
+        """Return the known leaves to which backwards will add gradients, each once. Call it after all forwards."""
         activations = [activation for row in self._activations for activation in row if activation is not None]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
     @property
     def is_on_host(self) -> bool:
-        """Return whether its graphs run without autograd's own threads, which serve devices."""
+        """Return whether the graphs of this mini-batch run without autograd's own threads, which serve devices."""
         tensors = [*self.inputs.tensors, *(p for s in self._pipeline.stages for m in s.modules for p in m.parameters())]
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
 

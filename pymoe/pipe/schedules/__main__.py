@@ -1,4 +1,4 @@
-"""``python -m pymoe.pipe.schedules``: plans as pictures and numbers."""
+"""``python -m pymoe.pipe.schedules``: prints plans as pictures and numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return the schedule ``name``, simulated. With several schedules, each gets only the options that it knows."""
+    """Return the schedule ``name``, simulated. Of several schedules, each gets only the options that it has."""
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:

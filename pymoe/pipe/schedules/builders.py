@@ -125,9 +125,9 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int
     2021), arXiv 2006.09503; the alternation comes from PipeDream (2019), arXiv 1806.03377; here the pipeline is flushed
     at the end of the step.
 
-    One stage a worker. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m micro-batches, and
-    worker r holds min(m, p - r) activations instead of m. ``live_limit`` is an upper limit for every worker, which
-    costs time.
+    Each worker has one stage. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m
+    micro-batches, and worker r holds min(m, p - r) activations instead of m. ``live_limit`` is an upper limit for the
+    activations of every worker, which costs time.
     """
     limits = tuple(min(micro_batches, stages - stage, live_limit or stages) for stage in range(stages))
     orders = []
@@ -146,9 +146,10 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
     """Build the schedule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM" (2021), arXiv 2104.04473, section 2.2.
 
-    ``virtual_stages`` v stages a worker, stage s on worker s mod p, p = ceil(stages / v) workers. Compared with 1F1B of
-    the same model cut into p stages, the time lost is divided by v: with m a multiple of p the bubble is
-    (p - 1) / (v m + p - 1). Worker r holds up to 2(p - r - 1) + (v - 1) p + 1 activations of a stage 1/v of the size.
+    Each of p = ceil(stages / v) workers has v = ``virtual_stages`` stages: stage s is on worker s mod p. Compared with
+    1F1B of the same model cut into p stages, the time lost is divided by v: with m a multiple of p the bubble is
+    (p - 1) / (v m + p - 1). Worker r holds up to 2(p - r - 1) + (v - 1) p + 1 activations, each of a stage that is 1/v
+    as large.
 
     Micro-batches form groups; a group goes through all stages of a worker before the next one does. The paper requires
     groups of p, and m to be a multiple of p. Here m is arbitrary: the sizes of groups differ by at most one, and none
@@ -170,7 +171,8 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        # With fewer stages, the same order without the missing ones is valid, and waits can only be shorter.
+        # If the last workers have a stage fewer, the same order without that stage is valid, and waits can only be
+        # shorter.
         orders.append(tuple(action for action in order if action.stage < stages))
     placement = tuple(stage % workers for stage in range(stages))
     limits = tuple(map(peak_live, orders))
@@ -181,17 +183,16 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
 def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
     """Build ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (2023), arXiv 2401.10241, section 2.
 
-    One stage a worker. Worker r starts as in 1F1B, and runs the backward of weights r micro-batches after the backward
-    of inputs, so every worker holds at most min(m, p) activations (from forward to backward of weights), no more than
-    the first worker of 1F1B.
+    Each worker has one stage. Worker r starts as in 1F1B, and runs the backward of weights r micro-batches after the
+    backward of inputs, so every worker holds at most min(m, p) activations (from forward to backward of weights), no
+    more than the first worker of 1F1B.
 
-    With forward, backward of inputs and backward of weights of the times F, I and W in every stage, and m >= p, the
+    If forward, backward of inputs and backward of weights take the times F, I and W in every stage, and m >= p, the
     step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's bubble, (p - 1)(F + I - W), leaves out a
-    worker's waits before its first action (F) and after its last gradient (I). With equal times all
-    workers end together, after a third of 1F1B's bubble. Then nothing is shorter, where the update waits for all
-    stages: the last worker gets its first micro-batch after (p - 1) F and has all its work before it. That is why this
-    is H1: ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1
-    activations.
+    worker's waits before its first action (F) and after its last gradient (I). With equal times all workers end
+    together, after a third of 1F1B's bubble. If the update waits for all stages, no schedule is shorter then: the last
+    worker gets its first micro-batch after (p - 1) F, and its whole work is still to come. That is why this is H1:
+    ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1 activations.
 
     The first stage runs its backward whole, because nothing waits for the gradients of its inputs. ``live_limit`` is an
     upper limit for the activations of every worker, which costs time.

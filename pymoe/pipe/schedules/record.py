@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The spans of every worker in order of time. The earliest of all starts at 0."""
+    """The spans of every worker in order of time. The earliest span of the record starts at 0."""
 
     title: str
     placement: tuple[int, ...]
@@ -77,21 +77,21 @@ class Record:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Return, for every worker, the most activations that it holds at once; :func:`live_counts` defines when one is
-        held.
+        """Return, for every worker, the maximum number of activations that it holds at once. :func:`live_counts`
+        defines when an activation is held.
         """
         return tuple(peak_live(span.action for span in order) for order in self.spans)
 
     @cached_property
     def peak_live_of_stages(self) -> tuple[int, ...]:
-        """Return the same for every stage; it differs from the workers' if a worker has several stages."""
+        """Return, for every stage, the maximum number of activations of that stage that are held at once."""
         return tuple(
             peak_live(span.action for span in self.spans[worker] if span.action.stage == stage)
             for stage, worker in enumerate(self.placement)
         )
 
     def peak_memory(self, kept: float = 1.0) -> tuple[float, ...]:
-        """Return, for every worker, the most memory that it holds at once, in activations, if the backward of inputs
+        """Return, for every worker, the maximum memory that it holds at once, in activations, if the backward of inputs
         already frees a part and the share ``kept`` (0 to 1) remains for the backward of weights.
         """
         peaks = []

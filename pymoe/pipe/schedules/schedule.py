@@ -125,7 +125,7 @@ def live_counts(actions: Iterable[Action]) -> Iterator[int]:
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """Return the most activations that a worker holds at once if it runs ``actions`` in this order."""
+    """Return the maximum number of activations that a worker holds at once if it runs ``actions`` in this order."""
     return max(live_counts(actions), default=0)
 
 
@@ -241,8 +241,8 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follow the chain of waiting workers from ``worker`` until it closes; return an error that names one of its
-    waits.
+    """Follow the chain of waiting workers from ``worker`` until it comes back to one of them. Return an error that
+    names the waits.
     """
     chain: dict[int, str] = {}
     while worker not in chain:

@@ -139,13 +139,15 @@ class TracedModel(StagedModel):
         return self.parts
 
     def _renewed(self, variant: _Variant) -> _Variant:
-        """Return the capture, with stages made of its present modules."""
+        """Return the capture with new stages, which run the present modules of ``parts``."""
         before = variant.pipeline
         stages = self._stages(variant.number, before.stages)
         return replace(variant, pipeline=Pipeline(stages, before.inputs, before.outputs), structure=self._structure)
 
     def _stages(self, number: int, cut: Sequence[Stage | StageGraph]) -> tuple[Stage, ...]:
-        """Return the stages of capture ``number``, made of the present modules."""
+        """Return the stages of capture ``number``, which run the current modules in ``self.parts`` and have the inputs
+        and outputs of the stages in ``cut``.
+        """
         functions = [partial(part.run, number) for part in self.parts]
         return self.stages_of(functions, [stage.inputs for stage in cut], [stage.outputs for stage in cut])
 
@@ -185,7 +187,7 @@ class TracedModel(StagedModel):
                 )
 
     def _add(self, captured: Captured) -> _Variant:
-        """Split a new capture into stages."""
+        """Split a new capture into stages. Add it to the captures that are kept, and return it."""
         graph, number = captured.graph.graph, len(self._variants)
         modules_as_arguments(graph)
         parameters = frozenset(name for name, _ in self.module.named_parameters())
@@ -298,7 +300,7 @@ class Trace:
         """Capture the model in its present mode.
 
         Raises:
-            CaptureError: it cannot be captured.
+            CaptureError: the model cannot be captured.
             TypeError: the policy does not return a graph module.
             ValueError: a module that the specification names does not exist, or is not called.
         """

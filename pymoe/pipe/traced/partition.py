@@ -308,7 +308,9 @@ def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
 def _insert_region(
     graph: fx.Graph, before: fx.Node, region: Region, segment: list[fx.Node], outside: dict[fx.Node, Any]
 ) -> None:
-    """Insert a region with some of the nodes, and add its results to ``outside``."""
+    """Insert a region with the nodes of ``segment`` before the node ``before``. Add the region's results to
+    ``outside``.
+    """
     inside = set(segment)
     taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
     given = [node for node in segment if any(user not in inside for user in node.users)]
@@ -459,7 +461,7 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
     """Return the specification by the names in captured graphs, which use the first name of a shared parameter.
 
     Raises:
-        TypeError: it is neither a configuration nor a mapping to configurations.
+        TypeError: ``spec`` is neither a configuration nor a mapping to configurations.
         ValueError: the model has no parameter with one of the names.
     """
     if spec is None or isinstance(spec, MultiUseParameterConfig):
@@ -476,8 +478,8 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
 
 
 def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
-    """Return whether one stage changes the buffer and later stages read it, so that these must get its value from
-    there.
+    """Return whether one stage changes the buffer and later stages read it, so that the later stages must get the
+    buffer's value from the first.
     """
     writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
     if not writers or writers == users:

@@ -97,8 +97,8 @@ def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list
 
 
 def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
-    """Return for every node how many tensors from before it are used by it or later nodes. Inputs do not count, because
-    they go to every stage directly.
+    """Return, for every node, the number of tensors that earlier nodes make and that this node or later ones use.
+    Inputs do not count, because they go to every stage directly.
     """
     aliases, places = Aliases(graph), {node: place for place, node in enumerate(nodes)}
     position: dict[fx.Node, int] = {}
@@ -121,7 +121,7 @@ def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
 
 
 def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
-    """Return where stages begin, except for the first."""
+    """Return the positions of the nodes at which the second and later stages begin."""
     if stages == 1:
         return []
     best = least_maximum(costs, stages)
@@ -135,8 +135,8 @@ def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
 
 
 def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
-    """Return boundaries with at most ``limit`` values; of boundaries with only free nodes between them, the one with
-    the fewest values.
+    """Return the boundaries that at most ``limit`` values cross. If all nodes between some boundaries cost nothing,
+    only the boundary with the fewest values is among them.
     """
     found: list[int] = []
     for place in range(1, len(costs)):

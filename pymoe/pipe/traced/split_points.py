@@ -26,7 +26,7 @@ fx.node.has_side_effect(_MARKER)  # otherwise captures would remove the marker
 aten_pipe_split_alias = _MARKER
 """PiPPy's name for the target of the node that :func:`pipe_split` leaves in a captured graph."""
 
-_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # keeps the copy until it is captured
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # each model's copy, until captured
 
 
 def pipe_split() -> None:
@@ -54,7 +54,7 @@ def is_marker(node: fx.Node) -> bool:
 
 
 def mark(graph: fx.Graph, before: fx.Node) -> None:
-    """Insert a stage boundary into a captured graph."""
+    """Insert a stage boundary into a captured graph, before the node ``before``."""
     with graph.inserting_before(before):
         graph.call_function(_MARKER)
 
@@ -125,7 +125,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
 
 def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
-    """Return what :func:`annotate_split_points` does, for a capture."""
+    """Return the marked copy, as :func:`annotate_split_points` does, without recording that it was made."""
     copies: dict[str, nn.Module] = {"": _shallow(model)}
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
@@ -163,7 +163,7 @@ def _shallow(module: nn.Module) -> nn.Module:
     """Return a module that shares the dictionaries of parameters and buffers, and has its own dictionary of
     children.
     """
-    if parametrize.is_parametrized(module):  # torch's copy() does not share it
+    if parametrize.is_parametrized(module):  # copy() would not share the dictionaries
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
     else:
@@ -183,7 +183,9 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook that marks a boundary. Captures call it for opaque modules, too."""
+    """A hook that marks a boundary. For an opaque module, a capture runs it outside of the module's call, in which the
+    boundary would be lost.
+    """
 
     is_boundary = True
 

@@ -217,7 +217,7 @@ def serialize(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def deserialize(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the graph made from such data."""
+    """Return the graph made from data that :func:`serialize` has returned."""
     graph = fx.Graph()
     made: list[fx.Node] = []
 

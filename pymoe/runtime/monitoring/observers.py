@@ -84,7 +84,7 @@ class Observers:
 
 
 def write_lines(reader: StatsReader, interval_s: float, end: threading.Event) -> None:
-    """Write lines at an interval, and the last ones at the end."""
+    """Log a line for every busy pool every ``interval_s`` seconds, and once more when ``end`` has been set."""
     ended = False
     while not ended:
         ended = end.wait(interval_s)

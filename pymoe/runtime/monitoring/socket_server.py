@@ -1,4 +1,4 @@
-"""The socket through which ``python -m pymoe.runtime.top`` in another terminal sees the pools of this process.
+"""The socket from which ``python -m pymoe.runtime.top`` in another terminal reads the pools of this process.
 
 ``Runtime(..., monitor=True)``, or the environment variable ``PYMOE_MONITOR=1``, opens a Unix socket ``PID-N.sock`` in a
 folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
