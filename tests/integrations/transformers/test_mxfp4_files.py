@@ -147,7 +147,7 @@ def test_it_is_saved_and_mapped(published, tmp_path):
     model = read(published)
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "format": "mxfp", "version": 1}
+    assert config["quantization_config"] == {"quant_method": "pymoe", "bits": 4, "format": "mxfp", "version": 2}
     names = set(tensors_of(tmp_path / "packed"))
     assert {name for name in tensors_of(published) if not name.endswith(("_blocks", "_scales"))} <= names
     assert {f"{EXPERTS}.down_proj", f"{EXPERTS}.down_proj.sizes"} <= names
