@@ -162,11 +162,12 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class LlamaCpp:
-    """A model of llama.cpp, and on request one of its first layers: a file cannot be run in part.
+    """A llama.cpp model, which can also be run with only its first few layers.
 
     Args:
         library: the loaded library.
-        files: a file for each number of layers.
+        files: the model files, by number of layers; the one with the most layers is the whole model. Each truncated
+            model has a file of its own, because llama.cpp cannot run part of a file.
     """
 
     def __init__(self, library: llama_cpp.LlamaCpp, files: dict[int, Path]) -> None:

@@ -45,7 +45,8 @@ void differentiate_strip(const T* grad, const T* x, const T* up, T* grad_x, T* g
   });
 }
 
-// Separates gate and up of interleaved pairs, and joins them again, in pieces that stay in the first-level cache.
+// The number of interleaved (gate, up) pairs that are processed at once. The functions below split them into arrays of
+// gate and up on the stack, which stay in the L1 cache; the backward pass interleaves the gradients again.
 inline constexpr int64_t kPairs = 512;
 
 template <Activation kind, typename T>

@@ -19,9 +19,10 @@ _R = TypeVar("_R")
 
 
 def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a decorator that gives keywords additional names: ``also_called(other="its own")``.
+    """Return a decorator that adds aliases for keyword arguments.
 
-    A call that uses both names of one argument raises TypeError.
+    With ``also_called(alias="name")``, a caller may pass ``alias=`` in place of ``name=``. A call that passes both
+    raises TypeError.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -271,7 +271,10 @@ def _has_reduction(function: FunctionType) -> bool:
 
 
 def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """Return the divisor of one of torch's means, as a function of the target; None: it is proportional to the rows."""
+    """Return a function that computes, from the target, the number by which torch's ``loss_fn`` divides its sum.
+
+    Returns None if the loss is not a mean, or if its divisor is proportional to the number of rows.
+    """
     function, _ = _function(loss_fn)
     if options.get("reduction", "mean") != "mean" or options.get("reduce") is False:
         return None

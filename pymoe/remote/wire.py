@@ -69,7 +69,10 @@ Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """The inputs of a forward pass; or, for a backward pass, the inputs, the gradients of the outputs, and the key."""
+    """A request for a forward pass, with the inputs; or for a backward pass, with the gradients of the outputs, too.
+
+    A backward request is identified by its key, ``client`` and ``seq``.
+    """
 
     expert: str
     tensors: Tensors

@@ -93,7 +93,10 @@ class Product(TorchDispatchMode):
 
 @pytest.mark.only_on("cpu", "cuda")  # a pretended tensor is a wrapper, whose own storage is empty
 def test_logits_outlive_a_step_only_where_they_are_few_and_nobody_asked(monkeypatch):
-    """A layer held the logits of its last training step, however many, until its next forward."""
+    """After the backward pass, logits are kept only if they are small and the statistics were not read before it.
+
+    A layer used to keep the logits of its last training step until its next forward, whatever their size.
+    """
     layer = make_layer()
     monkeypatch.setattr(moe, "MOST_HELD_LOGITS", 10 * 8 * 8)
     for tokens, asked, gone in ((11, False, True), (11, True, True), (10, False, False), (10, True, True)):

@@ -136,7 +136,7 @@ MODELS = {
     "a slice of a parameter, handed through": [SliceOfParameter, same, edit_second, total],
     "a parameter": [WholeParameter, edit_second, total],
 }
-RIGHT = {  # with these, gradients equal the model's in all modes
+RIGHT = {  # models and checkpoint modes for which gradients must be right, so that an error is a failure
     "by way of a stage that saves nothing": ("never",),
     "what another stage has saved": ("never", "always"),
 }

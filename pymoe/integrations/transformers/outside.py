@@ -118,12 +118,12 @@ CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 
 
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
-    """Return whether the forward for ``cls`` computes the same as calling all submodules of ``module``.
+    """Return whether pymoe's forward for ``cls`` gives the same result as the original forward of ``module``.
 
-    False if one of :data:`PARTS` has hooks, another class or another ``forward``, or if the ``forward`` of ``cls``
-    itself was patched, because this code would not run. False also if one of :data:`CALLED` has hooks, another class or
-    another ``forward``: it runs, but its results may differ from what the forward expects. There, hooks by which
-    transformers records outputs are allowed, because they change no result.
+    It does not if ``cls`` has a patched ``forward``, or if a submodule in :data:`PARTS` has hooks, another class or
+    another ``forward``: pymoe's forward bypasses that code. Nor if a submodule in :data:`CALLED` has any of these: it
+    is still called, but may not return what pymoe's forward expects. Hooks on :data:`CALLED` submodules are allowed if
+    transformers only uses them to record outputs, because those do not change results.
     """
     if not is_of_its_source(cls, "forward"):
         return False

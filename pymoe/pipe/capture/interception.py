@@ -312,9 +312,9 @@ class FunctionCalls:
         self._instead = instead
         self._is_asked = is_asked
         self._begun: tuple[type, bool] | None = None
-        """The class whose ``apply`` has begun and will get ``forward`` next, and the grad mode of its caller."""
+        """The class whose ``apply`` has begun and will look up ``forward`` next, and the grad mode of its caller."""
         self._has_run: type | None = None
-        """The class whose ``apply`` will get ``setup_context`` next."""
+        """The class whose replaced ``forward`` has run, and whose ``apply`` will look up ``setup_context`` next."""
 
     def intercepted(self) -> AbstractContextManager[None]:
         """Intercept calls of ``autograd.Function`` within the block."""

@@ -233,9 +233,14 @@ class HeldState:
         stamps: Sequence[int],
         copies: dict[int, torch.Tensor],
     ) -> list[str]:
-        """Restore the state from before the recomputation; return the names of state that cannot be restored. ``now``:
-        contents of the cells that differed from the first run, by id of the place. ``stamps`` and ``copies`` belong to
-        the tensors in the layout.
+        """Restore the state from just before a recomputation, and return the names of state that cannot be restored.
+
+        Args:
+            seen: the state seen in the first run.
+            now: the contents, just before the recomputation, of the cells that differed from ``seen``, by
+                ``id(cell.place)``.
+            stamps: the stamps of the layout's tensors at that time.
+            copies: copies of tensors from that time, by their number in the layout.
         """
         lost, layout = [], seen.layout
         stale = []  # graphs made in between may have saved these, so their versions must change

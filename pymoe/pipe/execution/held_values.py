@@ -397,7 +397,9 @@ def _held_by(function: FunctionType) -> list[Any]:
 
 
 def _may_hold(value: Any) -> bool:
-    """Return whether a method holds more than constants."""
+    """Return whether a class attribute is a callable that may hold state: a bound method, a partial, or a function with
+    attributes, or with values in its closure or defaults that are neither plain constants nor classes.
+    """
     if not isinstance(value, FunctionType):
         return isinstance(value, (MethodType, functools.partial))
     return bool(vars(value)) or not all([isinstance(one, (*PLAIN, type)) for one in _held_by(value)])

@@ -35,9 +35,13 @@ _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 
 
 def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
-    """Return the turns of each stage, or None for a stage that shares nothing. ``layouts``: contents of its modules.
+    """Return, for each stage, the :class:`Turns` that orders its forwards; None for a stage that shares no state.
 
-    ``known``: earlier turns, which are returned again where the same stages share the same state.
+    Stages that share state, directly or through other stages, get the same object.
+
+    Args:
+        layouts: what the modules of each stage hold.
+        known: turns from earlier calls, which are used again where the same stages share the same state.
     """
     users: dict[Any, list[int]] = {}
     for number, layout in enumerate(layouts):

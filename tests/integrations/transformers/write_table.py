@@ -71,7 +71,7 @@ NOTES = {
 
 
 def layers() -> dict[str, str]:
-    """Return the sparse block that becomes a layer, by the name of its experts."""
+    """Return the classes of sparse blocks that ``pymoe.nn.MoE`` replaces, by the name of their experts' class."""
     texts = dict(sources())
     return {
         one.name: block
