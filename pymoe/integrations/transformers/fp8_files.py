@@ -73,6 +73,35 @@ def check_model(model: Any, weights: Iterable[str], bits: int, format: WeightFor
             )
 
 
+def check_conversions(model: Any, conversions: Iterable[Any], names: Iterable[str], weights: Iterable[str]) -> None:
+    """Raise if a weight in FP8 would reach the model without its scales, or another one in a lower precision.
+
+    Args:
+        model: the model, before its weights are loaded.
+        conversions: transformers' own converters that get no scales.
+        names: names of the tensors of float8_e4m3fn in the files.
+        weights: last parts of the names of stacked weights.
+
+    Raises:
+        ValueError: a name is neither that of a stacked weight nor ends in ``weight``; one of the converters takes it;
+            or transformers keeps a weight in float32 in a model of another dtype.
+    """
+    names = sorted(names)
+    other = next((name for name in names if name.rpartition(".")[2] not in (*weights, "weight")), None)
+    taken = (interface.reads(one, names) for one in conversions)
+    if name := other or next(filter(None, taken), None):
+        raise ValueError(
+            f"from_pretrained: expected a checkpoint whose weights in FP8 transformers does not convert without their "
+            f"scales, got {name!r} for {type(model).__name__}"
+        )
+    kept = [name for name in interface.kept_in_float32(model) if name.endswith(".weight")]
+    if kept:
+        raise ValueError(
+            f"from_pretrained: expected a model of a dtype in which all its weights may be, got {model.dtype} for "
+            f"{kept[0]!r}, which stays in float32; pass dtype=torch.float32"
+        )
+
+
 def pairs(tensors: Mapping[str, list[Tensor]]) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
     """Return the weights that a converter has collected, each with its scales, by the patterns of the weights' names.
 

@@ -8,7 +8,8 @@ configuration holds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -187,7 +188,11 @@ def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
 
     @functools.wraps(merge)
     def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        entries = quantization_config if isinstance(quantization_config, dict) else vars(quantization_config)
+        entries = (
+            quantization_config
+            if isinstance(quantization_config, dict)
+            else getattr(quantization_config, "__dict__", {})
+        )
         chosen = choose(entries, quantization_config_from_args)
         return merge(quantization_config, quantization_config_from_args) if chosen is None else chosen
 
@@ -214,6 +219,22 @@ def reads_weights_alone(transform: Any) -> bool:
     return isinstance(transform, WeightConverter) and all(
         source.removesuffix("$").endswith("weight") for source in transform.source_patterns
     )
+
+
+def reads(converter: Any, names: Iterable[str]) -> str | None:
+    """Return the first of some tensors of a checkpoint that a converter would compute with, or None."""
+    from transformers.core_model_loading import WeightConverter
+
+    if not isinstance(converter, WeightConverter):
+        return None
+    patterns = [re.compile(source.replace("*", ".*")) for source in converter.source_patterns]
+    return next((name for name in names if any(pattern.search(name) for pattern in patterns)), None)
+
+
+def kept_in_float32(model: Any) -> list[str]:
+    """Return the names of parameters that transformers keeps in float32, though the model has another dtype."""
+    plan = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(model.dtype)]
+    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in plan)]
 
 
 def changed(converter: Any, sources: list[str], targets: list[str], operation: Any) -> Any:

@@ -151,6 +151,8 @@ class PymoeQuantizer(HfQuantizer):
         self.faults: dict[str, str] = {}
         """Errors of other weights, by name."""
         self._hooks: list[RemovableHandle] = []
+        self._in_fp8: set[str] = set()
+        """Names of the tensors of float8_e4m3fn in the files."""
         self._originals: list[tuple[Any, Any]] = []
 
     def is_serializable(self) -> bool:
@@ -167,7 +169,7 @@ class PymoeQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         for file in checkpoint_files or ():
-            _check_file(file)
+            self._in_fp8 |= _check_file(file)
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -251,6 +253,8 @@ class PymoeQuantizer(HfQuantizer):
             else:
                 widen = Widen(self, *one.operations)
                 found.append(interface.changed(one, sources(one.source_patterns), targets, widen))
+        alone = [one for one in weight_conversions if not interface.reads_weights_alone(one)]
+        fp8_files.check_conversions(model, alone, self._in_fp8, WEIGHTS)
         self._originals = [(one, None) for one in (*first, last)]
         self._originals += zip(found, weight_conversions, strict=True)
         return [*first, *found, last]
@@ -509,7 +513,7 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
     if method == fp8_files.METHOD:
         fp8_files.check_configuration(entries)
     chosen = copy.copy(passed)
-    chosen.stored = str(method)
+    chosen.stored = fp8_files.METHOD if method == fp8_files.METHOD else mxfp4_files.METHOD
     return chosen
 
 
@@ -576,16 +580,17 @@ def _without_sizes(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any)
     state.pop(f"{prefix}sizes", None)
 
 
-def _check_file(file: str) -> None:
-    """Raise if a checkpoint's file is cut short."""
-    if str(file).endswith(".safetensors"):
-        from safetensors import SafetensorError, safe_open
+def _check_file(file: str) -> set[str]:
+    """Return the names of a file's tensors of float8_e4m3fn; raise if the file is cut short."""
+    if not str(file).endswith(".safetensors"):
+        return set()
+    from safetensors import SafetensorError, safe_open
 
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name for name in tensors.keys() if tensors.get_slice(name).get_dtype() == "F8_E4M3"}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
 
 
 def _in_file(packed: Tensor, folder: Path) -> Tensor:

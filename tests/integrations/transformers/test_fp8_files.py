@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
 from test_quantizer import logits
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig
+from pymoe.integrations.transformers.quantizer import PymoeQuantizer
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_linears
 from pymoe.quantize import main
 
@@ -206,3 +208,32 @@ def test_other_blocks_are_refused(folders, change):
     (folders[0] / "config.json").write_text(json.dumps(entries))
     with pytest.raises(ValueError, match=r"expected a checkpoint in FP8 whose weight_block_size is \[128, 128\], got"):
         read(folders[0])
+
+
+def test_a_weight_that_would_lose_its_scales_is_refused(folders, monkeypatch):
+    """A converter of transformers that takes a part of a name, as that of Mistral 4, got codes without their scales."""
+    published, _ = folders
+    taking = WeightConverter(r"self_attn\.q_proj\.", "self_attn.q_proj.", operations=[MergeModulelist(dim=0)])
+    update = PymoeQuantizer.update_weight_conversions
+
+    def with_one_more(self, conversions, model):
+        return update(self, [*conversions, taking], model)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PymoeQuantizer, "update_weight_conversions", with_one_more)
+        with pytest.raises(ValueError, match=r"without their scales, got 'model.layers.0.self_attn.q_proj.weight'"):
+            read(published)
+    tensors = load_file(published / FILE)
+    tensors["model.layers.0.self_attn.table"] = torch.zeros(128, 128).to(torch.float8_e4m3fn)
+    save_file(tensors, published / FILE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"without their scales, got 'model.layers.0.self_attn.table'"):
+        read(published)
+
+
+def test_a_weight_that_stays_in_float32_is_refused_in_another_dtype(folders, monkeypatch):
+    """Routers that transformers keeps in float32 became bfloat16, which may choose other experts."""
+    published, _ = folders
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "_keep_in_fp32_modules_strict", {"mlp.gate.weight"})
+    with pytest.raises(ValueError, match=r"got torch.bfloat16 for 'model.layers.1.mlp.gate.weight', which stays"):
+        read(published, dtype=torch.bfloat16)
+    read(published, dtype=torch.float32)
