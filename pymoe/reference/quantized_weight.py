@@ -334,7 +334,8 @@ def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
 def _blocks_of_tiles(packed: Tensor, input_features: int) -> tuple[Tensor, Tensor]:
     """Return the codes of fp8, (E, rows, inputs) uint8 with padded inputs, and the scales, (E, rows, blocks)."""
     experts, tiles, _ = packed.shape
-    whole, rest = divmod(up(input_features, GROUP), BLOCK)
+    padded = up(input_features, GROUP)
+    whole, rest = padded // BLOCK, padded % BLOCK  # Dynamo traces no divmod of sizes
     first, last = packed.split([whole * TILE * (4 + BLOCK), TILE * (4 + rest) if rest else 0], dim=2)
     blocks = first.reshape(experts, tiles, whole, TILE * (4 + BLOCK))
     heads = [blocks[..., : 4 * TILE].flatten(2), last[..., : 4 * TILE]]

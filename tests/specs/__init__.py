@@ -95,7 +95,7 @@ def with_grad(sample: Sample) -> Sample | None:
     Returns None if there is no such argument, one is not finite, or the sample has an ``out``.
     """
     floating = [value for value in tensors_in((sample.args, sample.kwargs)) if value.is_floating_point()]
-    if not floating or "out" in sample.kwargs or not all(bool(value.isfinite().all()) for value in floating):
+    if not floating or "out" in sample.kwargs or not all(bool(value.double().isfinite().all()) for value in floating):
         return None
     return mapped(sample, lambda value: value.detach().requires_grad_() if value.is_floating_point() else value)
 
