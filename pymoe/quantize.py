@@ -88,11 +88,12 @@ def convert(
         raise ValueError(f"expected {out} not to exist, or to be empty, got files")
     import transformers
 
-    from pymoe.integrations.transformers import PymoeConfig, fp8_files, mxfp4_files
+    from pymoe.integrations.transformers import PymoeConfig
+    from pymoe.integrations.transformers.quantizer import STORED
 
     config = transformers.AutoConfig.from_pretrained(folder)
     own = getattr(config, "quantization_config", None)
-    if own and (method := dict(own).get("quant_method")) not in (mxfp4_files.METHOD, fp8_files.METHOD):
+    if own and (method := dict(own).get("quant_method")) not in STORED:
         raise ValueError(f"expected weights that are not quantised, or are in MXFP4 or FP8, got {method!r}")
     names = config.architectures or ["none"]
     model_class: Any = getattr(transformers, names[0], None)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe._common.types import BLOCK, QuantizedWeight, WeightFormat, up
+from pymoe._common.types import BLOCK, QuantizedWeight, up
 from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.stored_format import StoredFormat
 from pymoe.nn import QuantizedLinear
 from pymoe.ops import dequantize_weight, pack_weight
 
-METHOD = "fp8"
-"""The name of the method in configurations of such checkpoints."""
+STORED = StoredFormat("fp8", "FP8", 8, "fp", "", transposed=False, layout="(E, out, in)")
 
 ENDING = "_scale_inv"
 """What the name of a weight's scales has in addition to that of the weight."""
@@ -40,37 +40,12 @@ def check_configuration(entries: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the blocks have other sizes, or the experts are in FP4.
     """
-    block, dtype = entries.get("weight_block_size"), entries.get("expert_dtype") or METHOD
-    if block is None or list(block) != [BLOCK, BLOCK] or dtype != METHOD:
+    block, dtype = entries.get("weight_block_size"), entries.get("expert_dtype") or STORED.method
+    if block is None or list(block) != [BLOCK, BLOCK] or dtype != STORED.method:
         raise ValueError(
             f"from_pretrained: expected a checkpoint in FP8 whose weight_block_size is [{BLOCK}, {BLOCK}], got {block} "
             f"and experts in {dtype}"
         )
-
-
-def check_model(model: Any, weights: Iterable[str], bits: int, format: WeightFormat) -> None:
-    """Raise if the experts of a model cannot hold such weights unchanged.
-
-    Args:
-        model: the model, before its weights are loaded.
-        weights: names of its stacked weights.
-        bits: bits that the weights shall have.
-        format: format that they shall have.
-
-    Raises:
-        ValueError: ``bits`` and ``format`` are not those of FP8, or the model's weights are not (E, out, in).
-    """
-    for name in sorted(weights):
-        if (bits, format) != (8, "fp"):
-            raise ValueError(
-                f"from_pretrained: expected PymoeConfig(bits=8, format='fp') for a checkpoint in FP8, which is not "
-                f"rounded again, got bits={bits} and format={format!r} for {name!r}"
-            )
-        if interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed:
-            raise ValueError(
-                f"from_pretrained: expected a model with weights (E, out, in) for a checkpoint in FP8, got {name!r} of "
-                f"{type(model).__name__}"
-            )
 
 
 def check_conversions(model: Any, conversions: Iterable[Any], names: Iterable[str], weights: Iterable[str]) -> None:

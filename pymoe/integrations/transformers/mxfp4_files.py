@@ -8,22 +8,18 @@ the rules of ``transformers.integrations.mxfp4``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from pymoe._common.types import GROUP, WeightFormat
-from pymoe.integrations.transformers import interface
+from pymoe._common.types import GROUP
+from pymoe.integrations.transformers.stored_format import StoredFormat
 from pymoe.nn import QuantizedLinear
 from pymoe.ops import pack_weight
 
-METHOD = "mxfp4"
-"""The name of the method in configurations of such checkpoints."""
-
 ENDINGS = ("_blocks", "_scales")
 """What the names of a weight's two tensors have in addition to that of the weight."""
+
+STORED = StoredFormat("mxfp4", "MXFP4", 4, "mxfp", ENDINGS[0], transposed=True, layout="(E, in, out), as GPT-OSS has,")
 
 NAN = 255
 """The scale that is not a number."""
@@ -32,31 +28,6 @@ NAN = 255
 def sources(name: str) -> list[str]:
     """Return patterns for the names of a weight's tensors in files, by the last part of the weight's name."""
     return [rf"\.{name}{ending}$" for ending in ENDINGS]
-
-
-def check_model(model: Any, weights: Iterable[str], bits: int, format: WeightFormat) -> None:
-    """Raise if the experts of a model cannot hold such weights unchanged.
-
-    Args:
-        model: the model, before its weights are loaded.
-        weights: names of its stacked weights.
-        bits: bits that the weights shall have.
-        format: format that they shall have.
-
-    Raises:
-        ValueError: ``bits`` and ``format`` are not those of MXFP4, or the model's weights are not (E, in, out).
-    """
-    for name in sorted(weights):
-        if (bits, format) != (4, "mxfp"):
-            raise ValueError(
-                f"from_pretrained: expected PymoeConfig(bits=4, format='mxfp') for a checkpoint in MXFP4, which is not "
-                f"rounded again, got bits={bits} and format={format!r} for '{name}{ENDINGS[0]}'"
-            )
-        if not interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed:
-            raise ValueError(
-                f"from_pretrained: expected a model with weights (E, in, out), as GPT-OSS has, for a checkpoint in "
-                f"MXFP4, got {name!r} of {type(model).__name__}"
-            )
 
 
 def packed_weight(name: str, blocks: Tensor | None, scales: Tensor | None, layer: QuantizedLinear) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,15 @@ from pymoe._common.contracts import check_format
 from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import fp8_files, interface, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
+from pymoe.integrations.transformers.stored_format import StoredFormat
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
+
+STORED = {one.method: one for one in (mxfp4_files.STORED, fp8_files.STORED)}
+"""Formats of other methods that are kept as they are, by method."""
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import ConversionOps
@@ -116,9 +121,8 @@ class PymoeConfig(QuantizationConfigMixin):
         self.quant_method = quant_method
         self.folder: Path | None = None
         """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
-        self.stored = ""
-        """Method of the files in the place of whose configuration this is: that of :mod:`.mxfp4_files` or
-        :mod:`.fp8_files`; empty if there are none."""
+        self.stored: StoredFormat | None = None
+        """The format of the files in the place of whose configuration this is; None if there are none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
@@ -138,7 +142,7 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
-        self.stored: str = quantization_config.stored if self.pre_quantized else ""
+        self.stored = quantization_config.stored if self.pre_quantized else None
         """Method of files in which another program has quantised experts, and dense layers are not packed."""
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
@@ -180,8 +184,7 @@ class PymoeQuantizer(HfQuantizer):
             )
         config = self.quantization_config
         if self.stored:
-            check_model = (mxfp4_files if self.stored == mxfp4_files.METHOD else fp8_files).check_model
-            check_model(model, self.weights, config.bits, config.format)
+            self.stored.check_model(model, self.weights, config.bits, config.format)
         if config.linear_bits is not None:
             self.dense = quantized_dense.dense_layers(model)
             if not self.dense:
@@ -202,6 +205,19 @@ class PymoeQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
 
+    def in_folder(self, packed: Tensor) -> Tensor:
+        """Return packed bytes in an unnamed file of the configuration's folder, or as they are if it has none.
+
+        The file is deleted with the last reference to the tensor.
+        """
+        folder = self.quantization_config.folder
+        if folder is None:
+            return packed
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises if the disk is full; a write would kill us
+            mapped = torch.from_file(file.name, shared=True, size=packed.numel(), dtype=torch.uint8)
+        return mapped.view(packed.shape).copy_(packed)
+
     def get_quantize_ops(self) -> Any:
         return Pack(self)
 
@@ -209,7 +225,7 @@ class PymoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return weight_conversions
         # These come first, because the first converter that knows a name takes it.
-        if self.stored == fp8_files.METHOD:
+        if self.stored == fp8_files.STORED:
             return self._from_fp8(weight_conversions, model)
         if self.stored:
             take = [
@@ -265,8 +281,8 @@ class PymoeQuantizer(HfQuantizer):
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):
-            blocks = self.stored == mxfp4_files.METHOD and name.removesuffix(quantized_dense.ENDING) not in self.dense
-            tensor = name + mxfp4_files.ENDINGS[0] if blocks else name
+            is_dense = name.removesuffix(quantized_dense.ENDING) in self.dense
+            tensor = name + self.stored.ending if self.stored and not is_dense else name
             self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
         biases = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
         for name in sorted(self.missing & biases):
@@ -352,71 +368,76 @@ class Pack(_Known):
             layer = QuantizedLinear.from_weight(weight, config.bits, format=config.format).eval()
             delattr(experts, own)
             setattr(experts, own, layer)
-        if config.folder is not None:
-            layer.packed = _in_file(layer.packed, config.folder)
+        layer.packed = self.hf_quantizer.in_folder(layer.packed)
         interface.mark_initialized(layer)
         return layer.packed
 
 
-class Take(_Known):
-    """Takes packed weights from a file unchanged."""
+class _Takes(_Known):
+    """Takes weights from files; subclasses say how their packed bytes are made of the files' tensors."""
+
+    @abstractmethod
+    def packed(
+        self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
+    ) -> Tensor:
+        """Return the packed bytes.
+
+        Args:
+            name: name of the weight, for errors.
+            layer: the layer that gets them.
+            tensors: the tensors of the files, by the patterns that match their names.
+            source_patterns: the patterns of the converter.
+
+        Raises:
+            ValueError: the tensors do not fit the layer.
+        """
 
     def convert(
-        self,
-        input_dict: dict[str, list[Tensor]],
-        source_patterns: list[str],
-        *,
-        full_layer_name: str,
-        model: Any,
-        missing_keys: set[str],
-        **_: Any,
+        self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, missing_keys: set[str], **named: Any
     ) -> dict[str, Tensor]:
-        """Return the packed bytes by their name in the model, or nothing if they do not fit this model."""
-        path = full_layer_name.removesuffix(".packed")
-        name = path + quantized_dense.ENDING if path in self.hf_quantizer.dense else path
+        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
+        quantizer, path = self.hf_quantizer, full_layer_name.removesuffix(".packed")
+        name = path + quantized_dense.ENDING if path in quantizer.dense else path
         missing_keys.discard(full_layer_name)
-        self.hf_quantizer.missing = missing_keys
-        layer = model.get_submodule(path)
-        packed, sizes = (input_dict[pattern][0] if pattern in input_dict else None for pattern in source_patterns)
+        quantizer.missing = missing_keys
+        layer = named["model"].get_submodule(path)
+        named |= {"full_layer_name": full_layer_name, "missing_keys": missing_keys}
+        try:
+            packed = quantizer.in_folder(self.packed(name, layer, input_dict, **named))
+        except (OSError, ValueError) as error:
+            quantizer.faults[name] = str(error)
+            return {}
+        quantizer.packed.add(name)
+        return {full_layer_name: packed}
+
+
+class Take(_Takes):
+    """Takes packed weights from a file unchanged."""
+
+    def packed(
+        self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
+    ) -> Tensor:
+        """Return the packed bytes of the file."""
+        packed, sizes = (tensors[pattern][0] if pattern in tensors else None for pattern in source_patterns)
         expected = [*layer.sizes.tolist(), *layer.packed.shape]
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
-            self.hf_quantizer.faults[name] = (
+            raise ValueError(
                 f"expected {name!r} with bits (14 for mxfp, 18 for fp), output and input features and packed shape "
                 f"{expected}, got {seen}"
             )
-            return {}
-        self.hf_quantizer.packed.add(name)
-        return {full_layer_name: packed}
+        return packed
 
 
-class TakeBlocks(_Known):
+class TakeBlocks(_Takes):
     """Takes weights from files in MXFP4: packs their blocks and scales, which stay as they are."""
 
-    def convert(
-        self,
-        input_dict: dict[str, list[Tensor]],
-        source_patterns: list[str],
-        *,
-        full_layer_name: str,
-        model: Any,
-        missing_keys: set[str],
-        **_: Any,
-    ) -> dict[str, Tensor]:
-        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
-        name = full_layer_name.removesuffix(".packed")
-        missing_keys.discard(full_layer_name)
-        self.hf_quantizer.missing = missing_keys
-        blocks, scales = (input_dict[pattern][0] if pattern in input_dict else None for pattern in source_patterns)
-        try:
-            packed = mxfp4_files.packed_weight(name, blocks, scales, model.get_submodule(name))
-            if (folder := self.hf_quantizer.quantization_config.folder) is not None:
-                packed = _in_file(packed, folder)
-        except (OSError, ValueError) as error:
-            self.hf_quantizer.faults[name] = str(error)
-            return {}
-        self.hf_quantizer.packed.add(name)
-        return {full_layer_name: packed}
+    def packed(
+        self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
+    ) -> Tensor:
+        """Return the packed bytes of the blocks and scales."""
+        blocks, scales = (tensors[pattern][0] if pattern in tensors else None for pattern in source_patterns)
+        return mxfp4_files.packed_weight(name, blocks, scales, layer)
 
 
 class _WithScales(_Known):
@@ -433,31 +454,22 @@ class _WithScales(_Known):
         return tensors
 
 
-class TakeRows(_WithScales):
+class TakeRows(_WithScales, _Takes):
     """Takes experts' weights from files in FP8: packs their codes and scales, which stay as they are."""
 
-    def convert(
-        self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, missing_keys: set[str], **_: Any
-    ) -> dict[str, Tensor]:
-        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
-        name = full_layer_name.removesuffix(".packed")
-        missing_keys.discard(full_layer_name)
-        self.hf_quantizer.missing = missing_keys
+    def packed(
+        self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
+    ) -> Tensor:
+        """Return the packed bytes of the codes and scales."""
         try:
-            found = fp8_files.pairs(input_dict)
-            input_dict.clear()  # so that no tensor is kept longer than it is needed
+            found = fp8_files.pairs(tensors)
+            tensors.clear()  # so that no tensor is kept longer than it is needed
             rows = {pattern: [fp8_files.joined(*pair) for pair in found.pop(pattern)] for pattern in list(found)}
-            named = {"full_layer_name": full_layer_name, "model": model, "missing_keys": missing_keys, **_}
-            (all_rows,) = self._then(rows, **named).values()
+            (all_rows,) = self._then(rows, source_patterns, **_).values()
             all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
-            packed = fp8_files.packed_weight(name, all_rows, model.get_submodule(name))
-            if (folder := self.hf_quantizer.quantization_config.folder) is not None:
-                packed = _in_file(packed, folder)
-        except (OSError, RuntimeError, ValueError) as error:
-            self.hf_quantizer.faults[name] = f"expected weights in FP8, got {name!r}: {error}"
-            return {}
-        self.hf_quantizer.packed.add(name)
-        return {full_layer_name: packed}
+            return fp8_files.packed_weight(name, all_rows, layer)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"expected weights in FP8, got {name!r}: {error}") from error
 
 
 class Widen(_WithScales):
@@ -507,13 +519,13 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
     Raises:
         ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
     """
-    method = entries.get("quant_method")
-    if method not in (mxfp4_files.METHOD, fp8_files.METHOD) or not isinstance(passed, PymoeConfig):
+    stored = STORED.get(entries.get("quant_method", ""))
+    if stored is None or not isinstance(passed, PymoeConfig):
         return None
-    if method == fp8_files.METHOD:
+    if stored == fp8_files.STORED:
         fp8_files.check_configuration(entries)
     chosen = copy.copy(passed)
-    chosen.stored = fp8_files.METHOD if method == fp8_files.METHOD else mxfp4_files.METHOD
+    chosen.stored = stored
     return chosen
 
 
@@ -591,11 +603,3 @@ def _check_file(file: str) -> set[str]:
             return {name for name in tensors.keys() if tensors.get_slice(name).get_dtype() == "F8_E4M3"}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
-
-
-def _in_file(packed: Tensor, folder: Path) -> Tensor:
-    """Return the bytes as a tensor in a file without a name, which is deleted with the last reference to the tensor."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises if the disk is full; a write would kill us
-        mapped = torch.from_file(file.name, shared=True, size=packed.numel(), dtype=torch.uint8)
-    return mapped.view(packed.shape).copy_(packed)
