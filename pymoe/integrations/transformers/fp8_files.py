@@ -48,6 +48,18 @@ def check_configuration(entries: Mapping[str, Any]) -> None:
         )
 
 
+def codes_in(files: Iterable[str]) -> set[str]:
+    """Return the names of the tensors of float8_e4m3fn in those files that are safetensors."""
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for file in (file for file in files if str(file).endswith(".safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+            found.update(name for name in names if tensors.get_slice(name).get_dtype() == "F8_E4M3")
+    return found
+
+
 def check_conversions(model: Any, conversions: Iterable[Any], names: Iterable[str], weights: Iterable[str]) -> None:
     """Raise if a weight in FP8 would reach the model without its scales, or another one in a lower precision.
 

@@ -8,7 +8,6 @@ configuration holds.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -223,18 +222,20 @@ def reads_weights_alone(transform: Any) -> bool:
 
 def reads(converter: Any, names: Iterable[str]) -> str | None:
     """Return the first of some tensors of a checkpoint that a converter would compute with, or None."""
-    from transformers.core_model_loading import WeightConverter
+    from transformers.core_model_loading import WeightConverter, build_glob_alternation
 
     if not isinstance(converter, WeightConverter):
         return None
-    patterns = [re.compile(source.replace("*", ".*")) for source in converter.source_patterns]
-    return next((name for name in names if any(pattern.search(name) for pattern in patterns)), None)
+    return next(filter(build_glob_alternation([converter])[0].search, names), None)
 
 
 def kept_in_float32(model: Any) -> list[str]:
     """Return the names of parameters that transformers keeps in float32, though the model has another dtype."""
-    plan = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(model.dtype)]
-    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in plan)]
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.dtype)
+    kept = build_glob_alternation(list(plan))[0] if plan else None
+    return [name for name, _ in model.named_parameters() if kept and kept.search(name)]
 
 
 def changed(converter: Any, sources: list[str], targets: list[str], operation: Any) -> Any:

@@ -173,7 +173,9 @@ class PymoeQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         for file in checkpoint_files or ():
-            self._in_fp8 |= _check_file(file)
+            _check_file(file)
+        if self.stored == fp8_files.STORED:
+            self._in_fp8 = fp8_files.codes_in(checkpoint_files or ())
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -592,14 +594,13 @@ def _without_sizes(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any)
     state.pop(f"{prefix}sizes", None)
 
 
-def _check_file(file: str) -> set[str]:
-    """Return the names of a file's tensors of float8_e4m3fn; raise if the file is cut short."""
-    if not str(file).endswith(".safetensors"):
-        return set()
-    from safetensors import SafetensorError, safe_open
+def _check_file(file: str) -> None:
+    """Raise if a checkpoint's file is cut short."""
+    if str(file).endswith(".safetensors"):
+        from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {name for name in tensors.keys() if tensors.get_slice(name).get_dtype() == "F8_E4M3"}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
