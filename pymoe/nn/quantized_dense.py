@@ -175,7 +175,6 @@ class QuantizedDenseLinear(QuantizedLinear):
         return (
             self.backend == "native"
             and type(x) in PLAIN_TENSORS
-            and type(packed) in PLAIN_TENSORS
             and x.dtype in QUANTIZED_FLOATING
             and x.is_cpu
             and packed.is_cpu

@@ -86,6 +86,23 @@ def test_a_call_is_one_native_call_with_the_bits_of_the_reference(form):
 
 
 @torch.no_grad()
+def test_the_reference_backend_makes_no_native_call():
+    layer = QuantizedDenseLinear.from_linear(linear(), 8, "reference")
+    with Operators() as operators:
+        layer(torch.randn(3, 70))
+    assert not [name for name in operators.names if name.startswith("pymoe")]
+
+
+@torch.no_grad()
+def test_packed_bytes_may_have_any_strides():
+    layer, x = QuantizedDenseLinear.from_linear(linear(), 4), torch.randn(3, 70)
+    expected = layer(x)
+    layer.packed = layer.packed.repeat_interleave(2, dim=2)[..., ::2]
+    assert not layer.packed.is_contiguous()
+    assert_same_bits(layer(x), expected, "y")
+
+
+@torch.no_grad()
 def test_a_call_runs_few_functions_of_python():
     """A call ran 20 of them in 14 µs, and nn.Linear, which has one, takes 4."""
     layer, x = QuantizedDenseLinear.from_linear(linear(bias=False), 4), torch.randn(2, 1, 70)
