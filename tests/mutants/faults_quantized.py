@@ -355,8 +355,8 @@ FAULTS = [
     ),
     Fault(
         "weights (E, out, in) are taken for those of GPT-OSS",
-        FILES,
-        'if not interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed:',
+        "pymoe/integrations/transformers/stored_format.py",
+        'if interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed != self.transposed:',
         "if model is None:",
         (OF_FILES, "-k", "say_the_layout"),
     ),
