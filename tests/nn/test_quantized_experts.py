@@ -562,6 +562,14 @@ def test_formats_that_do_not_exist_are_refused(options, error, match):
             make()
 
 
+@BITS
+def test_experts_are_not_rounded_to_affine_weights_and_stay_as_they_were(bits):
+    moe = layer()
+    with pytest.raises(ValueError, match="quantize_experts: format must be one to which weights are rounded, got 'aff"):
+        quantize_experts(moe, bits, "affine")
+    assert type(moe.experts) is Experts
+
+
 @torch.no_grad()
 @BITS
 def test_modules_that_were_pickled_before_there_were_formats_hold_integers(bits):

@@ -74,8 +74,8 @@ class PymoeConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier
-            versions do not have it: theirs is ``"int"``.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`, or ``"affine"`` for weights
+            that are packed already. Configurations of earlier versions do not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -90,8 +90,8 @@ class PymoeConfig(QuantizationConfigMixin):
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
-    asked for in another format, or the model has no experts that pymoe quantises, runs another implementation of
-    experts, or is offloaded.
+    asked for in another format, weights are to be rounded to ``"affine"``, or the model has no experts that pymoe
+    quantises, runs another implementation of experts, or is offloaded.
     """
 
     def __init__(
