@@ -290,8 +290,8 @@ def quantized_linear_case(
         if format == "affine":
             codes = torch.randint(2**bits, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
             size, _ = RUNS[FORMATS[format, bits]]
-            ends = uniform(2, experts, outputs, inputs // size, generator=random, scale=inputs**-0.5)
-            packed = ops.pack_weight(codes, *ends.unbind(), bits)
+            scales, offsets = uniform(2, experts, outputs, inputs // size, dtype=FLOAT32, generator=random).unbind()
+            packed = ops.pack_weight(codes, scales, offsets, bits)
         else:
             weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
             packed = ops.quantize_weight(weight, bits, format)
