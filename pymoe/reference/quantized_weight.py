@@ -258,6 +258,40 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes.flatten(2).float(), scales, -minima
 
 
+def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
+    """Lay out for the kernels weights in Q4_K of llama.cpp, whose blocks the super-blocks of int4 hold bit for bit.
+
+    A block holds 256 inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128
+    bytes of codes; byte j of 32 holds the code of input j of a group in its lower half, and that of the next group in its
+    upper half (``block_q4_K`` of ``ggml-common.h``).
+
+    Args:
+        blocks: (E, N, B, 144) uint8, for 256 * B inputs; any strides.
+
+    Returns:
+        The packed weight, with the format "int" in 4 bits. Exact.
+    """
+    experts, outputs, supers, _ = blocks.shape
+    blocks = F.pad(blocks, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs))
+    factors = blocks[..., :4].contiguous().view(torch.float16).float()
+    codes = blocks[..., 16:].unflatten(3, (SUPER // 2, GROUP))
+    codes = torch.stack([codes & 15, codes >> 4], dim=4).flatten(2, 4)
+    powers = torch.full(blocks.shape[:2], 127, dtype=torch.uint8, device=blocks.device)  # 2**0
+    packed = _pack_supers(codes, factors, fields_of_q4_k(blocks[..., 4:16]).float(), powers)
+    return QuantizedWeight(packed, 4, outputs, supers * SUPER * GROUP)
+
+
+def fields_of_q4_k(fields: Tensor) -> Tensor:
+    """Return the 8 integers s and 8 integers m of 6 bits, (..., 2, 8) uint8, that Q4_K and Q5_K hold in 12 bytes.
+
+    The first four of each are the lower bits of a byte; the upper two bits of these are those of the last four.
+    """
+    first, second, last = fields.unflatten(-1, (3, 4)).unbind(-2)
+    s = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=-1)
+    m = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=-1)
+    return torch.stack([s, m], dim=-2)
+
+
 def power_of_two(exponents: Tensor) -> Tensor:
     """Return e8m0 exponents, bytes that are 127 too large, as float32: 2**-127 to 2**127, and NaN for 255."""
     bits = exponents.int()
