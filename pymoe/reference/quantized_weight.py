@@ -262,8 +262,8 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     """Lay out for the kernels weights in Q4_K of llama.cpp, whose blocks the super-blocks of int4 hold bit for bit.
 
     A block holds 256 inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128
-    bytes of codes; byte j of 32 holds the code of input j of a group in its lower half, and that of the next group in its
-    upper half (``block_q4_K`` of ``ggml-common.h``).
+    bytes of codes; byte j of 32 holds the code of input j of a group in its lower half, and that of the next group in
+    its upper half (``block_q4_K`` of ``ggml-common.h``).
 
     Args:
         blocks: (E, N, B, 144) uint8, for 256 * B inputs; any strides.
@@ -271,7 +271,7 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     Returns:
         The packed weight, with the format "int" in 4 bits. Exact.
     """
-    experts, outputs, supers, _ = blocks.shape
+    _, outputs, supers, _ = blocks.shape
     blocks = F.pad(blocks, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs))
     factors = blocks[..., :4].contiguous().view(torch.float16).float()
     codes = blocks[..., 16:].unflatten(3, (SUPER // 2, GROUP))

@@ -3,7 +3,7 @@
 A row of a tensor is a run of blocks, each with its own scales; the layouts are those of ggml's ``ggml-quants.h``.
 
 - Q4_K and MXFP4 have a format of their own: integers of 4 bits, and "mxfp".
-- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs: "affine" in 8 bits holds them.
+- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
 - All others, floating point included, are widened and rounded to integers of 8 bits, one expert after another.
 """
 
@@ -81,7 +81,7 @@ def _halves(blocks: Tensor, count: int) -> Tensor:
 
 
 def _nibbles(codes: Tensor, run: int) -> Tensor:
-    """Return codes of 4 bits: each run of bytes holds as many codes in its lower halves, and then those in the upper."""
+    """Return codes of 4 bits: a run of bytes holds as many codes in its lower halves, and then those in the upper."""
     runs = codes.unflatten(-1, (codes.shape[-1] // run, run))
     return torch.cat([runs & 15, runs >> 4], dim=-1).flatten(-2)
 
@@ -103,7 +103,7 @@ def _pack_affine(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]]
 
 
 def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes (N, H) uint8, scales and offsets (N, H / 32) float32 for which blocks stand, without rounding."""
+    """Return the codes (N, H) uint8, scales and offsets (N, H / 32) float32 for which blocks stand. Exact."""
     halves = _halves(blocks, HALVES[name])
     rest = blocks[..., 2 * HALVES[name] :]
     if name in ("Q4_K", "Q5_K"):

@@ -7,6 +7,7 @@ them. Every tensor of the file must be one of the model's, and the other way rou
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import warnings
@@ -32,6 +33,21 @@ MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"
 """transformers' names of model types, by the architectures of files."""
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """The tensors of a file in the order of the rows of a stacked weight."""
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "block_count": lambda config: config.num_hidden_layers,
+    "expert_used_count": lambda config: config.num_experts_per_tok,
+    "attention.head_count": lambda config: config.num_attention_heads,
+    "attention.head_count_kv": lambda config: config.num_key_value_heads,
+    "attention.key_length": lambda config: (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ),
+    "attention.layer_norm_rms_epsilon": lambda config: config.rms_norm_eps,
+    "attention.sliding_window": lambda config: config.sliding_window,
+    "rope.freq_base": lambda config: config.rope_parameters["rope_theta"],
+    "rope.scaling.factor": lambda config: config.rope_parameters.get("factor", 1.0),
+}
+"""Entries of the metadata, after the architecture's name, that say what sizes of tensors do not, and their places in
+configurations."""
 NOT_USED = {"rope_freqs.weight"}
 """Tensors that llama.cpp can compute from the metadata."""
 DAMAGED = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError, struct.error)
@@ -128,7 +144,8 @@ class GgufFile:
                     f"{shape.tolist()} in {one.tensor_type.name} at byte {one.data_offset} of {path}"
                 )
             expected = up(expected + int(one.n_bytes), int(reader.alignment))
-        self.architecture = metadata["general.architecture"]
+        self.metadata = metadata
+        self.architecture: str = metadata["general.architecture"]
         if metadata.get("split.count", 1) not in (0, 1):
             raise ValueError(
                 f"from_pretrained: expected a GGUF file that holds a whole model, got one of {metadata['split.count']} "
@@ -158,6 +175,13 @@ class GgufFile:
                 f"from_pretrained: expected a model of type {MODELS[self.architecture]!r} for a GGUF file of "
                 f"{self.architecture!r}, got {model.config.model_type!r}"
             )
+        for key, value_of in ENTRIES.items():
+            value, expected = value_of(model.config), self.metadata.get(f"{self.architecture}.{key}")
+            if expected is not None and not (value is not None and math.isclose(value, expected, rel_tol=1e-6)):
+                raise ValueError(
+                    f"from_pretrained: expected a config that agrees with {self.architecture}.{key} = {expected} of the "
+                    f"GGUF file, got {value}"
+                )
         left = dict(self.tensors)
         for path, module in model.named_modules():
             self._plan_experts(path, module, left)

@@ -203,12 +203,12 @@ def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
 def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
     """Make ``from_pretrained(..., gguf_file=...)`` of all models call ``prepare(passed)`` first.
 
-    transformers refuses all quantizers but its own for such a file, so the function that does is wrapped. If this version
-    has no such function, it reads GGUF files in another way, and keeps refusing.
+    transformers refuses all quantizers but its own for such a file, so the function that does is wrapped. A version
+    whose function is not told of the file keeps refusing.
 
     Args:
-        prepare: takes the configuration that was passed to ``from_pretrained``, or None; returns the configuration whose
-            quantizer reads the file, or None to leave the file to transformers.
+        prepare: takes the configuration that was passed to ``from_pretrained``, or None; returns the configuration
+            whose quantizer reads the file, or None to leave the file to transformers.
     """
     from transformers import modeling_utils
 

@@ -1,6 +1,6 @@
 """Folders that pymoe has saved and whose experts have several formats: the format of each weight.
 
-``NAME.sizes`` of each weight holds the number of its format; the folder's configuration only says that there are several.
+``NAME.sizes`` of each weight holds the number of its format; the folder's configuration says "stored".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def formats_in(files: Iterable[str], weights: Iterable[str]) -> dict[str, Format
 
     Args:
         files: paths of the safetensors.
-        weights: names of the weights. Files of a model without a head have no prefix before them, or the model has none.
+        weights: names of the weights. Files, or the model, may have no prefix before them.
 
     Raises:
         ValueError: a weight has no sizes, or a number that is not in ``FORMATS``.

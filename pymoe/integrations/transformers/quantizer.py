@@ -74,13 +74,13 @@ class PymoeConfig(QuantizationConfigMixin):
     The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
     ``PymoeConfig(bits=8, format="fp")``. Only their experts are kept in FP8: other weights take the model's dtype.
 
-    A GGUF file has a type for each tensor, so for ``from_pretrained(folder, gguf_file=file)`` the format is ``"stored"``
-    and there are no ``bits``: each weight of experts gets the format that holds its type without rounding, or 8 bits if
-    there is none. ``"stored"`` is also right for checkpoints in MXFP4 and FP8, and ``config.json`` has it if the weights
-    of a saved model have several formats.
+    A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
+    ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
+    or, with a warning, integers of 8 bits if there is none. Checkpoints in MXFP4 and FP8 can be read with ``"stored"``,
+    too, and ``config.json`` has it if the weights of a saved model have several formats.
 
     Args:
-        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. The default is 8, except for ``"stored"``.
+        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`, or ``"stored"``: the format
             of the files. Configurations of earlier versions do not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
@@ -218,7 +218,7 @@ class PymoeQuantizer(HfQuantizer):
             self.stored.check_model(model, self.weights, config.bits, config.format)
         elif config.format == AS_STORED and not self.pre_quantized:
             raise ValueError(
-                f"from_pretrained: expected a checkpoint with experts in few bits for PymoeConfig(format={AS_STORED!r}), "
+                f"from_pretrained: expected a checkpoint with quantised experts for PymoeConfig(format={AS_STORED!r}), "
                 f"got {min(self.weights)!r} that is not quantised"
             )
         if config.linear_bits is not None:
@@ -583,6 +583,8 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
         ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
     """
     stored = STORED.get(entries.get("quant_method", ""))
+    if isinstance(passed, PymoeConfig) and passed.stored == gguf_files.STORED:
+        return passed  # the configuration is of other files of the same model
     if stored is None or not isinstance(passed, PymoeConfig):
         return None
     if stored == fp8_files.STORED:
@@ -607,7 +609,8 @@ def prepare_to_save(model: nn.Module) -> None:
     """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:
-        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, or another method quantised the model.
+        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, or
+            another method quantised the model.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
