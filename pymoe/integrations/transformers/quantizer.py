@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pymoe._common.contracts import check_format
+from pymoe._common.contracts import check_format, check_rounded
 from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import fp8_files, gguf_files, interface, mixed_files, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
@@ -227,6 +227,8 @@ class PymoeQuantizer(HfQuantizer):
                 raise ValueError(
                     f"from_pretrained: expected a model with dense layers for linear_bits, got {type(model).__name__}"
                 )
+        if not self.pre_quantized:
+            check_rounded("from_pretrained", config.format)
         if self.pre_quantized:
             self._place_layers(model, checkpoint_files or ())
             if self.dense and not self.stored:
