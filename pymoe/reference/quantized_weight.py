@@ -338,13 +338,18 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     Returns:
         The packed weight, with the format "int" in 4 bits. Exact.
     """
-    _, outputs, supers, _ = blocks.shape
-    blocks = F.pad(blocks, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs))
-    factors = blocks[..., :4].contiguous().view(torch.float16).float()
-    codes = blocks[..., 16:].unflatten(3, (SUPER // 2, GROUP))
-    codes = torch.stack([codes & 15, codes >> 4], dim=4).flatten(2, 4)
-    powers = torch.full(blocks.shape[:2], 127, dtype=torch.uint8, device=blocks.device)  # 2**0
-    packed = _pack_supers(codes, factors, fields_of_q4_k(blocks[..., 4:16]).float(), powers)
+    experts, outputs, supers, size = blocks.shape
+    tiles = up(outputs, TILE) // TILE
+    by_tile = F.pad(blocks, (0, 0, 0, 0, 0, tiles * TILE - outputs)).view(experts, tiles, TILE, supers, size)
+    factors = by_tile[..., :4].unflatten(4, (2, 2))
+    fields = fields_of_q4_k(by_tile[..., 4:16]).flatten(4).unflatten(4, (4, 4)).unbind(5)
+    fields = torch.stack([fields[i] >> 2 * i | fields[i + 1] << 6 - 2 * i for i in range(3)], dim=5)  # 3 bytes for four
+    words = fields.flatten(4).unflatten(4, (3, 4))
+    first, second = by_tile[..., 16:].unflatten(4, (SUPER // 2, GROUP // 8, 2, 4)).unbind(6)  # of 8 inputs in a row
+    codes = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], dim=5).flatten(4, 6)
+    parts = [part.permute(0, 1, 3, 4, 2, 5).flatten(3) for part in (factors, words, codes)]
+    powers = by_tile.new_full((experts, tiles, TILE), 127)  # 2**0
+    packed = torch.cat([powers, torch.cat(parts, dim=3).flatten(2)], dim=2)
     return QuantizedWeight(packed, 4, outputs, supers * SUPER * GROUP)
 
 

@@ -42,7 +42,7 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ),
     "attention.layer_norm_rms_epsilon": lambda config: config.rms_norm_eps,
-    "attention.sliding_window": lambda config: config.sliding_window,
+    "attention.sliding_window": lambda config: getattr(config, "sliding_window", None),
     "rope.freq_base": lambda config: config.rope_parameters["rope_theta"],
     "rope.scaling.factor": lambda config: config.rope_parameters.get("factor", 1.0),
 }
@@ -140,10 +140,14 @@ class GgufFile:
             size, shape = gguf.GGML_QUANT_SIZES[one.tensor_type][0], one.shape
             if one.data_offset != expected or not len(shape) or int(shape[0]) % size or 0 in shape:
                 raise ValueError(
-                    f"from_pretrained: expected a GGUF file with whole blocks of {name!r} at byte {expected}, got shape "
-                    f"{shape.tolist()} in {one.tensor_type.name} at byte {one.data_offset} of {path}"
+                    f"from_pretrained: expected a GGUF file with whole blocks of {name!r} at byte {expected}, got "
+                    f"shape {shape.tolist()} in {one.tensor_type.name} at byte {one.data_offset} of {path}"
                 )
             expected = up(expected + int(one.n_bytes), int(reader.alignment))
+        if len(reader.data) > expected:
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file of {expected} bytes, got {len(reader.data)}: {path}"
+            )
         self.metadata = metadata
         self.architecture: str = metadata["general.architecture"]
         if metadata.get("split.count", 1) not in (0, 1):
@@ -176,11 +180,12 @@ class GgufFile:
                 f"{self.architecture!r}, got {model.config.model_type!r}"
             )
         for key, value_of in ENTRIES.items():
-            value, expected = value_of(model.config), self.metadata.get(f"{self.architecture}.{key}")
+            name = f"{self.architecture}.{key}"
+            value, expected = value_of(model.config), self.metadata.get(name)
             if expected is not None and not (value is not None and math.isclose(value, expected, rel_tol=1e-6)):
                 raise ValueError(
-                    f"from_pretrained: expected a config that agrees with {self.architecture}.{key} = {expected} of the "
-                    f"GGUF file, got {value}"
+                    f"from_pretrained: expected a config that agrees with {name} = {expected} of the GGUF file, got "
+                    f"{value}"
                 )
         left = dict(self.tensors)
         for path, module in model.named_modules():

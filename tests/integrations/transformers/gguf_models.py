@@ -12,7 +12,9 @@ from tiny_models import configuration
 from benchmarks.models import gguf_files
 
 SIZES = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_experts=4, num_local_experts=4)
-SIZES |= dict(num_experts_per_tok=2, shared_expert_intermediate_size=96, num_attention_heads=4, head_dim=64)
+SIZES |= dict(
+    num_experts_per_tok=2, shared_expert_intermediate_size=96, num_attention_heads=4, head_dim=64, norm_topk_prob=True
+)
 CLASSES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -24,7 +26,13 @@ NAMES = gguf_files.NAMES | {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.e_score_correction_bias": "exp_probs_b.bias",
 }
-HALVES = {"Q2_K": slice(80, 84), "Q3_K": slice(108, 110), "Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}
+HALVES = {
+    "Q2_K": slice(80, 84),
+    "Q3_K": slice(108, 110),
+    "Q4_K": slice(0, 4),
+    "Q5_K": slice(0, 4),
+    "Q6_K": slice(208, 210),
+}
 """The float16 of a block of those types that the package gguf does not write."""
 
 
@@ -80,7 +88,11 @@ def parts_of(name, weight, config):
     path, _, last = rest.rpartition(".")
     renamed = "post_attention_norm" if turned and path == "post_attention_layernorm" else NAMES[path]
     flat = path == "mlp.shared_expert_gate"
-    yield f"{block}{renamed}.{last}", weight[0] if flat else weight, (lambda one: one[None]) if flat else (lambda one: one)
+    yield (
+        f"{block}{renamed}.{last}",
+        weight[0] if flat else weight,
+        (lambda one: one[None]) if flat else (lambda one: one),
+    )
 
 
 def write(path, architecture, experts, dense="F32", **sizes):
