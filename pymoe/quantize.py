@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
-    format = options.format or ("stored" if options.folder.suffix == GGUF else "int")
+    format: Any = options.format or ("stored" if options.folder.suffix == GGUF else "int")
     try:
         convert(
             *(options.folder, options.out, options.bits or {"mxfp": 4, "stored": None}.get(format, 8)),

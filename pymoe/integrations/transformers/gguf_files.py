@@ -7,6 +7,7 @@ them. Every tensor of the file must be one of the model's, and the other way rou
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
@@ -149,7 +150,7 @@ class GgufFile:
                 f"from_pretrained: expected a GGUF file of {expected} bytes, got {len(reader.data)}: {path}"
             )
         self.metadata = metadata
-        self.architecture: str = metadata["general.architecture"]
+        self.architecture = str(metadata["general.architecture"])
         if metadata.get("split.count", 1) not in (0, 1):
             raise ValueError(
                 f"from_pretrained: expected a GGUF file that holds a whole model, got one of {metadata['split.count']} "
@@ -182,7 +183,7 @@ class GgufFile:
         for key, value_of in ENTRIES.items():
             name = f"{self.architecture}.{key}"
             value, expected = value_of(model.config), self.metadata.get(name)
-            if expected is not None and not (value is not None and math.isclose(value, expected, rel_tol=1e-6)):
+            if expected is not None and not _equal(value, expected):
                 raise ValueError(
                     f"from_pretrained: expected a config that agrees with {name} = {expected} of the GGUF file, got "
                     f"{value}"
@@ -194,19 +195,25 @@ class GgufFile:
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in self.stacked}
         for name, tensor in left.items():
             bare = names.get(name.removesuffix(".weight"))  # of a parameter that is not called weight
-            target = names.get(name, bare)
+            target = names.get(name, bare) or ""
             if target in state and target not in self.others:
                 expected = tuple(state[target].shape)
-                if state[target].numel() != tensor.n_elements:  # dimensions of 1 come and go
+                if [*filter((1).__ne__, expected)] != [*filter((1).__ne__, _shape(tensor))]:
                     raise _other_size(tensor, expected, target)
                 _check_widened([tensor])
-                self.others[target] = LazyTensor(lambda tensor=tensor: process(_values(tensor), tensor.name))
-            elif name not in NOT_USED and target not in self.others:
+                self.others[target] = LazyTensor(functools.partial(_processed, tensor, process))
+            elif name not in NOT_USED:
                 raise ValueError(
                     f"from_pretrained: expected a GGUF file whose tensors {type(model).__name__} has, got {name!r}"
                 )
         tied = interface.tied(model)
-        missing = [name for name in state if name not in self.others and not (name in tied and tied & {*self.others})]
+        shared = sorted(tied & self.others.keys())
+        if len(shared) > 1:
+            raise ValueError(
+                f"from_pretrained: expected a config that does not tie {shared[0]!r} and {shared[1]!r}, as the GGUF file "
+                f"has both, got one that does"
+            )
+        missing = [name for name in state if name not in self.others and not (shared and name in tied)]
         if missing:
             raise ValueError(f"from_pretrained: expected a GGUF file with a tensor for {missing[0]!r}, got none")
         self._warn()
@@ -230,7 +237,7 @@ class GgufFile:
                         raise ValueError(f"from_pretrained: expected a GGUF file with {key!r} for {name!r}, got none")
                     tensors.append(left.pop(key))
                     expected = (shape[0], shape[1] // len(prefixes), *shape[2:])
-                    if tuple(reversed(tensors[-1].shape.tolist())) != expected:
+                    if _shape(tensors[-1]) != expected:
                         raise _other_size(tensors[-1], expected, name)
                 format = gguf_blocks.format_of(one.tensor_type.name for one in tensors)
                 if format == gguf_blocks.ROUNDED or ending == ".bias":
@@ -253,10 +260,22 @@ class GgufFile:
             )
 
 
+def _equal(value: Any, expected: Any) -> bool:
+    """Return whether an entry of a configuration is that of the metadata, which may be of any type if it is damaged."""
+    return all(isinstance(one, int | float) for one in (value, expected)) and math.isclose(
+        value, expected, rel_tol=1e-6
+    )
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Return a tensor's shape in the order of torch."""
+    return tuple(reversed(tensor.shape.tolist()))
+
+
 def _other_size(tensor: Any, expected: Iterable[int], name: str) -> ValueError:
     return ValueError(
         f"from_pretrained: expected a GGUF file with {tensor.name!r} of shape {tuple(expected)} for {name!r}, got "
-        f"{tuple(reversed(tensor.shape.tolist()))}; where its metadata lacks sizes, pass the model's config"
+        f"{_shape(tensor)}; where its metadata lacks sizes, pass the model's config"
     )
 
 
@@ -272,6 +291,10 @@ def _check_widened(tensors: Iterable[Any]) -> None:
                 f"from_pretrained: expected a GGUF file whose types can be widened, got {one.name!r} in "
                 f"{one.tensor_type.name}"
             ) from error
+
+
+def _processed(tensor: Any, process: Callable[[Any, str], Any]) -> Any:
+    return process(_values(tensor), tensor.name)
 
 
 def _values(tensor: Any) -> numpy.ndarray[Any, Any]:

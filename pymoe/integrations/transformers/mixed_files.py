@@ -34,8 +34,8 @@ def formats_in(files: Iterable[str], weights: Iterable[str]) -> dict[str, Format
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name.endswith(ENDING)]  # noqa: SIM118
             numbers |= {f".{name.removesuffix(ENDING)}": int(tensors.get_tensor(name).flatten()[0]) for name in names}
-    kinds = {number: format for format, number in FORMATS.items()}
-    found = {}
+    kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
+    found: dict[str, Format] = {}
     for weight in weights:
         own = f".{weight}"
         named = {name: number for name, number in numbers.items() if name.endswith(own) or own.endswith(name)}

@@ -153,8 +153,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
-        gguf = quantization_config.stored == gguf_files.STORED
-        self.pre_quantized = self.pre_quantized or gguf  # their configurations name no method
+        if quantization_config.stored == gguf_files.STORED:  # their configurations name no method
+            self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
         """Method of files in which another program has quantised experts, and dense layers are not packed."""
         self.weights: set[str] = set()
@@ -331,6 +331,7 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.gguf = None  # the model holds its quantizer, and copies of the model would copy the file
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):
