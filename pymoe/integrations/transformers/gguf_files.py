@@ -210,8 +210,8 @@ class GgufFile:
         shared = sorted(tied & self.others.keys())
         if len(shared) > 1:
             raise ValueError(
-                f"from_pretrained: expected a config that does not tie {shared[0]!r} and {shared[1]!r}, as the GGUF file "
-                f"has both, got one that does"
+                f"from_pretrained: expected a config that does not tie {shared[0]!r} and {shared[1]!r}, as the GGUF "
+                f"file has both, got one that does"
             )
         missing = [name for name in state if name not in self.others and not (shared and name in tied)]
         if missing:

@@ -585,26 +585,27 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
     Raises:
         ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
     """
-    stored = STORED.get(entries.get("quant_method", ""))
-    if isinstance(passed, PymoeConfig) and passed.stored == gguf_files.STORED:
-        return passed  # the configuration is of other files of the same model
-    if stored is None or not isinstance(passed, PymoeConfig):
+    if not isinstance(passed, PymoeConfig):
         return None
+    if passed.stored == gguf_files.STORED:
+        return passed  # the entries are of other files of the same model
+    stored = STORED.get(entries.get("quant_method", ""))
     if stored == fp8_files.STORED:
         fp8_files.check_configuration(entries)
-    chosen = copy.copy(passed)
-    chosen.stored = stored
-    if chosen.format == AS_STORED:
-        chosen.bits, chosen.format = stored.bits, stored.format
-    return chosen
+    return None if stored is None else _for_files(passed, stored)
 
 
 def configuration_for_gguf(passed: Any) -> PymoeConfig | None:
     """Return the configuration to use for a GGUF file, or None to leave the file to transformers."""
-    if not isinstance(passed, PymoeConfig):
-        return None
+    return _for_files(passed, gguf_files.STORED) if isinstance(passed, PymoeConfig) else None
+
+
+def _for_files(passed: PymoeConfig, stored: StoredFormat) -> PymoeConfig:
+    """Return a configuration for files in a format of another method."""
     chosen = copy.copy(passed)
-    chosen.stored = gguf_files.STORED
+    chosen.stored = stored
+    if chosen.format == AS_STORED:
+        chosen.bits, chosen.format = stored.bits, stored.format
     return chosen
 
 
