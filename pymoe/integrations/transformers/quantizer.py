@@ -81,8 +81,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`, or ``"stored"``: the format
-            of the files. Configurations of earlier versions do not have it: theirs is ``"int"``.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for weights that
+            are packed already; or ``"stored"``: the format of the files. Configurations of earlier versions do not have
+            it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -97,8 +98,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
-    asked for in another format, or the model has no experts that pymoe quantises, runs another implementation of
-    experts, or is offloaded; for a GGUF file, also if a tensor is not one of the model's.
+    asked for in another format, weights are to be rounded to ``"affine"``, or the model has no experts that pymoe
+    quantises, runs another implementation of experts, or is offloaded; for a GGUF file, also if a tensor is not one of
+    the model's.
     """
 
     def __init__(
