@@ -1,11 +1,13 @@
 """Quantises the experts of a published checkpoint, and its dense layers on request, in less memory than it takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp] [--linear-bits 8|4]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp|stored] [--linear-bits 8|4]
                              [--max-shard-size SIZE]
+    python -m pymoe.quantize FILE.gguf OUT [--linear-bits 8|4] [--max-shard-size SIZE]
 
 FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, or in
-FP8, as DeepSeek-V3, stay as they are, with ``--format mxfp`` or ``fp``, and are laid out for the kernels. OUT will hold
-the quantised model;
+FP8, as DeepSeek-V3, stay as they are, with ``--format mxfp`` or ``fp``, and are laid out for the kernels. So do those
+of a GGUF file, as far as pymoe has formats for its types. A config.json next to that file is used, and then the other
+files of the folder are copied, too; otherwise the file's metadata must do. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
 are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
 layer's experts, and twice the size of OUT on the disk.
@@ -24,35 +26,40 @@ from typing import Any, Literal
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """Endings of the files that hold a model's own weights, or an index of them."""
+GGUF = ".gguf"
+"""Ending of a file that is a whole checkpoint."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, or 1 if no model was written."""
     description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
     parser = argparse.ArgumentParser(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json; or a GGUF file"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
     parser.add_argument("--bits", type=int, choices=(8, 4), help="of a weight (default: 8, and 4 for mxfp)")
     parser.add_argument(
         "--format",
-        choices=("int", "mxfp", "fp"),
-        default="int",
-        help="of codes; mxfp has 4 bits, and fp has 8 (default: %(default)s)",
+        choices=("int", "mxfp", "fp", "stored"),
+        help="of codes; mxfp has 4 bits, fp has 8, and stored is that of the files (default: int, or stored for GGUF)",
     )
     parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
-    bits = options.bits or (4 if options.format == "mxfp" else 8)
+    format: Any = options.format or ("stored" if options.folder.suffix == GGUF else "int")
     try:
         convert(
-            *(options.folder, options.out, bits, options.max_shard_size),
-            format=options.format,
+            *(options.folder, options.out, options.bits or {"mxfp": 4, "stored": None}.get(format, 8)),
+            options.max_shard_size,
+            format=format,
             linear_bits=options.linear_bits,
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"pymoe.quantize: {error}", file=sys.stderr)
         return 1
-    sizes = [sum(file.stat().st_size for file in folder.rglob("*")) for folder in (options.folder, options.out)]
+    files = [[options.folder] if options.folder.is_file() else options.folder.rglob("*"), options.out.rglob("*")]
+    sizes = [sum(file.stat().st_size for file in those) for those in files]
     print(f"{options.out}: {sizes[1] / 1e9:.2f} GB, of {sizes[0] / 1e9:.2f} GB")
     return 0
 
@@ -60,20 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def convert(
     folder: Path,
     out: Path,
-    bits: int,
+    bits: int | None,
     max_shard_size: str | int,
-    format: Literal["int", "mxfp", "fp"] = "int",
+    format: Literal["int", "mxfp", "fp", "stored"] = "int",
     linear_bits: int | None = None,
 ) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
         folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 or FP8 if ``format`` is "mxfp"
-            or "fp".
+            or "fp", or either if it is "stored"; or a GGUF file, for which it must be.
         out: the folder that gets all files at once, when they are complete.
-        bits: 8 or 4.
+        bits: 8 or 4; None for "stored".
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
-        format: "int", "mxfp" or "fp"; the second needs 4 bits, and the third 8.
+        format: "int", "mxfp", "fp" or "stored"; the second needs 4 bits, and the third 8.
         linear_bits: 8 or 4, for dense layers; None leaves them as they are.
 
     Raises:
@@ -82,33 +89,45 @@ def convert(
         RuntimeError: transformers cannot convert the checkpoint's tensors.
         ValueError: ``folder`` holds no model that can be quantised, or ``out`` holds files.
     """
-    if not (folder / "config.json").is_file():
+    file = folder if folder.suffix == GGUF else None
+    folder = folder.parent if file else folder
+    described = (folder / "config.json").is_file()
+    if file and not file.is_file():
+        raise ValueError(f"expected a GGUF file, got {file}")
+    if not (file or described):
         raise ValueError(f"expected a folder with config.json, got {folder}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected {out} not to exist, or to be empty, got files")
     import transformers
 
     from pymoe.integrations.transformers import PymoeConfig
+    from pymoe.integrations.transformers.gguf_files import GgufFile
     from pymoe.integrations.transformers.quantizer import STORED
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    quantization = PymoeConfig(bits, format, linear_bits=linear_bits)
+    named: dict[str, Any] = {}
+    if file:
+        GgufFile(str(file))  # raises before a reader with fewer checks sees it
+        named["gguf_file"] = str(file.absolute())  # transformers looks for other paths in the current directory first
+    config = transformers.AutoConfig.from_pretrained(folder, **({} if described else named))
+    if file:
+        named["config"] = config
     own = getattr(config, "quantization_config", None)
-    if own and (method := dict(own).get("quant_method")) not in STORED:
+    if own and not file and (method := dict(own).get("quant_method")) not in STORED:
         raise ValueError(f"expected weights that are not quantised, or are in MXFP4 or FP8, got {method!r}")
-    names = config.architectures or ["none"]
+    names = config.architectures or ["AutoModelForCausalLM" if file else "none"]
     model_class: Any = getattr(transformers, names[0], None)
     if model_class is None:
         raise ValueError(f"expected a model of transformers, got the architecture {names[0]!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
-        quantization = PymoeConfig(bits, format, linear_bits=linear_bits)
         quantization.folder = Path(place)
-        model = model_class.from_pretrained(folder, dtype="auto", quantization_config=quantization)
+        model = model_class.from_pretrained(folder, dtype="auto", quantization_config=quantization, **named)
         made = Path(place) / "model"
         model.save_pretrained(made, max_shard_size=max_shard_size)
-        for file in folder.iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHTS) and not (made / file.name).exists():
-                shutil.copyfile(file, made / file.name)
+        for other in folder.iterdir() if described else ():
+            if other.is_file() and not other.name.endswith(WEIGHTS) and not (made / other.name).exists():
+                shutil.copyfile(other, made / other.name)
         os.rename(made, out)
 
 

@@ -132,73 +132,72 @@ def experts(config: dict[str, Any]) -> int:
     return int(next(config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config))
 
 
-def tensors(folder: Path, config: dict[str, Any], layers: int) -> Iterator[Entry]:
-    """Yield all tensors of the file."""
-    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    files = {name: safe_open(folder / name, "pt") for name in set(where.values())}
+class Checkpoint:
+    """A checkpoint in the hub's layout whose tensors are read by name."""
 
-    def read(name: str) -> Tensor:
-        tensor: Tensor = files[where[name]].get_tensor(name)
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.config = config
+        self.where: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        self.files = {name: safe_open(folder / name, "pt") for name in set(self.where.values())}
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor."""
+        tensor: Tensor = self.files[self.where[name]].get_tensor(name)
         return tensor
 
-    for name in where:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return tuple(self.files[self.where[name]].get_slice(name).get_shape())
+
+    def entry(self, target: str, name: str) -> Entry:
+        """Return a tensor as it is, under another name."""
+        return target, self.shape(name), lambda: self.read(name)
+
+
+def tensors(folder: Path, config: dict[str, Any], layers: int) -> Iterator[Entry]:
+    """Yield all tensors of the file."""
+    checkpoint = Checkpoint(folder, config)
+    for name in checkpoint.where:
         found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if found is None:
-            yield _entry(files, where, _renamed(name, config), name)
+            yield checkpoint.entry(_renamed(name, config), name)
         elif int(found[1]) < layers:
-            yield from _of_layer(files, where, config, read, name, f"blk.{found[1]}.", found[2])
+            of = _of_experts if ".experts." in found[2] else _of_layer
+            yield from of(checkpoint, name, f"blk.{found[1]}.", found[2])
 
 
-def _of_layer(
-    files: dict[str, Any],
-    where: dict[str, str],
-    config: dict[str, Any],
-    read: Callable[[str], Tensor],
-    name: str,
-    block: str,
-    rest: str,
-) -> Iterator[Entry]:
-    """Yield what becomes of a tensor of a layer."""
-    if ".experts." in rest:
-        yield from _of_experts(files, where, config, read, name, block, rest)
-        return
+def _of_layer(checkpoint: Checkpoint, name: str, block: str, rest: str) -> Iterator[Entry]:
+    """Yield what becomes of a tensor of a layer that is not one of experts."""
+    config = checkpoint.config
     target = block + _renamed(rest, config)
-    one = _entry(files, where, target, name)
     if config["model_type"] == "mixtral" and rest.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         heads = config["num_attention_heads" if "q_proj" in rest else "num_key_value_heads"]
-        yield target, one[1], lambda: _turned(read(name), heads)
+        yield target, checkpoint.shape(name), lambda: _turned(checkpoint.read(name), heads)
     elif rest == "self_attn.kv_b_proj.weight":
         nope, value, rank = (config[key] for key in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
         heads = config["num_attention_heads"]
 
         def parts() -> Tensor:
-            return read(name).view(heads, nope + value, rank)
+            return checkpoint.read(name).view(heads, nope + value, rank)
 
         yield f"{block}attn_k_b.weight", (heads, rank, nope), lambda: parts()[:, :nope].transpose(1, 2)
         yield f"{block}attn_v_b.weight", (heads, value, rank), lambda: parts()[:, nope:]
     else:
-        yield one
+        yield checkpoint.entry(target, name)
 
 
-def _of_experts(
-    files: dict[str, Any],
-    where: dict[str, str],
-    config: dict[str, Any],
-    read: Callable[[str], Tensor],
-    name: str,
-    block: str,
-    rest: str,
-) -> Iterator[Entry]:
+def _of_experts(checkpoint: Checkpoint, name: str, block: str, rest: str) -> Iterator[Entry]:
     """Yield the stacked experts: once for the first expert's tensor, and for none of the others'."""
+    config, read = checkpoint.config, checkpoint.read
     count = experts(config)
     if found := re.fullmatch(EXPERT, rest):
         part = {"w1": "gate", "w3": "up", "w2": "down"}.get(found[1], found[1].removesuffix("_proj"))
-        shape = tuple(files[where[name]].get_slice(name).get_shape())
         names = [name.replace(".experts.0.", f".experts.{number}.") for number in range(count)]
-        yield f"{block}ffn_{part}_exps.weight", (count, *shape), lambda: torch.stack([read(one) for one in names])
+        shape = (count, *checkpoint.shape(name))
+        yield f"{block}ffn_{part}_exps.weight", shape, lambda: torch.stack([read(one) for one in names])
     elif config["model_type"] == "gpt_oss":
         # (E, in, out), with columns of gate and up in turns; biases (E, out).
-        shape = tuple(files[where[name]].get_slice(name).get_shape())
+        shape = checkpoint.shape(name)
         kind = "bias" if rest.endswith("bias") else "weight"
         outputs = shape[-1] // (2 if "gate_up" in rest else 1)
         whole = (count, outputs) if kind == "bias" else (count, outputs, shape[1])
@@ -209,11 +208,6 @@ def _of_experts(
                 whole,
                 lambda step=step: read(name)[..., step] if kind == "bias" else read(name)[..., step].transpose(1, 2),
             )
-
-
-def _entry(files: dict[str, Any], where: dict[str, str], target: str, name: str) -> Entry:
-    file = files[where[name]]
-    return target, tuple(file.get_slice(name).get_shape()), lambda: file.get_tensor(name)
 
 
 def _renamed(name: str, config: dict[str, Any]) -> str:

@@ -325,6 +325,45 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes.flatten(2).float(), scales, -minima
 
 
+def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
+    """Lay out for the kernels weights in Q4_K of llama.cpp, whose blocks the super-blocks of int4 hold bit for bit.
+
+    A block holds 256 inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128
+    bytes of codes; byte j of 32 holds the code of input j of a group in its lower half, and that of the next group in
+    its upper half (``block_q4_K`` of ``ggml-common.h``).
+
+    Args:
+        blocks: (E, N, B, 144) uint8, for 256 * B inputs; any strides.
+
+    Returns:
+        The packed weight, with the format "int" in 4 bits. Exact.
+    """
+    experts, outputs, supers, size = blocks.shape
+    tiles = up(outputs, TILE) // TILE
+    by_tile = F.pad(blocks, (0, 0, 0, 0, 0, tiles * TILE - outputs)).view(experts, tiles, TILE, supers, size)
+    factors = by_tile[..., :4].unflatten(4, (2, 2))
+    fields = fields_of_q4_k(by_tile[..., 4:16]).flatten(4).unflatten(4, (4, 4)).unbind(5)
+    fields = torch.stack([fields[i] >> 2 * i | fields[i + 1] << 6 - 2 * i for i in range(3)], dim=5)  # 3 bytes for four
+    words = fields.flatten(4).unflatten(4, (3, 4))
+    first, second = by_tile[..., 16:].unflatten(4, (SUPER // 2, GROUP // 8, 2, 4)).unbind(6)  # of 8 inputs in a row
+    codes = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], dim=5).flatten(4, 6)
+    parts = [part.permute(0, 1, 3, 4, 2, 5).flatten(3) for part in (factors, words, codes)]
+    powers = by_tile.new_full((experts, tiles, TILE), 127)  # 2**0
+    packed = torch.cat([powers, torch.cat(parts, dim=3).flatten(2)], dim=2)
+    return QuantizedWeight(packed, 4, outputs, supers * SUPER * GROUP)
+
+
+def fields_of_q4_k(fields: Tensor) -> Tensor:
+    """Return the 8 integers s and 8 integers m of 6 bits, (..., 2, 8) uint8, that Q4_K and Q5_K hold in 12 bytes.
+
+    The first four of each are the lower bits of a byte; the upper two bits of these are those of the last four.
+    """
+    first, second, last = fields.unflatten(-1, (3, 4)).unbind(-2)
+    s = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=-1)
+    m = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=-1)
+    return torch.stack([s, m], dim=-2)
+
+
 def power_of_two(exponents: Tensor) -> Tensor:
     """Return e8m0 exponents, bytes that are 127 too large, as float32: 2**-127 to 2**127, and NaN for 255."""
     bits = exponents.int()

@@ -1,5 +1,6 @@
 """Faults that the test suite must notice: a text of the sources, and what replaces it."""
 
+from faults_gguf import FAULTS as OF_GGUF
 from faults_quantized import FAULTS as OF_QUANTIZED_WEIGHTS
 from faults_ranks import FAULTS as RANKS
 from faults_remote import FAULTS as REMOTE
@@ -362,5 +363,6 @@ FAULTS = [
         "",
         (RUNS,),
     ),
+    *OF_GGUF,
     *OF_QUANTIZED_WEIGHTS,
 ]

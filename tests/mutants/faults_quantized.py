@@ -413,7 +413,7 @@ FAULTS = [
     Fault(
         "weights (E, out, in) are taken for those of GPT-OSS",
         "pymoe/integrations/transformers/stored_format.py",
-        'if interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed != self.transposed:',
+        'if self.transposed not in (None, interface.flags(model.get_submodule(name.rpartition(".")[0])).transposed):',
         "if model is None:",
         (OF_FILES, "-k", "say_the_layout"),
     ),

@@ -8,6 +8,7 @@ configuration holds.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -196,6 +197,57 @@ def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
         return merge(quantization_config, quantization_config_from_args) if chosen is None else chosen
 
     AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_quantization_configs)
+
+
+@functools.cache
+def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
+    """Make ``from_pretrained(..., gguf_file=...)`` of all models call ``prepare(passed)`` first.
+
+    transformers refuses all quantizers but its own for such a file, so the function that does is wrapped. A version
+    whose function is not told of the file keeps refusing.
+
+    Args:
+        prepare: takes the configuration that was passed to ``from_pretrained``, or None; returns the configuration
+            whose quantizer reads the file, or None to leave the file to transformers.
+    """
+    from transformers import modeling_utils
+
+    choose: Callable[..., Any] = modeling_utils.get_hf_quantizer
+    if "gguf_file" not in inspect.signature(choose).parameters:
+        return
+
+    @functools.wraps(choose)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *others: Any, gguf_file: Any = None) -> Any:
+        chosen = None if gguf_file is None else prepare(quantization_config)
+        if chosen is None:
+            return choose(config, quantization_config, *others, gguf_file=gguf_file)
+        return choose(config, chosen, *others)
+
+    modeling_utils.get_hf_quantizer = get_hf_quantizer
+
+
+def gguf_metadata(path: str) -> dict[str, Any]:
+    """Return the metadata of a GGUF file. The file is as long as its header says; damaged ones raise anything."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    found: dict[str, Any] = read_gguf_metadata(path)[0]
+    return found
+
+
+def gguf_names(model: Any, architecture: str) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
+    """Return the model's names of tensors of GGUF files, and what makes a tensor of the model of such a tensor.
+
+    Args:
+        model: the model; its names of experts are not right.
+        architecture: the file's name of the architecture.
+
+    Returns:
+        Names by those in files, and a function of a tensor's values and its name in the file.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    return get_gguf_hf_weights_map(model, processor), lambda values, name: processor.process(values, name).weights
 
 
 def converter(sources: list[str], target: str, *operations: Any) -> Any:

@@ -10,6 +10,8 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
   configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
   with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, whose other weights are widened.
+- ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
+  experts stay in the format nearest to theirs, weight by weight: the model has several.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import copy
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from pymoe._common.contracts import check_format, check_rounded
 from pymoe._common.types import WeightFormat
-from pymoe.integrations.transformers import fp8_files, interface, mxfp4_files, quantized_dense
+from pymoe.integrations.transformers import fp8_files, gguf_files, interface, mixed_files, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import StoredFormat
+from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
 
@@ -72,10 +74,16 @@ class PymoeConfig(QuantizationConfigMixin):
     The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
     ``PymoeConfig(bits=8, format="fp")``. Only their experts are kept in FP8: other weights take the model's dtype.
 
+    A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
+    ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
+    or, with a warning, integers of 8 bits if there is none. Checkpoints in MXFP4 and FP8 can be read with ``"stored"``,
+    too, and ``config.json`` has it if the weights of a saved model have several formats.
+
     Args:
-        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`, or ``"affine"`` for weights
-            that are packed already. Configurations of earlier versions do not have it: theirs is ``"int"``.
+        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for weights
+            that are packed already; or ``"stored"``: the format of the files. Configurations of earlier versions do not
+            have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -91,19 +99,21 @@ class PymoeConfig(QuantizationConfigMixin):
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
     asked for in another format, weights are to be rounded to ``"affine"``, or the model has no experts that pymoe
-    quantises, runs another implementation of experts, or is offloaded.
+    quantises, runs another implementation of experts, or is offloaded; for a GGUF file, also if a tensor is not one of
+    the model's.
     """
 
     def __init__(
         self,
-        bits: int = 8,
-        format: WeightFormat = "int",
+        bits: int | None = None,
+        format: WeightFormat | Literal["stored"] = "int",
         *,
         linear_bits: int | None = None,
         version: int = FORMAT,
         quant_method: str = interface.NAME,
         **other: Any,
     ) -> None:
+        bits = 8 if bits is None and format != AS_STORED else bits
         if not is_read(version, (format, bits), ("int", linear_bits)):
             problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
             raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")
@@ -111,7 +121,10 @@ class PymoeConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"PymoeConfig: expected bits, format, linear_bits and version, got {other or quant_method!r}"
             )
-        check_format("PymoeConfig", bits, format)
+        if format != AS_STORED:
+            check_format("PymoeConfig", bits, format)
+        elif bits is not None:
+            raise ValueError(f"PymoeConfig: bits must be left out for format {AS_STORED!r}, got {bits!r}")
         if linear_bits is not None:
             check_format("PymoeConfig", linear_bits, "int", "linear_")
         self.bits = bits
@@ -127,7 +140,7 @@ class PymoeConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
         dense = {} if self.linear_bits is None else {"linear_bits": self.linear_bits}
-        experts = {"bits": self.bits, "format": self.format}
+        experts = {"format": self.format} if self.bits is None else {"bits": self.bits, "format": self.format}
         return {"quant_method": self.quant_method, **experts, **dense, "version": self.version}
 
 
@@ -142,6 +155,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
+        if quantization_config.stored == gguf_files.STORED:  # their configurations name no method
+            self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
         """Method of files in which another program has quantised experts, and dense layers are not packed."""
         self.weights: set[str] = set()
@@ -158,6 +173,8 @@ class PymoeQuantizer(HfQuantizer):
         self._in_fp8: set[str] = set()
         """Names of the tensors of float8_e4m3fn in the files."""
         self._originals: list[tuple[Any, Any]] = []
+        self.gguf: gguf_files.GgufFile | None = None
+        """The GGUF file that is read; None for other files."""
 
     def is_serializable(self) -> bool:
         return True
@@ -170,6 +187,20 @@ class PymoeQuantizer(HfQuantizer):
                 f"from_pretrained: expected experts_implementation='pymoe' for quantised experts, got {name!r}"
             )
         return config
+
+    def read_header(self, gguf_file: str) -> None:
+        """Read the header of a GGUF file; transformers calls this once it knows the path."""
+        self.gguf = gguf_files.GgufFile(gguf_file)
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the model; transformers passes None if nothing but a GGUF file could say it."""
+        return torch.get_default_dtype() if dtype is None else dtype
+
+    def get_state_dict(self, _: str, model: Any) -> dict[str, Any]:
+        """Return what a GGUF file holds under the model's names: experts, which their operation reads, are empty."""
+        assert self.gguf is not None
+        empty = torch.empty(0, dtype=torch.uint8)
+        return {**self.gguf.others, **dict.fromkeys(self.gguf.stacked, empty)}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         for file in checkpoint_files or ():
@@ -187,17 +218,21 @@ class PymoeQuantizer(HfQuantizer):
         config = self.quantization_config
         if self.stored:
             self.stored.check_model(model, self.weights, config.bits, config.format)
+        elif config.format == AS_STORED and not self.pre_quantized:
+            raise ValueError(
+                f"from_pretrained: expected a checkpoint with quantised experts for PymoeConfig(format={AS_STORED!r}), "
+                f"got {min(self.weights)!r} that is not quantised"
+            )
         if config.linear_bits is not None:
             self.dense = quantized_dense.dense_layers(model)
             if not self.dense:
                 raise ValueError(
                     f"from_pretrained: expected a model with dense layers for linear_bits, got {type(model).__name__}"
                 )
-        self.weights |= {name + quantized_dense.ENDING for name in self.dense}
         if not self.pre_quantized:
             check_rounded("from_pretrained", config.format)
         if self.pre_quantized:
-            quantize_experts(model, config.bits, config.format)  # on the meta device
+            self._place_layers(model, checkpoint_files or ())
             if self.dense and not self.stored:
                 quantize_linears(model, config.linear_bits, select=lambda name, _: name in self.dense)
             for layer in model.modules():
@@ -205,6 +240,18 @@ class PymoeQuantizer(HfQuantizer):
                     interface.mark_initialized(layer)
                     # transformers expects every key of the state to be a tensor of a module, and sizes are not.
                     self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
+        self.weights |= {name + quantized_dense.ENDING for name in self.dense}
+
+    def _place_layers(self, model: Any, files: Iterable[str]) -> None:
+        """Put layers without bytes in the place of the stacked weights of a model on the meta device."""
+        config = self.quantization_config
+        if config.format != AS_STORED:
+            quantize_experts(model, config.bits, config.format)
+        elif self.gguf is not None:
+            self.gguf.plan(model)
+            mixed_files.place_layers(model, {name: one.format for name, one in self.gguf.stacked.items()})
+        else:
+            mixed_files.place_layers(model, mixed_files.formats_in(files, sorted(self.weights)))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
@@ -231,19 +278,23 @@ class PymoeQuantizer(HfQuantizer):
         # These come first, because the first converter that knows a name takes it.
         if self.stored == fp8_files.STORED:
             return self._from_fp8(weight_conversions, model)
-        if self.stored:
+        if self.gguf is not None:
+            take = [interface.converter([rf"\.{name}$"], f".{name}.packed", TakeFromGguf(self)) for name in WEIGHTS]
+        elif self.stored:
             take = [
                 interface.converter(mxfp4_files.sources(name), f".{name}.packed", TakeBlocks(self)) for name in WEIGHTS
-            ]
-            dense = [
-                interface.converter([weight], own + quantized_dense.ENDING, AsNamed(), Pack(self))
-                for own, weight, _ in quantized_dense.sources(model, self.dense)
             ]
         else:
             take = [
                 interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
                 for name in WEIGHTS
             ]
+        if self.stored:
+            dense = [
+                interface.converter([weight], own + quantized_dense.ENDING, AsNamed(), Pack(self))
+                for own, weight, _ in quantized_dense.sources(model, self.dense)
+            ]
+        else:
             dense = [
                 interface.converter([weight, sizes], f"{own}.packed", Take(self))
                 for own, weight, sizes in quantized_dense.sources(model, self.dense)
@@ -282,6 +333,7 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.gguf = None  # the model holds its quantizer, and copies of the model would copy the file
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):
@@ -444,6 +496,17 @@ class TakeBlocks(_Takes):
         return mxfp4_files.packed_weight(name, blocks, scales, layer)
 
 
+class TakeFromGguf(_Takes):
+    """Takes weights out of a GGUF file; its operand is empty."""
+
+    def packed(
+        self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
+    ) -> Tensor:
+        """Return the packed bytes of the tensors of the file."""
+        assert self.hf_quantizer.gguf is not None
+        return self.hf_quantizer.gguf.stacked[name].packed(name, layer)
+
+
 class _WithScales(_Known):
     """An operation on weights in FP8 and their scales, before the operations that transformers has for such weights."""
 
@@ -510,6 +573,7 @@ def register() -> None:
     """Make transformers know :class:`PymoeConfig`, and save quantised models. Doing so again changes nothing."""
     interface.register_quantizer(PymoeConfig, PymoeQuantizer)
     interface.call_before_merging(configuration_for)
+    interface.call_for_gguf_files(configuration_for_gguf)
     interface.call_before_saving(prepare_to_save)
 
 
@@ -523,13 +587,27 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
     Raises:
         ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
     """
-    stored = STORED.get(entries.get("quant_method", ""))
-    if stored is None or not isinstance(passed, PymoeConfig):
+    if not isinstance(passed, PymoeConfig):
         return None
+    if passed.stored == gguf_files.STORED:
+        return passed  # the entries are of other files of the same model
+    stored = STORED.get(entries.get("quant_method", ""))
     if stored == fp8_files.STORED:
         fp8_files.check_configuration(entries)
+    return None if stored is None else _for_files(passed, stored)
+
+
+def configuration_for_gguf(passed: Any) -> PymoeConfig | None:
+    """Return the configuration to use for a GGUF file, or None to leave the file to transformers."""
+    return _for_files(passed, gguf_files.STORED) if isinstance(passed, PymoeConfig) else None
+
+
+def _for_files(passed: PymoeConfig, stored: StoredFormat) -> PymoeConfig:
+    """Return a configuration for files in a format of another method."""
     chosen = copy.copy(passed)
     chosen.stored = stored
+    if chosen.format == AS_STORED:
+        chosen.bits, chosen.format = stored.bits, stored.format
     return chosen
 
 
@@ -537,8 +615,8 @@ def prepare_to_save(model: nn.Module) -> None:
     """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:
-        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised,
-            their formats or numbers of bits differ, or another method quantised the model.
+        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, or
+            another method quantised the model.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
@@ -559,19 +637,15 @@ def prepare_to_save(model: nn.Module) -> None:
             f"{place} whose experts are all quantised or all not, got {whole[0]!r}, which is not; quantise the whole "
             f"model, or save model.state_dict()"
         )
-    formats = sorted({(layer.bits, layer.format) for layer in layers.values()})
+    formats = {(layer.bits, layer.format) for layer in layers.values()}
     if not formats:
         raise ValueError(
             f"{place} whose experts are quantised if its dense layers are, got no such experts; save model.state_dict()"
         )
-    if len(formats) > 1:
-        raise ValueError(
-            f"{place} whose experts all have one format and as many bits, got {formats}; save model.state_dict()"
-        )
     if quantizer is not None and not isinstance(quantizer, PymoeQuantizer):
         raise ValueError(f"{place} quantised by pymoe alone, got one of {type(quantizer).__name__}, too")
-    if quantizer is None or quantizer.quantization_config.linear_bits != linear_bits:
-        config = PymoeConfig(*formats[0], linear_bits=linear_bits)
+    config = PymoeConfig(*(formats.pop() if len(formats) == 1 else (None, AS_STORED)), linear_bits=linear_bits)
+    if quantizer is None or quantizer.quantization_config.to_dict() != config.to_dict():
         interface.mark_quantized(model, PymoeQuantizer(config, pre_quantized=True))
 
 

@@ -421,18 +421,6 @@ def refuse_some(model):
     return "experts are all quantised or all not, got 'model.layers.0.mlp.experts.gate_up_proj'"
 
 
-def refuse_two_kinds(model):
-    quantize_experts(model.model.layers[0], 8)
-    quantize_experts(model.model.layers[1], 4)
-    return r"all have one format and as many bits, got \[\(4, 'int'\), \(8, 'int'\)\]"
-
-
-def refuse_two_formats(model):
-    quantize_experts(model.model.layers[0], 4)
-    quantize_experts(model.model.layers[1], 4, "mxfp")
-    return r"all have one format and as many bits, got \[\(4, 'int'\), \(4, 'mxfp'\)\]"
-
-
 def refuse_others(model):
     model.extra = MoE(8, 8, 2, 1, renormalize=False).eval()
     quantize_experts(model, 8)
@@ -457,11 +445,25 @@ def refuse_after(model):
     return "all quantised or all not"
 
 
-@pytest.mark.parametrize(
-    "prepare", [refuse_some, refuse_two_kinds, refuse_two_formats, refuse_others, refuse_two_methods, refuse_after]
-)
+@pytest.mark.parametrize("prepare", [refuse_some, refuse_others, refuse_two_methods, refuse_after])
 def test_what_files_cannot_say_is_not_saved(prepare, tmp_path):
     assert_not_saved(prepare, tmp_path)
+
+
+@pytest.mark.parametrize("second", [(8, "int"), (4, "mxfp"), (8, "fp")])
+def test_layers_of_several_formats_are_saved(second, tmp_path):
+    """The configuration says "stored", and the sizes of each weight its format."""
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
+    quantize_experts(model.model.layers[0], 4)
+    quantize_experts(model.model.layers[1], *second)
+    model.save_pretrained(tmp_path / "packed")
+    said = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert said == {"quant_method": "pymoe", "format": "stored", "version": 2}
+    again = cls.from_pretrained(tmp_path / "packed")
+    assert_same_model(again, model)
+    quantize = {name: one for name, one in again.named_modules() if isinstance(one, QuantizedLinear)}
+    assert {(one.bits, one.format) for one in quantize.values()} == {(4, "int"), second}
 
 
 def test_models_that_are_not_quantised_are_saved_as_ever(tmp_path):

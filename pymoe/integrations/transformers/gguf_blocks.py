@@ -1,0 +1,133 @@
+"""Blocks of GGUF files: which types of them pymoe computes with as they are, and packed weights out of them.
+
+A row of a tensor is a run of blocks, each with its own scales; the layouts are those of ggml's ``ggml-quants.h``.
+
+- Q4_K and MXFP4 have a format of their own: integers of 4 bits, and "mxfp".
+- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
+- All others, floating point included, are widened and rounded to integers of 8 bits, one expert after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pymoe._common.types import FORMATS, GROUP, SUPER, QuantizedWeight, WeightFormat, packed_shape
+from pymoe.integrations.transformers.mxfp4_files import NAN
+from pymoe.ops import pack_weight, quantize_weight
+from pymoe.reference.quantized_weight import fields_of_q4_k, pack_q4_k
+
+Format = tuple[WeightFormat, int]
+"""A format's name and bits, as the keys of ``FORMATS``."""
+
+ROUNDED: Format = ("int", 8)
+"""The format of weights whose type has none."""
+HALVES = {"Q4_K": 2, "Q5_K": 2, "Q8_0": 1, "Q5_1": 2, "Q5_0": 1, "Q4_1": 2, "Q4_0": 1}
+"""Numbers of float16 at the beginning of a block."""
+
+
+def format_of(types: Iterable[str]) -> Format:
+    """Return the format of a weight whose rows come from tensors of these types: one that holds all, or ``ROUNDED``."""
+    found = {KEPT.get(one, ROUNDED) for one in types}
+    if found <= {KEPT["Q4_K"], KEPT["Q8_0"]} and len(found) > 1:
+        return KEPT["Q8_0"]  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
+    return found.pop() if len(found) == 1 else ROUNDED
+
+
+def packed_weight(tensors: Sequence[Any], format: Format, join: Callable[[list[Tensor]], Tensor], gguf: Any) -> Tensor:
+    """Return the packed bytes of a stacked weight, one expert after another.
+
+    Args:
+        tensors: of ``GGUFReader``, each (E, N, H) in the order of GGUF, with rows of the same inputs.
+        format: from :func:`format_of` for their types.
+        join: puts the rows of an expert's parts, (N, ...) each, in the order of the model.
+        gguf: the package of this name.
+
+    Raises:
+        ValueError: a scale or, where weights are rounded, a weight is not a finite number.
+    """
+    inputs, outputs, experts = (int(size) for size in tensors[0].shape)
+    outputs *= len(tensors)
+    packed = torch.empty(packed_shape(FORMATS[format], outputs, inputs, experts), dtype=torch.uint8)
+    for expert in range(experts):
+        parts = [(one.tensor_type.name, one.data[expert]) for one in tensors]
+        if format == ROUNDED:
+            wide = [torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[name])) for name, data in parts]
+            weight = quantize_weight(join(wide)[None], ROUNDED[1])
+        else:
+            blocks = [(name, _blocks(name, torch.from_numpy(data), gguf)) for name, data in parts]
+            weight = _PACK[format](blocks, join)
+        packed[expert] = weight.packed[0]
+    return packed
+
+
+def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:
+    """Return the blocks (N, blocks, bytes) of rows (N, bytes), whose scales are finite."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
+    blocks = rows.unflatten(1, (rows.shape[1] // size, size))
+    bad = blocks[..., 0] == NAN if name == "MXFP4" else ~_halves(blocks, HALVES[name]).isfinite().all(dim=-1)
+    if bool(bad.any()):
+        place = ", ".join(str(int(i)) for i in bad.nonzero()[0])
+        raise ValueError(f"expected scales that are finite, got another one in {name} at block [{place}]")
+    return blocks
+
+
+def _halves(blocks: Tensor, count: int) -> Tensor:
+    """Return the float16 at the beginning of blocks, as float32."""
+    return blocks[..., : 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(codes: Tensor, run: int) -> Tensor:
+    """Return codes of 4 bits: a run of bytes holds as many codes in its lower halves, and then those in the upper."""
+    runs = codes.unflatten(-1, (codes.shape[-1] // run, run))
+    return torch.cat([runs & 15, runs >> 4], dim=-1).flatten(-2)
+
+
+def _pack_int4(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> QuantizedWeight:
+    return pack_q4_k(join([one for _, one in blocks])[None])
+
+
+def _pack_mxfp4(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> QuantizedWeight:
+    rows = join([one for _, one in blocks])
+    codes = _nibbles(rows[..., 1:], GROUP // 2)
+    return pack_weight((codes[..., ::2] | codes[..., 1::2] << 4)[None], rows[None, ..., 0].contiguous())
+
+
+def _pack_affine(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> QuantizedWeight:
+    parts = zip(*(_affine(name, one) for name, one in blocks), strict=True)
+    codes, scales, offsets = (join(list(part))[None] for part in parts)
+    return pack_weight(codes, scales, offsets, bits=8)
+
+
+def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes (N, H) uint8, scales and offsets (N, H / 32) float32 for which blocks stand. Exact."""
+    halves = _halves(blocks, HALVES[name])
+    rest = blocks[..., 2 * HALVES[name] :]
+    if name in ("Q4_K", "Q5_K"):
+        scales, minima = (halves[..., None] * fields_of_q4_k(rest[..., :12])).unbind(-2)
+        codes = _nibbles(rest[..., -128:], GROUP)
+        if name == "Q5_K":  # bit g of byte j belongs to input j of group g
+            groups = torch.arange(SUPER, dtype=torch.uint8)[:, None]
+            codes = codes + ((rest[..., None, 12:-128] >> groups & 1) << 4).flatten(-2)
+        return codes.flatten(1), scales.flatten(1), -minima.flatten(1)
+    if name == "Q8_0":
+        codes, zero = rest ^ 128, 128
+    else:
+        codes, zero = _nibbles(rest[..., -GROUP // 2 :], GROUP // 2), 8
+    if name in ("Q5_0", "Q5_1"):  # bit i % 8 of byte i / 8 belongs to input i
+        bits = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        codes, zero = codes + (bits.flatten(-2) << 4), 16
+    scales = halves[..., 0]
+    return codes.flatten(1), scales, halves[..., 1] if HALVES[name] == 2 else -zero * scales
+
+
+_PACK = {("int", 4): _pack_int4, ("mxfp", 4): _pack_mxfp4, ("affine", 8): _pack_affine}
+KEPT: dict[str, Format] = {
+    **{name: ("affine", 8) for name in HALVES},
+    "Q4_K": ("int", 4),
+    "MXFP4": ("mxfp", 4),
+}
+"""Formats of the types that are kept as they are."""

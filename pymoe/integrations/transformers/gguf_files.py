@@ -1,0 +1,303 @@
+"""GGUF files, as llama.cpp has them: the experts out of one, and lazily the other tensors under the model's names.
+
+Layer N has its experts in ``blk.N.ffn_gate_exps.weight``, ``ffn_up_exps`` and ``ffn_down_exps``, (E, out, in) each; the
+model has one weight for gate and up. Of all other tensors transformers' own tables say the names, and what is done to
+them. Every tensor of the file must be one of the model's, and the other way round.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from pymoe._common.types import ClampedSwiglu, up
+from pymoe.integrations.transformers import gguf_blocks, interface
+from pymoe.integrations.transformers.activations import fused_activation
+from pymoe.integrations.transformers.gguf_blocks import Format
+from pymoe.integrations.transformers.quantized import stacked_weights
+from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
+from pymoe.nn import QuantizedLinear
+
+STORED = StoredFormat("gguf", "GGUF", None, AS_STORED, "", transposed=None, layout="")
+
+MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+"""transformers' names of model types, by the architectures of files."""
+PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+"""The tensors of a file in the order of the rows of a stacked weight."""
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "block_count": lambda config: config.num_hidden_layers,
+    "expert_used_count": lambda config: config.num_experts_per_tok,
+    "attention.head_count": lambda config: config.num_attention_heads,
+    "attention.head_count_kv": lambda config: config.num_key_value_heads,
+    "attention.key_length": lambda config: (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ),
+    "attention.layer_norm_rms_epsilon": lambda config: config.rms_norm_eps,
+    "attention.sliding_window": lambda config: getattr(config, "sliding_window", None),
+    "rope.freq_base": lambda config: config.rope_parameters["rope_theta"],
+    "rope.scaling.factor": lambda config: config.rope_parameters.get("factor", 1.0),
+}
+"""Entries of the metadata, after the architecture's name, that say what sizes of tensors do not, and their places in
+configurations."""
+NOT_USED = {"rope_freqs.weight"}
+"""Tensors that llama.cpp can compute from the metadata."""
+DAMAGED = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError, struct.error)
+"""What readers of headers raise for damaged ones."""
+
+
+def package() -> Any:
+    """Return the package gguf.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("reading GGUF files needs the package gguf: pip install gguf") from error
+    return gguf
+
+
+class Stacked(NamedTuple):
+    """Describes a stacked weight of the model, or its bias, by the tensors that hold its rows."""
+
+    tensors: tuple[Any, ...]
+    """Of ``GGUFReader``: one, or gate and up."""
+    interleaved: bool
+    """Whether the rows of gate and up take turns in the model."""
+    format: Format
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Return rows in the order of the model, from those of the tensors: an expert's, (N, ...) each."""
+        return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
+
+    def packed(self, name: str, layer: QuantizedLinear) -> Tensor:
+        """Return the packed bytes of the weight called ``name``, which ``layer`` is to hold.
+
+        Raises:
+            ValueError: a scale or weight is not a finite number.
+        """
+        assert (layer.format, layer.bits) == self.format
+        try:
+            return gguf_blocks.packed_weight(self.tensors, self.format, self.join, package())
+        except ValueError as error:
+            names = " and ".join(repr(one.name) for one in self.tensors)
+            raise ValueError(f"expected weights that can be packed, got {names} for {name!r}: {error}") from error
+
+    def bias(self) -> numpy.ndarray[Any, Any]:
+        """Return the bias, (E, N) float32."""
+        parts = [torch.from_numpy(_values(one)).T for one in self.tensors]
+        return self.join(parts).T.contiguous().numpy()
+
+
+class LazyTensor:
+    """A tensor that is read when transformers takes it, as it takes slices of safetensors."""
+
+    def __init__(self, read: Callable[[], numpy.ndarray[Any, Any]]) -> None:
+        self.read = read
+
+    def get_dtype(self) -> str:
+        """Return the dtype by its name in safetensors."""
+        return "F32"
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return torch.from_numpy(numpy.array(self.read(), dtype=numpy.float32, order="C"))
+
+
+class GgufFile:
+    """A file whose header has been read and whose tensors are where they must be.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        ImportError: the package gguf is not installed.
+        OSError: there is no such file.
+        ValueError: the header is damaged, a tensor is not where llama.cpp would look for it, the file is cut short, is
+            one of several, or is of an architecture that pymoe does not read.
+    """
+
+    def __init__(self, path: str) -> None:
+        gguf = package()
+        try:
+            # The second reader trusts lengths, for which the first one looks whether the file has as many bytes.
+            metadata = interface.gguf_metadata(path)
+            reader = gguf.GGUFReader(path, "c")
+        except DAMAGED as error:
+            raise ValueError(f"from_pretrained: expected a whole GGUF file, got {path}: {error}") from error
+        self.tensors: dict[str, Any] = {one.name: one for one in reader.tensors}
+        expected = reader.data_offset
+        for name, one in self.tensors.items():
+            size, shape = gguf.GGML_QUANT_SIZES[one.tensor_type][0], one.shape
+            if one.data_offset != expected or not len(shape) or int(shape[0]) % size or 0 in shape:
+                raise ValueError(
+                    f"from_pretrained: expected a GGUF file with whole blocks of {name!r} at byte {expected}, got "
+                    f"shape {shape.tolist()} in {one.tensor_type.name} at byte {one.data_offset} of {path}"
+                )
+            expected = up(expected + int(one.n_bytes), int(reader.alignment))
+        if len(reader.data) > expected:
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file of {expected} bytes, got {len(reader.data)}: {path}"
+            )
+        self.metadata = metadata
+        self.architecture = str(metadata["general.architecture"])
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file that holds a whole model, got one of {metadata['split.count']} "
+                f"(llama-gguf-split --merge joins them): {path}"
+            )
+        if self.architecture not in MODELS:
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file of the architecture {', '.join(map(repr, MODELS))}, got "
+                f"{self.architecture!r}: {path}"
+            )
+        self.stacked: dict[str, Stacked] = {}
+        """Stacked weights by their names in the model, from :meth:`plan`."""
+        self.others: dict[str, LazyTensor] = {}
+        """All other tensors."""
+
+    def plan(self, model: Any) -> None:
+        """Find the tensors of a model's weights, before its experts are replaced.
+
+        Warns, once for the whole file, of weights that are rounded because pymoe has no format for their types.
+
+        Raises:
+            ValueError: the model is of another architecture; a tensor is missing, is not one of the model's, or has
+                another size; or a tensor's type cannot be widened.
+        """
+        if model.config.model_type != MODELS[self.architecture]:
+            raise ValueError(
+                f"from_pretrained: expected a model of type {MODELS[self.architecture]!r} for a GGUF file of "
+                f"{self.architecture!r}, got {model.config.model_type!r}"
+            )
+        for key, value_of in ENTRIES.items():
+            name = f"{self.architecture}.{key}"
+            value, expected = value_of(model.config), self.metadata.get(name)
+            if expected is not None and not _equal(value, expected):
+                raise ValueError(
+                    f"from_pretrained: expected a config that agrees with {name} = {expected} of the GGUF file, got "
+                    f"{value}"
+                )
+        left = dict(self.tensors)
+        for path, module in model.named_modules():
+            self._plan_experts(path, module, left)
+        names, process = interface.gguf_names(model, self.architecture)
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in self.stacked}
+        for name, tensor in left.items():
+            bare = names.get(name.removesuffix(".weight"))  # of a parameter that is not called weight
+            target = names.get(name, bare) or ""
+            if target in state and target not in self.others:
+                expected = tuple(state[target].shape)
+                if [*filter((1).__ne__, expected)] != [*filter((1).__ne__, _shape(tensor))]:
+                    raise _other_size(tensor, expected, target)
+                _check_widened([tensor])
+                self.others[target] = LazyTensor(functools.partial(_processed, tensor, process))
+            elif name not in NOT_USED:
+                raise ValueError(
+                    f"from_pretrained: expected a GGUF file whose tensors {type(model).__name__} has, got {name!r}"
+                )
+        tied = interface.tied(model)
+        shared = sorted(tied & self.others.keys())
+        if len(shared) > 1:
+            raise ValueError(
+                f"from_pretrained: expected a config that does not tie {shared[0]!r} and {shared[1]!r}, as the GGUF "
+                f"file has both, got one that does"
+            )
+        missing = [name for name in state if name not in self.others and not (shared and name in tied)]
+        if missing:
+            raise ValueError(f"from_pretrained: expected a GGUF file with a tensor for {missing[0]!r}, got none")
+        self._warn()
+
+    def _plan_experts(self, path: str, module: Any, left: dict[str, Any]) -> None:
+        """Find the tensors of the stacked weights of a module, and take them out of those that are left."""
+        kind = fused_activation(module) if interface.is_behind(module) else None
+        interleaved = isinstance(kind, ClampedSwiglu) and kind.interleaved
+        for own, weight in (stacked_weights(module) or {}).items():
+            layer = re.search(r"\blayers\.(\d+)\.", path)
+            prefixes = [f"blk.{layer[1] if layer else path}.ffn_{part}_exps" for part in PARTS[own]]
+            for name, ending, shape in (
+                (f"{path}.{own}", ".weight", tuple(weight.shape)),
+                (f"{path}.{own}_bias", ".bias", tuple(weight.shape[:2])),
+            ):
+                if ending == ".bias" and not interface.flags(module).biased:
+                    continue
+                tensors = []
+                for key in (prefix + ending for prefix in prefixes):
+                    if key not in left:
+                        raise ValueError(f"from_pretrained: expected a GGUF file with {key!r} for {name!r}, got none")
+                    tensors.append(left.pop(key))
+                    expected = (shape[0], shape[1] // len(prefixes), *shape[2:])
+                    if _shape(tensors[-1]) != expected:
+                        raise _other_size(tensors[-1], expected, name)
+                format = gguf_blocks.format_of(one.tensor_type.name for one in tensors)
+                if format == gguf_blocks.ROUNDED or ending == ".bias":
+                    _check_widened(tensors)
+                found = Stacked(tuple(tensors), interleaved and len(tensors) > 1, format)
+                if ending == ".bias":
+                    self.others[name] = LazyTensor(found.bias)
+                else:
+                    self.stacked[name] = found
+
+    def _warn(self) -> None:
+        rounded = [one for one in self.stacked.values() if one.format == gguf_blocks.ROUNDED]
+        if rounded:
+            types = Counter(" and ".join(sorted({part.tensor_type.name for part in one.tensors})) for one in rounded)
+            counts = ", ".join(f"{count} in {name}" for name, count in sorted(types.items()))
+            warnings.warn(
+                f"from_pretrained: {len(rounded)} of {len(self.stacked)} weights of experts are rounded to 8 bits, as "
+                f"pymoe has no format for their types: {counts}; the first is {rounded[0].tensors[0].name!r}",
+                stacklevel=2,
+            )
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    """Return whether an entry of a configuration is that of the metadata, which may be of any type if it is damaged."""
+    return all(isinstance(one, int | float) for one in (value, expected)) and math.isclose(
+        value, expected, rel_tol=1e-6
+    )
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Return a tensor's shape in the order of torch."""
+    return tuple(reversed(tensor.shape.tolist()))
+
+
+def _other_size(tensor: Any, expected: Iterable[int], name: str) -> ValueError:
+    return ValueError(
+        f"from_pretrained: expected a GGUF file with {tensor.name!r} of shape {tuple(expected)} for {name!r}, got "
+        f"{_shape(tensor)}; where its metadata lacks sizes, pass the model's config"
+    )
+
+
+def _check_widened(tensors: Iterable[Any]) -> None:
+    """Raise if the package gguf does not know how to widen one of the tensors."""
+    gguf = package()
+    for one in tensors:
+        try:
+            _, size = gguf.GGML_QUANT_SIZES[one.tensor_type]
+            gguf.dequantize(one.data.reshape(-1)[: size // one.data.itemsize], one.tensor_type)
+        except (KeyError, NotImplementedError) as error:
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file whose types can be widened, got {one.name!r} in "
+                f"{one.tensor_type.name}"
+            ) from error
+
+
+def _processed(tensor: Any, process: Callable[[Any, str], Any]) -> Any:
+    return process(_values(tensor), tensor.name)
+
+
+def _values(tensor: Any) -> numpy.ndarray[Any, Any]:
+    """Return a tensor's values in float32."""
+    values: numpy.ndarray[Any, Any] = package().dequantize(tensor.data, tensor.tensor_type)
+    return values

@@ -1,0 +1,70 @@
+"""Folders that pymoe has saved and whose experts have several formats: the format of each weight.
+
+``NAME.sizes`` of each weight holds the number of its format; the folder's configuration says "stored".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pymoe._common.types import FORMATS
+from pymoe.integrations.transformers.gguf_blocks import Format
+from pymoe.integrations.transformers.quantized import stacked_weights
+from pymoe.nn import QuantizedLinear
+
+ENDING = ".sizes"
+"""What the name of the sizes has in addition to that of the weight."""
+
+
+def formats_in(files: Iterable[str], weights: Iterable[str]) -> dict[str, Format]:
+    """Return the formats of stacked weights, by their names in the model.
+
+    Args:
+        files: paths of the safetensors.
+        weights: names of the weights. Files, or the model, may have no prefix before them.
+
+    Raises:
+        ValueError: a weight has no sizes, or a number that is not in ``FORMATS``.
+    """
+    from safetensors import safe_open
+
+    numbers: dict[str, int] = {}
+    for file in (file for file in files if str(file).endswith(".safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name.endswith(ENDING)]  # noqa: SIM118
+            numbers |= {f".{name.removesuffix(ENDING)}": int(tensors.get_tensor(name).flatten()[0]) for name in names}
+    kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
+    found: dict[str, Format] = {}
+    for weight in weights:
+        own = f".{weight}"
+        named = {name: number for name, number in numbers.items() if name.endswith(own) or own.endswith(name)}
+        if len(named) != 1:
+            raise ValueError(
+                f"from_pretrained: expected the checkpoint to have {weight + ENDING!r}, got {sorted(named) or 'none'}"
+            )
+        (number,) = named.values()
+        if number not in kinds:
+            raise ValueError(
+                f"from_pretrained: expected {weight + ENDING!r} to hold the number of a format, one of "
+                f"{sorted(kinds)}, got {number}"
+            )
+        found[weight] = kinds[number]
+    return found
+
+
+def place_layers(model: Any, formats: Mapping[str, Format]) -> None:
+    """Put layers without bytes in the place of the stacked weights of a model on the meta device.
+
+    Args:
+        model: the model.
+        formats: the format of each of its stacked weights.
+    """
+    for path, module in list(model.named_modules()):
+        for own, weight in (stacked_weights(module) or {}).items():
+            experts, outputs, inputs = weight.shape
+            format, bits = formats[f"{path}.{own}"]
+            delattr(module, own)
+            setattr(
+                module, own, QuantizedLinear(inputs, outputs, experts, bits=bits, format=format, device="meta").eval()
+            )

@@ -1,0 +1,59 @@
+"""Faults in the reading of GGUF files, and of folders with several formats, that the test suite must notice."""
+
+from planting import PythonFault as Fault
+
+BLOCKS = "pymoe/integrations/transformers/gguf_blocks.py"
+FILES = "pymoe/integrations/transformers/gguf_files.py"
+TESTS = "tests/integrations/transformers/test_gguf_files.py"
+
+FAULTS = [
+    Fault(
+        "integers of 6 bits at Q4_K lose the upper two bits of the last four",
+        "pymoe/reference/quantized_weight.py",
+        "last & 15 | first >> 6 << 4",
+        "last & 15",
+        (TESTS, "-k", "lose_nothing and Q4_K"),
+    ),
+    Fault(
+        "the codes of MXFP4 in GGUF files are taken for those of GPT-OSS",
+        BLOCKS,
+        "codes = _nibbles(rows[..., 1:], GROUP // 2)",
+        "codes = _nibbles(rows[..., 1:], 1)",
+        (TESTS, "-k", "lose_nothing and MXFP4"),
+    ),
+    Fault(
+        "gate comes before up in GPT-OSS",
+        FILES,
+        "torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)",
+        "torch.cat(parts)",
+        (TESTS, "-k", "every_architecture and MXFP4 and gpt-oss"),
+    ),
+    Fault(
+        "scales that are not finite pass",
+        BLOCKS,
+        "if bool(bad.any()):",
+        "if not len(bad):",
+        (TESTS, "-k", "not_the_models and scale"),
+    ),
+    Fault(
+        "tensors may be anywhere",
+        FILES,
+        "if one.data_offset != expected or not len(shape)",
+        "if not len(shape)",
+        (TESTS, "-k", "damaged_header"),
+    ),
+    Fault(
+        "the entries of metadata do not matter",
+        FILES,
+        "if expected is not None and not _equal(value, expected):",
+        "if value is None:",
+        (TESTS, "-k", "not_the_models and embeddings"),
+    ),
+    Fault(
+        "all weights of a folder of several formats have that of the first",
+        "pymoe/integrations/transformers/mixed_files.py",
+        "found[weight] = kinds[number]",
+        "found[weight] = next(iter(found.values()), kinds[number])",
+        (TESTS, "-k", "several_formats_is_saved and qwen3moe"),
+    ),
+]
