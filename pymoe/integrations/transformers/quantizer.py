@@ -18,7 +18,7 @@ import copy
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +28,21 @@ from torch.utils.hooks import RemovableHandle
 
 from pymoe._common.contracts import check_format
 from pymoe._common.types import WeightFormat
-from pymoe.integrations.transformers import fp8_files, interface, mxfp4_files, quantized_dense
+from pymoe.integrations.transformers import affine_files, fp8_files, interface, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import StoredFormat
+from pymoe.integrations.transformers.stored_format import StoredFormat, StoredRows
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
 
-STORED = {one.method: one for one in (mxfp4_files.STORED, fp8_files.STORED)}
-"""Formats of other methods that are kept as they are, by method."""
+STORED: dict[str, Callable[[dict[str, Any]], StoredFormat]] = {
+    "mxfp4": mxfp4_files.stored,
+    "fp8": fp8_files.stored,
+    **affine_files.STORED,
+}
+"""The format of files that is kept as it is, as a function of their configuration, by method."""
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import ConversionOps
@@ -155,8 +159,8 @@ class PymoeQuantizer(HfQuantizer):
         self.faults: dict[str, str] = {}
         """Errors of other weights, by name."""
         self._hooks: list[RemovableHandle] = []
-        self._in_fp8: set[str] = set()
-        """Names of the tensors of float8_e4m3fn in the files."""
+        self._tensors: set[str] = set()
+        """Names of the tensors of quantised weights in files whose format is one of rows."""
         self._originals: list[tuple[Any, Any]] = []
 
     def is_serializable(self) -> bool:
@@ -174,8 +178,8 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         for file in checkpoint_files or ():
             _check_file(file)
-        if self.stored == fp8_files.STORED:
-            self._in_fp8 = fp8_files.codes_in(checkpoint_files or ())
+        if isinstance(self.stored, StoredRows):
+            self._tensors = self.stored.tensors_in(checkpoint_files or ())
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -227,8 +231,8 @@ class PymoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return weight_conversions
         # These come first, because the first converter that knows a name takes it.
-        if self.stored == fp8_files.STORED:
-            return self._from_fp8(weight_conversions, model)
+        if isinstance(self.stored, StoredRows):
+            return self._from_rows(self.stored, weight_conversions, model)
         if self.stored:
             take = [
                 interface.converter(mxfp4_files.sources(name), f".{name}.packed", TakeBlocks(self)) for name in WEIGHTS
@@ -248,31 +252,32 @@ class PymoeQuantizer(HfQuantizer):
             ]
         return take + dense + weight_conversions
 
-    def _from_fp8(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Return converters that collect a weight's scales with it: transformers' own, and those for other weights."""
-
-        def sources(weights: list[str]) -> list[str]:
-            return [*map(fp8_files.scales_pattern, weights), *weights]
-
+    def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
         first = [
-            interface.converter(sources([weight]), own + quantized_dense.ENDING, Widen(self, Pack(self)))
-            for own, weight, _ in quantized_dense.sources(model, self.dense)
+            interface.converter(stored.sources([one]), own + quantized_dense.ENDING, Widen(self, [one], Pack(self)))
+            for own, one, _ in quantized_dense.sources(model, self.dense)
         ]
-        first += [interface.converter(sources([rf"\.{name}$"]), f".{name}.packed", TakeRows(self)) for name in WEIGHTS]
-        last = interface.converter(sources([r"\.weight$"]), ".weight", Widen(self))
+        for name in WEIGHTS:
+            whole = [rf"\.{name}$"]
+            first.append(interface.converter(stored.sources(whole), f".{name}.packed", TakeRows(self, whole)))
+        others = [r"\.weight$"]
+        last = interface.converter(stored.sources(others), ".weight", Widen(self, others))
         found = []
         for one in weight_conversions:
             targets: list[str] = list(one.target_patterns)
             if not interface.reads_weights_alone(one):
                 found.append(one)
-            elif targets[0].rpartition(".")[2] in WEIGHTS:
-                take = TakeRows(self, *one.operations)
-                found.append(interface.changed(one, sources(one.source_patterns), [f"{targets[0]}.packed"], take))
+                continue
+            weights: list[str] = list(one.source_patterns)
+            if targets[0].rpartition(".")[2] in WEIGHTS:
+                sources, targets = stored.sources(weights, of_experts=True), [f"{targets[0]}.packed"]
+                operation: Any = TakeRows(self, weights, *one.operations)
             else:
-                widen = Widen(self, *one.operations)
-                found.append(interface.changed(one, sources(one.source_patterns), targets, widen))
+                sources, operation = stored.sources(weights), Widen(self, weights, *one.operations)
+            found.append(interface.changed(one, sources, targets, operation))
         alone = [one for one in weight_conversions if not interface.reads_weights_alone(one)]
-        fp8_files.check_conversions(model, alone, self._in_fp8, WEIGHTS)
+        stored.check_conversions(model, alone, self._tensors, WEIGHTS)
         self._originals = [(one, None) for one in (*first, last)]
         self._originals += zip(found, weight_conversions, strict=True)
         return [*first, *found, last]
@@ -442,11 +447,14 @@ class TakeBlocks(_Takes):
         return mxfp4_files.packed_weight(name, blocks, scales, layer)
 
 
-class _WithScales(_Known):
-    """An operation on weights in FP8 and their scales, before the operations that transformers has for such weights."""
+class _WithParts(_Known):
+    """An operation on all tensors of weights, before the operations that transformers has for such weights."""
 
-    def __init__(self, quantizer: PymoeQuantizer, *operations: Any) -> None:
+    def __init__(self, quantizer: PymoeQuantizer, weights: list[str], *operations: Any) -> None:
         super().__init__(quantizer)
+        self.stored: StoredRows = quantizer.stored  # type: ignore[assignment]
+        self.weights = weights
+        """Patterns for the names of weights that are not quantised."""
         self.operations = operations
 
     def _then(self, tensors: dict[str, Any], source_patterns: list[str], **named: Any) -> dict[str, Any]:
@@ -456,36 +464,38 @@ class _WithScales(_Known):
         return tensors
 
 
-class TakeRows(_WithScales, _Takes):
-    """Takes experts' weights from files in FP8: packs their codes and scales, which stay as they are."""
+class TakeRows(_WithParts, _Takes):
+    """Takes experts' weights from files that have them one by one: packs their codes and scales, which stay."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
         """Return the packed bytes of the codes and scales."""
         try:
-            found = fp8_files.pairs(tensors)
+            found = self.stored.collected(tensors, self.weights)
             tensors.clear()  # so that no tensor is kept longer than it is needed
-            rows = {pattern: [fp8_files.joined(*pair) for pair in found.pop(pattern)] for pattern in list(found)}
+            rows = {pattern: [self.stored.joined(parts) for parts in found.pop(pattern)] for pattern in list(found)}
             (all_rows,) = self._then(rows, source_patterns, **_).values()
             all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
-            return fp8_files.packed_weight(name, all_rows, layer)
+            return self.stored.packed_weight(name, all_rows, layer)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"expected weights in FP8, got {name!r}: {error}") from error
+            raise ValueError(f"expected weights in {self.stored.name}, got {name!r}: {error}") from error
 
 
-class Widen(_WithScales):
-    """Makes weights in the dtype of the model of those in FP8."""
+class Widen(_WithParts):
+    """Makes weights in the dtype of the model of quantised ones."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, **_: Any) -> Any:
-        """Return the weights by their names in the model, or nothing if they do not fit their scales."""
+        """Return the weights by their names in the model, or nothing if their tensors do not fit each other."""
         path, _dot, own = full_layer_name.rpartition(".")
         dtype = getattr(model.get_submodule(path), own).dtype
         try:
-            found = fp8_files.pairs(input_dict)
-            wide = {pattern: [fp8_files.widened(*pair, dtype) for pair in found[pattern]] for pattern in found}
+            found = self.stored.collected(input_dict, self.weights)
+            wide = {name: [self.stored.widened(parts, dtype) for parts in found[name]] for name in found}
         except ValueError as error:
-            self.hf_quantizer.faults[full_layer_name] = f"expected weights in FP8, got {full_layer_name!r}: {error}"
+            self.hf_quantizer.faults[full_layer_name] = (
+                f"expected weights in {self.stored.name}, got {full_layer_name!r}: {error}"
+            )
             return {}
         if not self.operations or isinstance(self.operations[0], Pack):  # a name's only weight
             return self._then({full_layer_name: next(iter(wide.values()))[0]}, model=model, **_)
@@ -519,15 +529,14 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
         passed: what was passed to ``from_pretrained``; it is not changed.
 
     Raises:
-        ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
+        ValueError: the files hold weights in a way that is not kept: FP8 without scales of blocks of 128 x 128, for
+            instance, or groups of other sizes.
     """
     stored = STORED.get(entries.get("quant_method", ""))
     if stored is None or not isinstance(passed, PymoeConfig):
         return None
-    if stored == fp8_files.STORED:
-        fp8_files.check_configuration(entries)
     chosen = copy.copy(passed)
-    chosen.stored = stored
+    chosen.stored = stored(entries)
     return chosen
 
 
