@@ -28,6 +28,8 @@ from pymoe._common.types import (
     GATED,
     GROUP,
     KINDS,
+    PACKED_ONLY,
+    RUNS,
     SCORES,
     ActivationKind,
     ClampedSwiglu,
@@ -404,6 +406,8 @@ def check_quantize_weight(weight: Tensor, bits: int, format: WeightFormat) -> No
     checks.floating("quantize_weight", "weight", weight)
     checks.rank("quantize_weight", "weight", weight, "(E, N, H)")
     check_format("quantize_weight", bits, format)
+    if not weight.is_meta:
+        check_rounded("quantize_weight", format)
 
 
 def check_format(operator: str, bits: object, format: object, of: str = "") -> None:
@@ -422,6 +426,15 @@ def check_format(operator: str, bits: object, format: object, of: str = "") -> N
         raise ValueError(f"{operator}: {of}bits must be {fitting}, got {bits}")
 
 
+def check_rounded(operator: str, format: str) -> None:
+    """Raise if no weights are rounded to a format."""
+    if format in PACKED_ONLY:
+        raise ValueError(
+            f"{operator}: format must be one to which weights are rounded, got {format!r}, which only holds weights "
+            f"that another program has rounded; see pymoe.ops.pack_weight"
+        )
+
+
 def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
     """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
     if not (isinstance(weight, tuple) and len(weight) in (4, 5)):
@@ -437,8 +450,12 @@ def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> No
     checks.size(operator, f"{argument}.packed", packed, 2, size, f"bytes of {argument}.input_features")
 
 
-def check_pack_weight(codes: Tensor, scales: Tensor) -> None:
-    """Raise if the arguments of :func:`pack_weight` break its contract."""
+def check_pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None, bits: int) -> None:
+    """Raise if the arguments of :func:`pack_weight` break its contract, except for the values of ``codes``."""
+    if offsets is not None:
+        _check_pack_affine(codes, scales, offsets, bits)
+        return
+    checks.integer("pack_weight", "bits", bits, 8, 8, "8 without offsets, as codes then say their format")
     checks.dtype("pack_weight", "codes", codes, torch.uint8, torch.float8_e4m3fn)
     if codes.dtype == torch.uint8:
         checks.rank("pack_weight", "codes", codes, "(E, N, H / 32, 16)")
@@ -461,6 +478,21 @@ def check_pack_weight(codes: Tensor, scales: Tensor) -> None:
             )
         checks.size("pack_weight", "scales", scales, 2, up(inputs, BLOCK) // BLOCK, "blocks of H of codes")
     checks.same_device("pack_weight", "scales", scales, "codes", codes)
+
+
+def _check_pack_affine(codes: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> None:
+    check_format("pack_weight", bits, "affine")
+    size, _ = RUNS[FORMATS["affine", bits]]
+    checks.dtype("pack_weight", "codes", codes, torch.uint8)
+    checks.rank("pack_weight", "codes", codes, "(E, N, H)")
+    experts, outputs, inputs = codes.shape
+    for name, ends in (("scales", scales), ("offsets", offsets)):
+        checks.dtype("pack_weight", name, ends, torch.float32)
+        checks.rank("pack_weight", name, ends, f"(E, N, H / {size})")
+        checks.size("pack_weight", name, ends, 0, experts, "E of codes")
+        checks.size("pack_weight", name, ends, 1, outputs, "N of codes")
+        checks.size("pack_weight", name, ends, 2, up(inputs, size) // size, f"groups of {size} of H of codes")
+        checks.same_device("pack_weight", name, ends, "codes", codes)
 
 
 def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None, bias: Tensor | None) -> None:

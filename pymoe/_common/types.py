@@ -67,8 +67,9 @@ class Routing(NamedTuple):
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
 
-WeightFormat = Literal["int", "mxfp", "fp"]
-"""Kinds of quantised weights: integers, floating-point codes of the OCP Microscaling formats, or of FP8."""
+WeightFormat = Literal["int", "mxfp", "fp", "affine"]
+"""Kinds of quantised weights: integers in pymoe's own grids, floating-point codes of the OCP Microscaling formats, or
+of FP8, or integers with the scales and offsets of another program."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -86,8 +87,11 @@ class QuantizedWeight(NamedTuple):
     """Kind of the codes and scales, a name of ``quantize_weight``."""
 
 
-FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14, ("fp", 8): 18}
-"""Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes."""
+FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14, ("fp", 8): 18, ("affine", 8): 28, ("affine", 4): 24}
+"""Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes, 20 more
+for "affine"."""
+PACKED_ONLY = ("affine",)
+"""Formats to which no weights are rounded: they hold what another program has rounded."""
 
 
 def number_of(weight: QuantizedWeight) -> int:
@@ -111,6 +115,9 @@ GROUP = 32
 """Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
 BLOCK = 128
 """Number of inputs that share a scale in FP8, and of outputs in the files of checkpoints."""
+RUNS = {18: (BLOCK, 1), 24: (BLOCK, 2), 28: (GROUP, 2)}
+"""Formats, by number, whose tiles are runs of inputs: how many inputs, and how many float32 numbers of each output
+precede their codes, namely a scale, and an offset at "affine"."""
 SUPER = 8
 """Number of groups in a super-block of int4, which share the factors of their scales and minima."""
 SUPER_BYTES = TILE * (2 + 2 + 12)
@@ -125,8 +132,11 @@ def up(value: int, multiple: int) -> int:
 def bytes_of_tile(number: int, input_features: int) -> int:
     """Return the bytes of :data:`TILE` outputs in the format of a number of :data:`FORMATS`."""
     inputs = up(input_features, GROUP)
-    if number in (8, 18):
-        return TILE * ((1 if number == 8 else up(inputs, BLOCK) // BLOCK) * 4 + inputs)
+    if number in RUNS:
+        size, heads = RUNS[number]
+        return TILE * (up(inputs, size) // size * heads * 4 + inputs * (number % 10) // 8)
+    if number == 8:
+        return TILE * (4 + inputs)
     if number == 4:
         return TILE * (1 + inputs // 2) + up(inputs, SUPER * GROUP) // (SUPER * GROUP) * SUPER_BYTES
     return TILE * (inputs // GROUP + inputs // 2)

@@ -427,7 +427,7 @@ _ALL = (
     _operator("quantize_weight", (True,), NO_TOLERANCE),
     _operator("dequantize_weight", (True,), NO_TOLERANCE),
     _operator("pack_weight", (True,), NO_TOLERANCE),
-    _operator("unpack_weight", (True, True), NO_TOLERANCE),
+    _operator("unpack_weight", (True,), NO_TOLERANCE),
     _operator(
         "quantized_linear",
         (True,),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pymoe._common.contracts import check_format, check_quantized
+from pymoe._common.contracts import check_format, check_quantized, check_rounded
 from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import (
     FORMATS,
@@ -43,14 +43,16 @@ class QuantizedLinear(nn.Module):
         output_features: N.
         num_experts: E.
         bits: 8 or 4.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`.
+        format: ``"int"``, ``"mxfp"``, ``"fp"`` or ``"affine"``, as for
+            :func:`pymoe.ops.quantize_weight` and :func:`pymoe.ops.pack_weight`.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the packed weights.
 
     Attributes:
         packed: (E, ceil(N / 64), bytes) uint8.
 
-    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits (14 for ``"mxfp"``, 18 for ``"fp"``), N and H.
+    ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits (and 10 more for ``"mxfp"`` and ``"fp"``, 20 more
+    for ``"affine"``), N and H.
     Loading a state of another format or with other sizes raises :class:`RuntimeError`; a state without ``sizes`` is
     compared by the shape of ``packed`` alone.
 
@@ -134,7 +136,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def sizes(self) -> Tensor:
-        """(3,) int64 on the CPU: bits (14 for "mxfp", 18 for "fp"), N and H, for a state dict to hold."""
+        """(3,) int64 on the CPU: number of the format, N and H, for a state dict to hold."""
         return torch.tensor([number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -200,7 +202,7 @@ class QuantizedExperts(nn.Module):
         ffn_size: F.
         num_experts: E.
         bits: 8 or 4.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`.
+        format: ``"int"``, ``"mxfp"``, ``"fp"`` or ``"affine"``.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -373,7 +375,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         model: any module, but not itself an :class:`Experts`. It is in evaluation mode, or its experts require no
             gradients.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
-        format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`.
+        format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`. A model on the meta device may also
+            get "affine", to which no weights are rounded, with 8 or 4 bits.
 
     Returns:
         The number of layers that were quantised, and the bytes of their weights before and after.
@@ -400,6 +403,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         )
     for name, experts in found:
         _check_weights(name, experts)
+        if not all(weight.is_meta for weight in _weights_of(experts).values()):
+            check_rounded("quantize_experts", format)
     places = places_of(model, (experts for _, experts in found))
     before = after = 0
     for _, experts in found:

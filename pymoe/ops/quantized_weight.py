@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_quantize_weight
-from pymoe._common.types import FORMATS, QuantizedWeight, WeightFormat, packed_shape
+from pymoe._common.types import FORMATS, PACKED_ONLY, QuantizedWeight, WeightFormat, packed_shape
 from pymoe.reference.quantized_weight import dequantize_weight, pack_weight, unpack_weight  # these have no kernels
 from pymoe.reference.quantized_weight import quantize_weight as reference
 
@@ -17,6 +17,8 @@ __all__ = ["dequantize_weight", "pack_weight", "quantize_weight", "unpack_weight
 
 
 def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
+    if format in PACKED_ONLY:  # sizes alone, for the meta device
+        return reference(weight, bits, format)
     check_quantize_weight(weight, bits, format)
     _, outputs, inputs = weight.shape
     packed = torch.ops.pymoe.quantize_weight(weight.detach(), FORMATS[format, bits])
@@ -28,7 +30,7 @@ quantize_weight.__doc__ = reference.__doc__
 
 @torch.library.register_fake("pymoe::quantize_weight")
 def _(weight: Tensor, format: int) -> Tensor:
-    if format not in FORMATS.values():
+    if format not in (8, 4, 14, 18):
         raise ValueError(f"quantize_weight: format must be 8, 4, 14 or 18, got {format}")
     experts, outputs, inputs = weight.shape
     return weight.new_empty(packed_shape(format, outputs, inputs, experts), dtype=torch.uint8)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from pymoe._common.contracts import check_offsets, check_quantized_linear
 from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import BLOCK, GROUP, QuantizedWeight, number_of, up
-from pymoe.reference.quantized_weight import unpack
+from pymoe._common.types import BLOCK, GROUP, RUNS, QuantizedWeight, number_of, up
+from pymoe.reference.quantized_weight import fused_multiply_add, unpack, wide_weights
 
 LARGEST_CODE = 127 * 256 + 127
 """Largest code of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
@@ -39,6 +39,10 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     codes are added up by fused multiply-adds in float32, in the order of the inputs and beginning with zero; the sums
     are multiplied by their scales and added in the order of the blocks, each step rounded. NaN and infinities go the
     way of this arithmetic, and a code or scale that is NaN makes its output NaN in every row.
+
+    The formats affine8 and affine4 do the same with their weights, ``scale * code + offset`` rounded once, in place of
+    values of codes, and have no scales of blocks: the sums of the blocks are added as they are. A scale or offset that
+    is NaN or infinite makes its output NaN or infinite in every row.
 
     The result is exact: the same bits on every processor. A row of ``y`` depends on its own row of ``x`` alone, not on
     the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
@@ -70,17 +74,17 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     x = x.reshape(math.prod(x.shape[:-1]), inputs)
     bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
     check_offsets(bounds, x.shape[0], "quantized_linear")
-    codes, scale, minimum = (None if part is None else part[:, :outputs] for part in unpack(weight))
-    assert codes is not None
-    assert scale is not None
+    codes, scale, minimum = (wide_weights(weight), None, None) if weight.format == "affine" else unpack(weight)
     rows = x.new_zeros(x.shape[0], outputs)
     for expert in range(len(bounds) - 1):
         begin, end = bounds[expert], bounds[expert + 1]
-        if number == 18:
-            y = _multiply_blocks(x[begin:end].float(), codes[expert], scale[expert])
+        right, factors, low = (None if part is None else part[expert, :outputs] for part in (codes, scale, minimum))
+        assert right is not None
+        if number in RUNS:
+            y = _multiply_blocks(x[begin:end].float(), right, factors)
         else:
-            low = None if minimum is None else minimum[expert]
-            y = _multiply_integers(x[begin:end], codes[expert], scale[expert], low, number)
+            assert factors is not None
+            y = _multiply_integers(x[begin:end], right, factors, low, number)
         if bias is not None:
             y = y + bias[expert].float()
         rows[begin:end] = y.to(x.dtype)
@@ -108,46 +112,33 @@ def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor 
     return y * scale[:, 0] if number == 8 else y
 
 
-def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """Return products (rows, N) with weights whose blocks of inputs have a scale each; see :func:`quantized_linear`.
+def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    """Return products (rows, N) with weights, or with values whose blocks of inputs have a scale each; see
+    :func:`quantized_linear`.
 
     Blocks do not depend on each other, so a step takes the next input of all of them, for rows that a cache holds.
     """
-    outputs, blocks = scale.shape
+    outputs, blocks = len(values), up(values.shape[1], BLOCK) // BLOCK
     left = F.pad(x, (0, blocks * BLOCK - x.shape[1])).view(len(x), 1, blocks, BLOCK)
     right = F.pad(values, (0, blocks * BLOCK - values.shape[1])).view(outputs, blocks, BLOCK)
     some = max(1, 2**16 // max(1, outputs * blocks))
     return torch.cat([_multiply_rows(rows, right, scale) for rows in left.split(some)])
 
 
-def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     # Values of e4m3 have 4 significant bits. If x has 20, and is neither too small nor too large, its products have 24:
     # they are exact in float32, and multiplying and adding is the same as the fused operation. Rows of bfloat16 and
     # float16 are such.
     size = left.abs()
     fit = ((left.view(torch.int32) & 15) == 0) & ((size == 0) | ((size >= 2.0**-117) & (size < 2.0**119)))
-    exact = bool(fit.all())
+    exact = scale is not None and bool(fit.all())
     total = left.new_zeros(left.shape[0], *right.shape[:2])
     for factor, value in zip(left.unbind(3), right.unbind(2), strict=True):
         total = total + factor * value if exact else fused_multiply_add(factor, value, total)
     y = total.new_zeros(total.shape[:2])
     for block in range(total.shape[2]):
-        y = y + total[:, :, block] * scale[:, block]
+        y = y + (total[:, :, block] if scale is None else total[:, :, block] * scale[:, block])
     return y
-
-
-def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return ``a * b + c`` of float32 tensors with one rounding, the fusedMultiplyAdd of IEEE 754."""
-    product, addend = a.double() * b.double(), c.double()  # the product is exact
-    total = product + addend
-    part = total - product
-    error = (product - (total - part)) + (addend - part)  # of the sum, exact (Knuth's two-sum)
-    # A sum that is not exact becomes the neighbour in float64 whose last bit is 1. Rounded to float32, this gives what
-    # the exact sum would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
-    bits = total.view(torch.int64)
-    even = (error != 0) & total.isfinite() & ((bits & 1) == 0)
-    outwards = (error > 0) == (total > 0)
-    return torch.where(even, bits + torch.where(outwards, 1, -1), bits).view(torch.float64).float()
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

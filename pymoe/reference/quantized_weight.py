@@ -14,6 +14,12 @@ Specification 1.0.
 8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; magnitudes are 2**-9 to 448, subnormals
 included, and 0, there is no infinity, and 0x7F and 0xFF are NaN). A weight takes 8.25 bits in all. Checkpoints such as
 those of DeepSeek-V3 have one scale for 128 outputs and 128 inputs, which the outputs then share.
+**affine8**, **affine4**: a scale and an offset for each group of inputs of an output row; ``w = scale * code + offset``
+with float32 scales and offsets of any sign, rounded once, to float32. With 8 bits, codes are 0 to 255 and groups have
+32 inputs, and a weight takes 10 bits in all; with 4 bits, codes are 0 to 15 and groups have 128 inputs, and a weight
+takes 4.5 bits. No weights are rounded to these formats: they hold, without loss, what other programs have rounded.
+Q8_0, Q5_0, Q5_1, Q5_K, Q4_0 and Q4_1 of GGUF files fit into affine8, and integers of 4 bits with groups of 128 inputs
+or more, as AWQ and GPTQ have them, into affine4.
 
 Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
 
@@ -23,11 +29,15 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in t
              of input 4 + b in its upper half
     mxfp4    for every 32 inputs: 64 scales (bytes), then codes as those of int4
     fp8      for every 128 inputs: 64 scales (float32), then for every input: 64 codes
+    affine8  for every 32 inputs: 64 scales, 64 offsets (float32), then for every input: 64 codes
+    affine4  for every 128 inputs: 64 scales, 64 offsets (float32), then for every 2 inputs: 64 bytes, each with the
+             code of the first in its lower half and that of the second in its upper half
 
 The three words of an output are 96 bits, from the lowest bit of the first word on: 8 integers s and then 8 integers m.
 If the last super-block has fewer than 8 groups, they are zero for the others, which have no codes either.
 The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
-inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
+inputs at int4, affine8 and affine4: their code is 0, which stands for the minimum, or the offset, of the group. Kernels
+multiply them by zeros.
 """
 
 from __future__ import annotations
@@ -44,6 +54,7 @@ from pymoe._common.types import (
     BLOCK,
     FORMATS,
     GROUP,
+    RUNS,
     SUPER,
     SUPER_BYTES,
     TILE,
@@ -115,7 +126,8 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     Args:
         weight: (E, N, H), any floating dtype, any strides; finite, at most 2**100 in magnitude.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
-        format: "int", "mxfp" or "fp".
+        format: "int", "mxfp" or "fp". Weights on the meta device, which have no values, may also be laid out as
+            "affine" with 8 or 4 bits.
 
     Returns:
         The packed weight: (E, ceil(N / 64), bytes) uint8 with N and H. Not differentiable.
@@ -128,15 +140,24 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     check_quantize_weight(weight, bits, format)
     weight = weight.detach()
     check_values(weight)
-    pack = {8: _pack_rows, 4: _pack_int4, 14: _pack_mxfp4, 18: _pack_fp8}[FORMATS[format, bits]]
-    _, outputs, inputs = weight.shape
-    return QuantizedWeight(pack(weight.float()), bits, outputs, inputs, format)
+    experts, outputs, inputs = weight.shape
+    number = FORMATS[format, bits]
+    if weight.is_meta:
+        packed = weight.new_empty(packed_shape(number, outputs, inputs, experts), dtype=torch.uint8)
+    else:
+        packed = {8: _pack_rows, 4: _pack_int4, 14: _pack_mxfp4, 18: _pack_fp8}[number](weight.float())
+    return QuantizedWeight(packed, bits, outputs, inputs, format)
 
 
-def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
+def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bits: int = 8) -> QuantizedWeight:
     """Lay out for the kernels the weights of E linear layers as a checkpoint holds them, without rounding.
 
-    The dtype of the codes says which format they have:
+    With ``offsets`` the format is "affine", whose weights are ``scale * code + offset``: with 8 bits there is a scale
+    and an offset for each output and G = 32 inputs, with 4 bits for G = 128. Larger groups, or rows that share one
+    scale, repeat theirs. A zero point z of other programs, ``scale * (code - z)``, is an offset of ``-scale * z``,
+    which is exact in float32 if the scale comes from a format of 16 bits and z has at most 8.
+
+    Without ``offsets`` the dtype of the codes says which format they have:
 
     - uint8: MXFP4 in the layout of GPT-OSS (``gate_up_proj_blocks`` and ``gate_up_proj_scales``). Byte j of a group of
       32 inputs holds the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
@@ -144,27 +165,37 @@ def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
       each block of 128 outputs and 128 inputs, of which the last may be cut short; or with a scale for each output and
       128 inputs. If there is one scale for each output, (E, N, 1), expand it to all blocks of inputs.
 
-    Every code and every scale is kept, NaN (at MXFP4 a scale of 255) included: :func:`unpack_weight` returns the same
+    Every code, scale and offset is kept, NaN (at MXFP4 a scale of 255) included: :func:`unpack_weight` returns the same
     bytes.
 
     Args:
-        codes: (E, N, H / 32, 16) uint8, or (E, N, H) float8_e4m3fn; any strides.
-        scales: for MXFP4 (E, N, H / 32) uint8, exponents of two plus 127; for FP8 (E, ceil(N / 128), ceil(H / 128)) or
-            (E, N, ceil(H / 128)) float32, the factors of the codes' values; any strides.
+        codes: with offsets (E, N, H) uint8, of at most 15 with 4 bits; for MXFP4 (E, N, H / 32, 16) uint8; for FP8
+            (E, N, H) float8_e4m3fn; any strides.
+        scales: with offsets (E, N, ceil(H / G)) float32; for MXFP4 (E, N, H / 32) uint8, exponents of two plus 127; for
+            FP8 (E, ceil(N / 128), ceil(H / 128)) or (E, N, ceil(H / 128)) float32, the factors of the codes' values;
+            any strides.
+        offsets: (E, N, ceil(H / G)) float32, any strides; or None.
+        bits: 8 or 4 with offsets. Without them it stays 8.
 
     Returns:
-        The packed weight, with the format "mxfp" or "fp". Exact.
+        The packed weight, with the format "affine", "mxfp" or "fp". Exact.
 
     Raises:
-        TypeError: an argument is not a tensor, or its dtype is not as above.
-        ValueError: a rank, size or device does not fit.
+        TypeError: an argument is not a tensor, its dtype is not as above, or ``bits`` is not an int.
+        ValueError: a rank, size or device does not fit, ``bits`` is not as above, or a code is above 15 with 4 bits.
     """
-    check_pack_weight(codes, scales)
+    check_pack_weight(codes, scales, offsets, bits)
+    if offsets is not None:
+        if bits == 4:
+            _check_codes(codes)
+        _, outputs, inputs = codes.shape
+        packed = _runs_in_tiles(FORMATS["affine", bits], (scales, offsets), codes)
+        return QuantizedWeight(packed, bits, outputs, inputs, "affine")
     if codes.dtype == torch.float8_e4m3fn:
         _, outputs, inputs = codes.shape
         if scales.shape[1] != outputs:
             scales = scales.repeat_interleave(BLOCK, dim=1)[:, :outputs]
-        packed = _blocks_in_tiles(scales, codes.view(torch.uint8))
+        packed = _runs_in_tiles(FORMATS["fp", 8], (scales,), codes.view(torch.uint8))
         return QuantizedWeight(packed, 8, outputs, inputs, "fp")
     experts, outputs, groups = scales.shape
     number = FORMATS["mxfp", 4]
@@ -176,18 +207,27 @@ def pack_weight(codes: Tensor, scales: Tensor) -> QuantizedWeight:
     return QuantizedWeight(packed, 4, outputs, groups * GROUP, "mxfp")
 
 
-def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+def _check_codes(codes: Tensor) -> None:
+    if codes.is_meta or isinstance(codes, FakeTensor):  # they hold no numbers
+        return
+    if codes.numel() and int(codes.max()) > 15:
+        place = ", ".join(str(int(i)) for i in (codes > 15).nonzero()[0])
+        raise ValueError(f"pack_weight: codes must be at most 15 with 4 bits, which they are not at [{place}]")
+
+
+def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
     """Return the codes and scales of a weight as a checkpoint holds them: what :func:`pack_weight` was called with.
 
     The scales of FP8 come back for each output. Where :func:`pack_weight` was called with scales of blocks, these are
     ``scales[:, ::128]``.
 
     Args:
-        weight: in the format "mxfp" or "fp".
+        weight: in the format "affine", "mxfp" or "fp".
 
     Returns:
-        Codes and scales, exact. "mxfp": (E, N, H / 32, 16) and (E, N, H / 32), both uint8; H is rounded up to a
-        multiple of 32. "fp": (E, N, H) float8_e4m3fn and (E, N, ceil(H / 128)) float32.
+        Codes, scales and, for "affine", offsets, exact. "affine": (E, N, H) uint8 and twice (E, N, ceil(H / G))
+        float32. "mxfp": (E, N, H / 32, 16) and (E, N, H / 32), both uint8; H is rounded up to a multiple of 32. "fp":
+        (E, N, H) float8_e4m3fn and (E, N, ceil(H / 128)) float32.
 
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
@@ -195,14 +235,14 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """
     check_quantized("unpack_weight", "weight", weight)
     weight = QuantizedWeight(*weight)
-    if weight.format == "fp":
-        codes, scales = _blocks_of_tiles(weight.packed, weight.input_features)
-        codes = codes[:, : weight.output_features, : weight.input_features]
-        return codes.contiguous().view(torch.float8_e4m3fn), scales[:, : weight.output_features].contiguous()
+    number, rows = number_of(weight), slice(weight.output_features)
+    if number in RUNS:
+        codes, *ends = _runs_of_tiles(number, weight.packed, weight.input_features)
+        codes = codes[:, rows, : weight.input_features].contiguous()
+        return codes.view(torch.float8_e4m3fn) if number == 18 else codes, *(end[:, rows].contiguous() for end in ends)
     if weight.format != "mxfp":
-        raise ValueError(f"unpack_weight: weight.format must be 'mxfp' or 'fp', got {weight.format!r}")
+        raise ValueError(f"unpack_weight: weight.format must be 'affine', 'mxfp' or 'fp', got {weight.format!r}")
     heads, codes = _groups_of_tiles(weight.packed, 1)
-    rows = slice(weight.output_features)
     pairs = codes.unflatten(3, (GROUP // 2, 2))[:, rows]
     return pairs[..., 0] | pairs[..., 1] << 4, heads[:, rows, :, 0].contiguous()
 
@@ -222,21 +262,47 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
     """
     check_quantized("dequantize_weight", "weight", weight)
     weight = QuantizedWeight(*weight)
+    return wide_weights(weight)[:, : weight.output_features, : weight.input_features].contiguous()
+
+
+def wide_weights(weight: QuantizedWeight) -> Tensor:
+    """Return the weights (E, tiles * 64, inputs), padded in outputs and inputs."""
     codes, scale, minimum = unpack(weight)
-    inputs = codes.shape[2]
-    alike = {8: max(inputs, 1), 18: BLOCK}.get(number_of(weight), GROUP)  # inputs that share a scale
-    wide = scale.repeat_interleave(alike, dim=2)[:, :, :inputs] * codes
-    if minimum is not None:
-        wide = wide + minimum.repeat_interleave(GROUP, dim=2)
-    return wide[:, : weight.output_features, : weight.input_features].contiguous()
+    inputs, number = codes.shape[2], number_of(weight)
+    alike = max(inputs, 1) if number == 8 else RUNS[number][0] if number in RUNS else GROUP  # that share a scale
+
+    def by_input(ends: Tensor) -> Tensor:
+        return ends.repeat_interleave(alike, dim=-1)[..., :inputs]
+
+    if weight.format != "affine":
+        wide = by_input(scale) * codes
+        return wide if minimum is None else wide + by_input(minimum)
+    assert minimum is not None
+    for expert in range(codes.shape[0]):  # one by one, as this takes many bytes a weight
+        codes[expert] = fused_multiply_add(by_input(scale[expert]), codes[expert], by_input(minimum[expert]))
+    return codes
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return ``a * b + c`` of float32 tensors with one rounding, the fusedMultiplyAdd of IEEE 754."""
+    product, addend = a.double() * b.double(), c.double()  # the product is exact
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)  # of the sum, exact (Knuth's two-sum)
+    # A sum that is not exact becomes the neighbour in float64 whose last bit is 1. Rounded to float32, this gives what
+    # the exact sum would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    bits = total.view(torch.int64)
+    even = (error != 0) & total.isfinite() & ((bits & 1) == 0)
+    outwards = (error > 0) == (total > 0)
+    return torch.where(even, bits + torch.where(outwards, 1, -1), bits).view(torch.float64).float()
 
 
 def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes (E, tiles * 64, inputs), scales and minima, each float32 and padded in the inputs.
 
     The codes of int8 are without their 128, and those of mxfp4 and fp8 are the values for which they stand. The scales
-    of int8 are (E, tiles * 64, 1), those of fp8 (E, tiles * 64, blocks), others (E, tiles * 64, groups) as the minima,
-    which int4 alone has.
+    of int8 are (E, tiles * 64, 1), others (E, tiles * 64, groups) as the minima, which int4 has, and the offsets of the
+    affine formats.
     """
     packed, number = weight.packed, number_of(weight)
     experts, tiles, _ = packed.shape
@@ -249,9 +315,10 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         heads, groups = _groups_of_tiles(packed, 1)
         values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
         return values[groups.flatten(2).int()], power_of_two(heads[..., 0]), None
-    if number == 18:
-        values, scale = _blocks_of_tiles(packed, inputs)
-        return values.view(torch.float8_e4m3fn).float(), scale, None
+    if number in RUNS:
+        codes, scale, *offset = _runs_of_tiles(number, packed, inputs)
+        values = codes.view(torch.float8_e4m3fn) if number == 18 else codes
+        return values.float(), scale, *(offset or [None])
     codes, factors, fields, powers = _unpack_supers(packed, inputs // GROUP)
     ends = (factors * power_of_two(powers)[..., None, None])[..., None] * fields
     scales, minima = ends.transpose(2, 3).flatten(3)[..., : inputs // GROUP].unbind(2)
@@ -331,32 +398,46 @@ def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
     return torch.cat([first, halves.flatten(3)], dim=3).flatten(2)
 
 
-def _blocks_of_tiles(packed: Tensor, input_features: int) -> tuple[Tensor, Tensor]:
-    """Return the codes of fp8, (E, rows, inputs) uint8 with padded inputs, and the scales, (E, rows, blocks)."""
+def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Tensor]:
+    """Return the codes of a format of :data:`RUNS`, (E, rows, inputs) uint8 with padded inputs, then the numbers that
+    precede them, (E, rows, runs) float32 each: scales, and offsets at "affine".
+    """
     experts, tiles, _ = packed.shape
+    size, heads = RUNS[number]
+    line, head = TILE * (number % 10) // 8, TILE * 4 * heads  # bytes of the codes of an input, and before codes
     padded = up(input_features, GROUP)
-    whole, rest = padded // BLOCK, padded % BLOCK  # Dynamo traces no divmod of sizes
-    first, last = packed.split([whole * TILE * (4 + BLOCK), TILE * (4 + rest) if rest else 0], dim=2)
-    blocks = first.reshape(experts, tiles, whole, TILE * (4 + BLOCK))
-    heads = [blocks[..., : 4 * TILE].flatten(2), last[..., : 4 * TILE]]
-    codes = [blocks[..., 4 * TILE :].flatten(2), last[..., 4 * TILE :]]
-    scales = torch.cat(heads, dim=2).reshape(-1).view(torch.float32)
-    by_input = torch.cat(codes, dim=2).view(experts, tiles, whole * BLOCK + rest, TILE)
-    by_block = scales.view(experts, tiles, whole + (rest > 0), TILE)
-    return by_input.transpose(2, 3).flatten(1, 2), by_block.transpose(2, 3).flatten(1, 2)
+    whole, rest = padded // size, padded % size  # Dynamo traces no divmod of sizes
+    first, last = packed.split([whole * (head + size * line), head + rest * line if rest else 0], dim=2)
+    runs = first.reshape(experts, tiles, whole, head + size * line)
+    numbers = torch.cat([runs[..., :head].flatten(2), last[..., :head]], dim=2).reshape(-1).view(torch.float32)
+    codes = torch.cat([runs[..., head:].flatten(2), last[..., head:]], dim=2)
+    if line < TILE:
+        pairs = codes.view(experts, tiles, padded // 2, TILE)
+        codes = torch.stack([pairs & 15, pairs >> 4], dim=3)
+    by_input = codes.view(experts, tiles, padded, TILE)
+    by_run = numbers.view(experts, tiles, whole + (rest > 0), heads, TILE).permute(3, 0, 1, 4, 2)
+    return [by_input.transpose(2, 3).flatten(1, 2), *by_run.flatten(2, 3).unbind()]
 
 
-def _blocks_in_tiles(scales: Tensor, codes: Tensor) -> Tensor:
-    """Undo :func:`_blocks_of_tiles` for rows and inputs that are not filled up: zeros come after them."""
+def _runs_in_tiles(number: int, heads: tuple[Tensor, ...], codes: Tensor) -> Tensor:
+    """Undo :func:`_runs_of_tiles` for rows and inputs that are not filled up: zeros come after them."""
     experts, outputs, inputs = codes.shape
+    size, _ = RUNS[number]
+    line = TILE * (number % 10) // 8
     tiles, padded = up(outputs, TILE) // TILE, up(inputs, GROUP)
-    packed = codes.new_empty(packed_shape(18, outputs, inputs, experts))
+    packed = codes.new_empty(packed_shape(number, outputs, inputs, experts), dtype=torch.uint8)
     for expert in range(experts):  # one by one, as this makes copies
         filled = F.pad(codes[expert], (0, padded - inputs, 0, tiles * TILE - outputs))
-        by_input = filled.view(tiles, TILE, padded).transpose(1, 2).flatten(1)
-        by_block = F.pad(scales[expert], (0, 0, 0, tiles * TILE - outputs)).view(tiles, TILE, scales.shape[2])
-        heads = _bytes(by_block.transpose(1, 2).flatten(1)).split(4 * TILE, dim=1)
-        parts = zip(heads, by_input.split(BLOCK * TILE, dim=1), strict=True)
+        by_input = filled.view(tiles, TILE, padded).transpose(1, 2)
+        if line < TILE:
+            by_input = by_input[:, ::2] | by_input[:, 1::2] << 4
+        numbers = torch.stack([F.pad(head[expert], (0, 0, 0, tiles * TILE - outputs)) for head in heads])
+        by_run = numbers.view(len(heads), tiles, TILE, numbers.shape[2]).permute(1, 3, 0, 2)
+        parts = zip(
+            _bytes(by_run.flatten(1)).split(4 * TILE * len(heads), dim=1),
+            by_input.flatten(1).split(size * line, dim=1),
+            strict=True,
+        )
         packed[expert] = torch.cat([part for both in parts for part in both], dim=1)
     return packed
 
@@ -423,7 +504,7 @@ def _pack_fp8(wide: Tensor) -> Tensor:
     scales = blocks.amax(dim=(2, 4)) / LARGEST_E4M3
     scales = torch.where(scales >= SMALLEST_STEP, scales, 0).repeat_interleave(BLOCK, dim=1)[:, :outputs]
     divisors = torch.where(scales > 0, scales, 1).repeat_interleave(BLOCK, dim=2)[:, :, :inputs]
-    return _blocks_in_tiles(scales, (wide / divisors).to(torch.float8_e4m3fn).view(torch.uint8))
+    return _runs_in_tiles(18, (scales,), (wide / divisors).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def _bytes(values: Tensor) -> Tensor:

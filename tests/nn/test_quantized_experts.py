@@ -548,7 +548,7 @@ def test_the_state_of_another_format_is_refused(assign):
     [
         ({"bits": 8, "format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
         ({"format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
-        ({"format": "gguf"}, ValueError, "format must be 'int', 'mxfp' or 'fp', got 'gguf'"),
+        ({"format": "gguf"}, ValueError, "format must be 'int', 'mxfp', 'fp' or 'affine', got 'gguf'"),
         ({"format": 4}, TypeError, "format must be a str, got int"),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pymoe import reference
-from pymoe._common.types import BLOCK, GROUP, TILE, QuantizedWeight, packed_shape, up
+from pymoe._common.types import BLOCK, GROUP, PACKED_ONLY, RUNS, TILE, QuantizedWeight, packed_shape, up
 from pymoe._common.types import FORMATS as NUMBERS
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
@@ -29,8 +31,26 @@ SIZES = (
 )
 
 
-FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS}
-"""The formats by name: what quantize_weight is called with."""
+FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS if format not in PACKED_ONLY}
+"""The formats by name to which weights are rounded: what quantize_weight is called with."""
+AFFINE = {"affine8": (8, "affine"), "affine4": (4, "affine")}
+"""The formats that only hold what other programs have rounded."""
+
+
+def in_format(weight: Tensor, bits: int, format: str, backend: ModuleType = reference) -> QuantizedWeight:
+    """Return weights in a format, also in those to which quantize_weight does not round."""
+    if format not in PACKED_ONLY:
+        return backend.quantize_weight(weight, bits, format)
+    experts, outputs, inputs = weight.shape
+    size, _ = RUNS[NUMBERS[format, bits]]
+    groups = F.pad(weight.float(), (0, up(inputs, size) - inputs)).view(
+        experts, outputs, up(inputs, size) // size, size
+    )
+    least = groups.amin(3) if inputs else groups.new_zeros(experts, outputs, 0)
+    scales = (groups.amax(3) - least if inputs else least) / (2**bits - 1)
+    steps = torch.where(scales > 0, scales, 1)
+    codes = ((groups - least[..., None]) / steps[..., None]).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    return backend.pack_weight(codes.flatten(2)[:, :, :inputs], scales, least, bits)
 
 
 def weights(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
@@ -75,8 +95,8 @@ def _quantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterato
 def _dequantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for sample in _quantize_samples(dtype, generator):
         yield Sample(sample.name, (reference.quantize_weight(*sample.args),))
-    for name, codes, scales in (*stored(generator), *stored_fp8(generator)):
-        yield Sample(f"stored_{name}", (reference.pack_weight(codes, scales),))
+    for name, *parts in (*stored(generator), *stored_fp8(generator), *stored_affine(generator)):
+        yield Sample(f"stored_{name}", (reference.pack_weight(*parts),))
     for name, weight in super_blocks(generator):
         yield Sample(name, (weight,))
 
@@ -156,9 +176,50 @@ def stored_fp8(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor
         yield f"scales_{name}_fp8", codes, view
 
 
+def stored_affine(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor, Tensor, int]]:
+    """Yield name, codes, scales, offsets and bits of affine weights, including all codes and scales of all sizes."""
+
+    def some(experts: int, outputs: int, inputs: int, bits: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        codes = torch.randint(2**bits, (experts, outputs, inputs), generator=generator, dtype=torch.uint8)
+        size, _ = RUNS[NUMBERS["affine", bits]]
+        ends = torch.randn(2, experts, outputs, up(inputs, size) // size, generator=generator)
+        return codes, *ends.unbind(), bits
+
+    for bits in (8, 4):
+        name = f"affine{bits}"
+        for sizes in ((1, 1, 1), (2, 3, 5), (1, 64, 128), (3, 65, 129), (1, 130, 257), (2, 129, 31), (1, 5, 224)):
+            yield "x".join(map(str, sizes)) + f"_{name}", *some(*sizes, bits)
+        for empty, sizes in (("experts", (0, 3, 40)), ("outputs", (2, 0, 40)), ("inputs", (2, 3, 0))):
+            yield f"no_{empty}_{name}", *some(*sizes, bits)
+        codes, scales, offsets, _ = some(2, 70, 300, bits)
+        codes[:, :, :256] = torch.arange(256) % 2**bits
+        yield f"all_codes_{name}", codes, scales, offsets, bits
+        sizes = 2.0 ** torch.linspace(-140, 120, scales.numel()).view(scales.shape)
+        yield f"all_sizes_{name}", codes, scales * sizes, offsets * sizes.flip(1), bits
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42, 3e38])
+        yield (
+            f"special_scales_{name}",
+            codes,
+            scales.where(scales < 1, special[torch.arange(70) % 7, None]),
+            offsets,
+            bits,
+        )
+        yield (
+            f"special_offsets_{name}",
+            codes,
+            scales,
+            offsets.where(scales < 1, special[torch.arange(70) % 7, None]),
+            bits,
+        )
+        for layout, view in layouts(codes):
+            yield f"codes_{layout}_{name}", view, scales, offsets, bits
+        for layout, view in layouts(scales):
+            yield f"ends_{layout}_{name}", codes, view, view, bits
+
+
 def _pack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for turn in range(2):  # other values
-        for name, *parts in (*stored(generator), *stored_fp8(generator)):
+        for name, *parts in (*stored(generator), *stored_fp8(generator), *stored_affine(generator)):
             yield Sample(f"{name}_{turn}", tuple(parts))
 
 
@@ -168,6 +229,8 @@ def _unpack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[
     weight = uniform(2, 70, 45, dtype=torch.float32, generator=generator)
     yield Sample("quantised", (reference.quantize_weight(weight, 4, "mxfp"),))
     yield Sample("quantised_fp8", (reference.quantize_weight(weight, 8, "fp"),))
+    for name, options in AFFINE.items():
+        yield Sample(f"quantised_{name}", (in_format(weight, *options),))
 
 
 def _pack_errors() -> Iterator[ErrorInput]:
@@ -202,13 +265,36 @@ def _pack_errors() -> Iterator[ErrorInput]:
     yield wrong("fp8_scales_N", ValueError, match, codes, scales[:, :1])
     yield wrong("fp8_scales_H", ValueError, "size 2 (blocks of H of codes)", codes, scales[:, :, :1])
     yield wrong("fp8_scales_device", ValueError, "scales must be on the device of codes", codes, scales.to("meta"))
+    yield wrong("fp8_bits", ValueError, "bits must be 8 without offsets", codes, scales, None, 4)
+
+    codes, ends = torch.zeros(2, 70, 140, dtype=torch.uint8), torch.ones(2, 70, 5)
+    four = torch.ones(2, 70, 2)
+    yield wrong("affine_codes_int8", TypeError, "codes must have dtype uint8", codes.char(), ends, ends)
+    yield wrong("affine_codes_fp8", TypeError, "codes must have dtype uint8", codes.to(torch.float8_e4m3fn), ends, ends)
+    yield wrong("affine_codes_rank", ValueError, "codes must have shape (E, N, H), got", codes[0], ends, ends)
+    yield wrong("affine_scales_half", TypeError, "scales must have dtype float32", codes, ends.half(), ends)
+    yield wrong("affine_offsets_half", TypeError, "offsets must have dtype float32", codes, ends, ends.half())
+    yield wrong("affine_offsets_list", TypeError, "offsets must be a tensor, got list", codes, ends, [1])
+    yield wrong("affine_scales_rank", ValueError, "scales must have shape (E, N, H / 32)", codes, ends[0], ends)
+    yield wrong("affine_offsets_rank", ValueError, "offsets must have shape (E, N, H / 128)", codes, four, four[0], 4)
+    yield wrong("affine_scales_E", ValueError, "scales must have size 2 (E of codes)", codes, ends[:1], ends)
+    yield wrong("affine_offsets_N", ValueError, "offsets must have size 70 (N of codes)", codes, ends, ends[:, :3])
+    yield wrong("affine_scales_H", ValueError, "size 5 (groups of 32 of H of codes) in", codes, four, ends)
+    yield wrong("affine_offsets_H", ValueError, "size 2 (groups of 128 of H of codes) in", codes, four, ends, 4)
+    yield wrong("affine_device", ValueError, "offsets must be on the device of codes", codes, ends, ends.to("meta"))
+    yield wrong("affine_bits", ValueError, "bits must be 8 or 4 for format 'affine', got 5", codes, ends, ends, 5)
+    yield wrong("affine_bits_bool", TypeError, "bits must be an int, got bool", codes, ends, ends, True)
+    large = codes.clone()
+    large[1, 2, 3] = 16
+    match = "codes must be at most 15 with 4 bits, which they are not at [1, 2, 3]"
+    yield wrong("affine_codes_16", ValueError, match, large, four, four, 4)
 
 
 def _unpack_errors() -> Iterator[ErrorInput]:
     yield from _dequantize_errors()
     for bits in (8, 4):
         weight = reference.quantize_weight(torch.ones(1, 2, 3), bits)
-        match = "weight.format must be 'mxfp' or 'fp', got 'int'"
+        match = "weight.format must be 'affine', 'mxfp' or 'fp', got 'int'"
         yield ErrorInput(Sample(f"int{bits}", (weight,)), ValueError, match)
 
 
@@ -241,8 +327,13 @@ def _quantize_errors() -> Iterator[ErrorInput]:
     yield wrong("bits_of_mxfp", ValueError, "bits must be 4 for format 'mxfp', got 8", weight, 8, "mxfp")
     yield wrong("bits_of_fp", ValueError, "bits must be 8 for format 'fp', got 4", weight, 4, "fp")
     yield wrong("bits_of_mxfp_6", ValueError, "bits must be 4 for format 'mxfp', got 6", weight, 6, "mxfp")
-    yield wrong("format_unknown", ValueError, "format must be 'int', 'mxfp' or 'fp', got 'nvfp'", weight, 4, "nvfp")
+    yield wrong(
+        "format_unknown", ValueError, "format must be 'int', 'mxfp', 'fp' or 'affine', got 'nvfp'", weight, 4, "nvfp"
+    )
     yield wrong("format_none", TypeError, "format must be a str, got NoneType", weight, 4, None)
+    match = "format must be one to which weights are rounded, got 'affine', which only holds weights"
+    for bits in (8, 4):
+        yield wrong(f"format_affine{bits}", ValueError, match, weight, bits, "affine")
 
 
 def wrong_weights() -> Iterator[tuple[str, object, type[Exception], str]]:
@@ -273,7 +364,7 @@ def _dequantize_errors() -> Iterator[ErrorInput]:
 
 
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
-    for number in NUMBERS.values():
+    for number in (NUMBERS[format, bits] for bits, format in FORMATS.values()):
         for dtype in (torch.float32, torch.bfloat16):
             weight = uniform(2, 5, 37, dtype=dtype, generator=generator)
             yield RawCall(f"{number}_{dtype}", "quantize_weight", (weight, number))

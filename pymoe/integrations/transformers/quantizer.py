@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pymoe._common.contracts import check_format
+from pymoe._common.contracts import check_format, check_rounded
 from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import affine_files, fp8_files, interface, mxfp4_files, quantized_dense
 from pymoe.integrations.transformers.quantized import stacked_weights
@@ -198,6 +198,8 @@ class PymoeQuantizer(HfQuantizer):
                     f"from_pretrained: expected a model with dense layers for linear_bits, got {type(model).__name__}"
                 )
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
+        if not self.pre_quantized:
+            check_rounded("from_pretrained", config.format)
         if self.pre_quantized:
             quantize_experts(model, config.bits, config.format)  # on the meta device
             if self.dense and not self.stored:
