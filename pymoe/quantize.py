@@ -1,11 +1,11 @@
 """Quantises the experts of a published checkpoint, and its dense layers on request, in less memory than it takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp] [--linear-bits 8|4]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp|affine] [--linear-bits 8|4]
                              [--max-shard-size SIZE]
 
-FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, or in
-FP8, as DeepSeek-V3, stay as they are, with ``--format mxfp`` or ``fp``, and are laid out for the kernels. OUT will hold
-the quantised model;
+FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, in FP8,
+as DeepSeek-V3, or in integers of GPTQ, AWQ or compressed-tensors stay as they are, with ``--format mxfp``, ``fp`` or
+``affine``, and are laid out for the kernels. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
 are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
 layer's experts, and twice the size of OUT on the disk.
@@ -32,17 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
-    parser.add_argument("--bits", type=int, choices=(8, 4), help="of a weight (default: 8, and 4 for mxfp)")
+    parser.add_argument("--bits", type=int, choices=(8, 4), help="of a weight (default: 8, and 4 for mxfp and affine)")
     parser.add_argument(
         "--format",
-        choices=("int", "mxfp", "fp"),
+        choices=("int", "mxfp", "fp", "affine"),
         default="int",
-        help="of codes; mxfp has 4 bits, and fp has 8 (default: %(default)s)",
+        help="of codes; mxfp has 4 bits, fp has 8; affine keeps integers of GPTQ or AWQ (default: %(default)s)",
     )
     parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
-    bits = options.bits or (4 if options.format == "mxfp" else 8)
+    bits = options.bits or (4 if options.format in ("mxfp", "affine") else 8)
     try:
         convert(
             *(options.folder, options.out, bits, options.max_shard_size),
@@ -62,14 +62,14 @@ def convert(
     out: Path,
     bits: int,
     max_shard_size: str | int,
-    format: Literal["int", "mxfp", "fp"] = "int",
+    format: Literal["int", "mxfp", "fp", "affine"] = "int",
     linear_bits: int | None = None,
 ) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
         folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 or FP8 if ``format`` is "mxfp"
-            or "fp".
+            or "fp", or of GPTQ, AWQ or compressed-tensors if it is "affine".
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4.
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
@@ -94,7 +94,8 @@ def convert(
     config = transformers.AutoConfig.from_pretrained(folder)
     own = getattr(config, "quantization_config", None)
     if own and (method := dict(own).get("quant_method")) not in STORED:
-        raise ValueError(f"expected weights that are not quantised, or are in MXFP4 or FP8, got {method!r}")
+        known = ", ".join(STORED)
+        raise ValueError(f"expected weights that are not quantised, or are quantised by {known}, got {method!r}")
     names = config.architectures or ["none"]
     model_class: Any = getattr(transformers, names[0], None)
     if model_class is None:

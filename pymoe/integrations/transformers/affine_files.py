@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe._common.types import BLOCK, GROUP, up
+from pymoe._common.types import FORMATS, RUNS, up
 from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows
 from pymoe.nn import QuantizedLinear
 from pymoe.ops import pack_weight
 
-GROUPS = {4: BLOCK, 8: GROUP}
+GROUPS = {bits: RUNS[number][0] for (format, bits), number in FORMATS.items() if format == "affine"}
 """Number of inputs that share a scale and an offset in the format "affine", by its bits."""
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of scales, which all become float32 without rounding."""

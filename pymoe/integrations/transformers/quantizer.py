@@ -9,7 +9,8 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
   configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
-  with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, whose other weights are widened.
+  with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
+  compressed-tensors, whose other weights are widened.
 """
 
 from __future__ import annotations
@@ -74,12 +75,15 @@ class PymoeConfig(QuantizationConfigMixin):
     place of their own configuration, and their codes and scales are kept as they are. They are not rounded to another
     format. Without a ``PymoeConfig`` transformers loads them as ever: on a CPU it widens them to the model's dtype.
     The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
-    ``PymoeConfig(bits=8, format="fp")``. Only their experts are kept in FP8: other weights take the model's dtype.
+    ``PymoeConfig(bits=8, format="fp")``, and for integers of GPTQ, AWQ and compressed-tensors and
+    ``PymoeConfig(bits=4, format="affine")``, or ``bits=8`` if their codes have 8 bits or their groups are no multiples
+    of 128 inputs. Only the experts of these are kept as they are: other weights take the model's dtype.
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`. Configurations of earlier
-            versions do not have it: theirs is ``"int"``.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`, or ``"affine"`` for
+            integers of other programs, see :func:`pymoe.ops.pack_weight`. Configurations of earlier versions do not
+            have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -93,9 +97,9 @@ class PymoeConfig(QuantizationConfigMixin):
             later pymoe or of an earlier one with integers of 4 bits; or an option is unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
-    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
-    asked for in another format, or the model has no experts that pymoe quantises, runs another implementation of
-    experts, or is offloaded.
+    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint of another
+    method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
+    that pymoe quantises, runs another implementation of experts, or is offloaded.
     """
 
     def __init__(
@@ -432,7 +436,7 @@ class Take(_Takes):
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             raise ValueError(
-                f"expected {name!r} with bits (14 for mxfp, 18 for fp), output and input features and packed shape "
+                f"expected {name!r} with its format's number, output and input features and packed shape "
                 f"{expected}, got {seen}"
             )
         return packed
