@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,8 +53,14 @@ class _Integers(StoredRows):
     """Bits of a code in the files."""
     group: int | None
     """Number of inputs of a group; None if an output has one scale for all inputs."""
+    ordered: bool
+    """Whether inputs may be in groups in another order, so that the files must say the group of each."""
 
     of_experts = ("bias",)
+    order: ClassVar[str | None] = None
+    """The part that says the group of each input; None if there is none."""
+    needed: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    """The parts that every weight has."""
 
     @abstractmethod
     def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +89,7 @@ class _Integers(StoredRows):
 
     @property
     def _required(self) -> tuple[str, ...]:
-        return self.parts[1:4]
+        return self.needed + ((self.order,) if self.ordered and self.order else ())
 
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return (N, H + 8 * groups of pymoe's format) uint8."""
@@ -133,19 +139,22 @@ class _Integers(StoredRows):
     def _groups(self, inputs: int) -> int:
         return 1 if self.group is None else up(inputs, self.group) // self.group
 
-    def _check_order(self, parts: Mapping[str, Tensor], part: str, inputs: int) -> None:
-        """Raise if a tensor puts inputs into other groups than those of neighbours."""
-        if part not in parts:
+    def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
+        """Raise if the files put inputs into other groups than those of neighbours."""
+        if self.order is None or self.order not in parts:
             return
-        index = _part(parts, part, (inputs,), torch.int32, torch.int64)
+        index = _part(parts, self.order, (inputs,), torch.int32, torch.int64)
         if not torch.equal(index.long(), torch.arange(inputs) // (self.group or max(inputs, 1))):
-            raise ValueError(f"expected neighbouring inputs in a group, got another order (act-order) in {part}")
+            raise ValueError(f"expected neighbouring inputs in a group, got another order (act-order) in {self.order}")
 
 
+@dataclass(frozen=True)
 class _Gptq(_Integers):
-    parts = (WEIGHT, "qweight", "qzeros", "scales", "g_idx")
-    less = 0
+    less: int
     """The number by which stored zero points are less than those that they stand for."""
+
+    parts = (WEIGHT, "qweight", "qzeros", "scales", "g_idx")
+    order = "g_idx"
 
     def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         in_word = 32 // self.code_bits
@@ -154,7 +163,7 @@ class _Gptq(_Integers):
         groups = self._groups(inputs)
         zeros = _part(parts, "qzeros", (groups, up(outputs, in_word) // in_word), torch.int32)
         scales = _part(parts, "scales", (groups, outputs), *SCALES)
-        self._check_order(parts, "g_idx", inputs)
+        self._check_order(parts, inputs)
         stored = _codes(zeros, self.code_bits)[:, :outputs]
         largest = 2**self.code_bits - 1
         if self.less and bool((stored == largest).any()):
@@ -163,10 +172,6 @@ class _Gptq(_Integers):
                 f"readers of such files and 0 to others"
             )
         return _codes(words.t(), self.code_bits), scales.float().t(), (stored.float() + self.less).t()
-
-
-class _GptqVersion1(_Gptq):
-    less = 1
 
 
 class _Awq(_Integers):
@@ -191,10 +196,12 @@ class _CompressedTensors(_Integers):
     """Whether all zero points are 0, and the files have none."""
 
     parts = (WEIGHT, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    order = "weight_g_idx"
+    needed = ("weight_packed", "weight_scale", "weight_shape")
 
     @property
     def _required(self) -> tuple[str, ...]:
-        return self.parts[1 : 4 if self.symmetric else 5]
+        return super()._required + (() if self.symmetric else ("weight_zero_point",))
 
     def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         in_word = 32 // self.code_bits
@@ -203,8 +210,7 @@ class _CompressedTensors(_Integers):
         words = _part(parts, "weight_packed", (outputs, up(inputs, in_word) // in_word), torch.int32)
         groups = self._groups(inputs)
         scales = _part(parts, "weight_scale", (outputs, groups), *SCALES)
-        if not bool((parts.get("weight_g_idx", shape) == -1).all()):  # -1: there is no order
-            self._check_order(parts, "weight_g_idx", inputs)
+        self._check_order(parts, inputs)
         if self.symmetric:
             if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
                 raise ValueError("expected weight_zero_point of symmetric weights to be 0, got other numbers")
@@ -239,8 +245,9 @@ def _gptq(entries: Mapping[str, Any]) -> StoredRows:
         layout = "marlin"
     if layout not in ("gptq", "gptq_v2"):
         raise _refused("GPTQ", "checkpoint_format 'gptq' or 'gptq_v2'", layout)
-    kind = _Gptq if layout == "gptq_v2" else _GptqVersion1
-    return _of_kind(kind, "gptq", "GPTQ", "qweight", entries.get("bits"), entries.get("group_size"))
+    ordered = bool(entries.get("desc_act")) and entries.get("group_size") != -1
+    named = {"ordered": ordered, "less": 1 if layout == "gptq" else 0}
+    return _of_kind(_Gptq, "gptq", "GPTQ", entries.get("bits"), entries.get("group_size"), named)
 
 
 def _awq(entries: Mapping[str, Any]) -> StoredRows:
@@ -251,7 +258,7 @@ def _awq(entries: Mapping[str, Any]) -> StoredRows:
         raise _refused("AWQ", "zero_point", entries["zero_point"])
     if entries.get("bits") != 4:
         raise _refused("AWQ", "bits of 4", entries.get("bits"))
-    return _of_kind(_Awq, "awq", "AWQ", "qweight", 4, entries.get("group_size"))
+    return _of_kind(_Awq, "awq", "AWQ", 4, entries.get("group_size"), {"ordered": False})
 
 
 def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
@@ -276,11 +283,12 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
         if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
             raise _refused(name, "integers for groups or channels", f"{weights.get('type')} for each {strategy}")
         group = -1 if strategy == "channel" else group
-        kinds.append((weights.get("num_bits"), group, weights.get("symmetric", True) is True))
+        ordered = weights.get("actorder") is True or _text(weights, "actorder") in ("group", "dynamic")
+        kinds.append((weights.get("num_bits"), group, weights.get("symmetric", True) is True, ordered))
     if len(set(kinds)) != 1:
         raise _refused(name, "config_groups with the same bits, groups and symmetry", kinds)
-    bits, group, symmetric = kinds[0]
-    return _of_kind(_CompressedTensors, name, name, "weight_packed", bits, group, symmetric=symmetric)
+    bits, group, symmetric, ordered = kinds[0]
+    return _of_kind(_CompressedTensors, name, name, bits, group, {"symmetric": symmetric, "ordered": ordered})
 
 
 STORED = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
@@ -288,7 +296,7 @@ STORED = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
 
 
 def _of_kind(
-    kind: type[_Integers], method: str, name: str, part: str, code_bits: Any, group: Any, **named: bool
+    kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, named: dict[str, Any]
 ) -> StoredRows:
     """Return a format with the least bits that keep such codes."""
     if code_bits not in (4, 8):
@@ -297,8 +305,8 @@ def _of_kind(
         raise _refused(name, f"group_size -1 or a multiple of {GROUPS[8]}", group)
     of_row = group == -1
     bits = code_bits if of_row or group % GROUPS[code_bits] == 0 else 8
-    more = {"code_bits": code_bits, "group": None if of_row else group, **named}
-    return kind(method, name, bits, "affine", "", transposed=False, layout="(E, out, in)", **more)
+    named |= {"code_bits": code_bits, "group": None if of_row else group}
+    return kind(method, name, bits, "affine", "", transposed=False, layout="(E, out, in)", **named)
 
 
 def _text(entries: Mapping[str, Any], *keys: str) -> str | None:

@@ -207,6 +207,11 @@ TENSORS = {
     "shape": ("compressed", without(f"{EXPERT}.up_proj.weight_shape"), r"to have '.*up_proj.weight_shape', got none"),
     "zeros": ("compressed", without(f"{QUERY}.weight_zero_point"), r"to have '.*q_proj.weight_zero_point', got none"),
     "an activation's scales": ("awq", plus("model.layers.0.mlp.act.scales", torch.ones(3)), "act.qweight', got none"),
+    "a dense layer": (
+        "awq",
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(f"{QUERY}.")],
+        "to have 'model.layers.0.self_attn.q_proj.weight', got none",
+    ),
     "an expert": (
         "awq",
         lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(f"{EXPERT}.up_proj.")],
@@ -267,6 +272,33 @@ def test_tensors_that_do_not_fit_are_refused(published, change, match):
         read(published)
 
 
+@pytest.mark.parametrize(
+    ("published", "key", "part"),
+    [("gptq", "desc_act", "g_idx"), ("compressed", "actorder", "weight_g_idx")],
+    indirect=["published"],
+)
+def test_files_that_may_have_another_order_must_say_it(published, key, part):
+    """Act-order that changes nothing is read; without the groups of the inputs nobody could know that."""
+    expected = logits(read(published))
+    config = json.loads((published / "config.json").read_text())
+    method = config["quantization_config"]
+    if key == "desc_act":
+        method[key] = True
+    else:
+        method["config_groups"]["group_0"]["weights"][key] = "group"
+    (published / "config.json").write_text(json.dumps(config))
+    tensors = load_file(published / FILE)
+    for name in [name for name in tensors if name.endswith((".qweight", ".weight_packed"))]:
+        path, _, own = name.rpartition(".")
+        inputs = 8 * tensors[name].shape[0 if own == "qweight" else 1]
+        tensors[f"{path}.{part}"] = (torch.arange(inputs) // 128).int()
+    save_file(tensors, published / FILE, metadata={"format": "pt"})
+    assert_same_bits(logits(read(published)), expected, "logits")
+    changed(published, without(f"{EXPERT}.up_proj.{part}"))
+    with pytest.raises(ValueError, match=f"expected the checkpoint to have '{EXPERT}.up_proj.{part}', got none"):
+        read(published)
+
+
 @each("gptq")
 def test_a_bias_of_zeros_is_no_bias(published):
     expected = logits(read(published))
@@ -291,6 +323,7 @@ WEIGHTS = configuration("compressed", 4, 128)["config_groups"]["group_0"]
 ENTRIES = {
     "bits of GPTQ": ("gptq", {"bits": 3}, "of GPTQ with bits of 4 or 8, got 3"),
     "bits of AWQ": ("awq", {"bits": 8}, "of AWQ with bits of 4, got 8"),
+    "gptq_v3": ("gptq", {"checkpoint_format": "gptq_v3"}, "with checkpoint_format 'gptq' or 'gptq_v2', got gptq_v3"),
     "groups": ("gptq", {"group_size": 16}, "of GPTQ with group_size -1 or a multiple of 32, got 16"),
     "no groups": ("awq", {"group_size": None}, "of AWQ with group_size -1 or a multiple of 32, got None"),
     "marlin": ("gptq", {"checkpoint_format": "marlin"}, "with checkpoint_format 'gptq' or 'gptq_v2', got marlin"),
