@@ -7,8 +7,8 @@
 // as integers over a block (8 bits) or a group of 32 (4 bits), and these sums are scaled and added in fp32, without
 // fused multiply-adds, in the order of the inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have
 // no order, so the bits of a result depend only on its row and its expert: not on the instruction set, the threads or
-// the rows around it. At fp8 nothing is rounded to integers: fp32 fused multiply-adds add up the products of a block of
-// 128 inputs in their order, and the sums are scaled and added as above.
+// the rows around it. At fp8 and in the affine formats nothing is rounded to integers: fp32 fused multiply-adds add up
+// the products of a block of 128 inputs in their order, and the sums are scaled (fp8) and added as above.
 //
 // Rows past offsets[E] belong to no expert: their y is zero, their x is never read. Every element of the output is
 // written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
@@ -46,7 +46,7 @@ struct RoundedBlock {
 
 inline constexpr int64_t kRoundedInputs = 128;
 inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
-inline constexpr int64_t kWidenedBytes = 4 * kRoundedInputs;  // fp8: a block in fp32, in place of integers
+inline constexpr int64_t kWidenedBytes = 4 * kRoundedInputs;  // is_fused: a block in fp32, in place of integers
 static_assert(kFp8Block == kRoundedInputs);
 
 // The layout of a block's integers: for products by vectors, or by tiles (quantized_linear_amx.h) with weights in 8 or
@@ -72,7 +72,7 @@ struct RoundedRows {
 
 constexpr int64_t rounded_blocks(int64_t inputs) { return (inputs + kRoundedInputs - 1) / kRoundedInputs; }
 constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs, WeightFormat format) {
-  const int64_t codes = format == WeightFormat::kFp8 ? kWidenedBytes : rounded_bytes(integers_for_tiles(format));
+  const int64_t codes = is_fused(format) ? kWidenedBytes : rounded_bytes(integers_for_tiles(format));
   return rows * rounded_blocks(inputs) * (codes + static_cast<int64_t>(sizeof(RoundedBlock)));
 }
 

@@ -29,11 +29,11 @@ struct Way {
   int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
 };
 
-// Calls multiply_tile_fp8 with the usual handling of subnormal numbers, which a thread may have set to flush them.
-template <typename T>
+// Calls multiply_tile_fused with the usual handling of subnormal numbers, which a thread may have set to flush them.
+template <WeightFormat kFormat, typename T>
 void multiply_with_subnormals(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                               int64_t row_stride, int64_t count) {
-  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fp8<T>);
+  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fused<kFormat, T>);
 #if PYMOE_MULTIVERSION
   constexpr unsigned kFlush = 0x8040;  // of results (FTZ) and operands (DAZ)
   const unsigned before = _mm_getcsr();
@@ -57,8 +57,8 @@ class Ways {
   Way<T> many_ = by_tiles();
 
   static Way<T> by_vectors() {
-    if constexpr (kFormat == WeightFormat::kFp8) {
-      return {PYMOE_SELECT_ISA_UP_TO_BF16(widen_block<T>), &multiply_with_subnormals<T>, kWidenedBytes,
+    if constexpr (is_fused(kFormat)) {
+      return {PYMOE_SELECT_ISA_UP_TO_BF16(widen_block<T>), &multiply_with_subnormals<kFormat, T>, kWidenedBytes,
               int64_t{3} << 19};
     } else {
       return {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
@@ -68,7 +68,7 @@ class Ways {
 
   Way<T> by_tiles() const {
 #if PYMOE_MULTIVERSION
-    if constexpr (kFormat != WeightFormat::kFp8) {  // AMX has no fp32, nor sums in the order of the inputs
+    if constexpr (!is_fused(kFormat)) {  // AMX has no fp32, nor sums in the order of the inputs
       constexpr Integers kIntegers = integers_for_tiles(kFormat);
       if (best_isa() >= Isa::kAmx) {
         return {&v4_bf16::round_block<kIntegers, T>, &v4_bf16::multiply_tile_by_tiles<kFormat, T, AmxTiles>,
@@ -165,6 +165,8 @@ void quantized_linear(const QuantizedLinearArguments& arguments) {
       case WeightFormat::kInt4: return multiply<T, WeightFormat::kInt4>(arguments);
       case WeightFormat::kMxfp4: return multiply<T, WeightFormat::kMxfp4>(arguments);
       case WeightFormat::kFp8: return multiply<T, WeightFormat::kFp8>(arguments);
+      case WeightFormat::kAffine8: return multiply<T, WeightFormat::kAffine8>(arguments);
+      case WeightFormat::kAffine4: return multiply<T, WeightFormat::kAffine4>(arguments);
     }
   };
   switch (arguments.dtype) {

@@ -4,8 +4,8 @@
 // A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
 // processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
 // one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in pairs. Many
-// rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 are multiplied in
-// quantized_linear_fp8.h.
+// rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine
+// formats are multiplied in quantized_linear_fused.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -178,16 +178,21 @@ PYMOE_INLINE vint32 twice_plus_12(vint32 codes) {
 #endif
 }
 
+PYMOE_INLINE vint32 load_bytes(const uint8_t* source) {
+#if PYMOE_ISA_LEVEL == 4
+  return (vint32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#elif PYMOE_ISA_LEVEL == 3
+  return (vint32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#else
+  vint32 bytes;
+  for (int lane = 0; lane < kLanes<float>; ++lane) bytes[lane] = source[lane];
+  return bytes;
+#endif
+}
+
 // Scales of mxfp4, bytes, as floats: powers of two, or NaN for 255.
 PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
-#if PYMOE_ISA_LEVEL == 4
-  const auto exponent = (vint32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-#elif PYMOE_ISA_LEVEL == 3
-  const auto exponent = (vint32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
-#else
-  vint32 exponent;
-  for (int lane = 0; lane < kLanes<float>; ++lane) exponent[lane] = source[lane];
-#endif
+  const vint32 exponent = load_bytes(source);
   // 2^-127 is subnormal; at the other end the bit makes a NaN of infinity.
   const vint32 end = (((exponent + 1) & 0xff) < 2) & (1 << 22);
   return (vfloat)(exponent << 23 | end);
@@ -487,7 +492,7 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
 
 }  // namespace pymoe::cpu::PYMOE_ISA
 
-#include "kernels/quantized_linear_fp8.h"
+#include "kernels/quantized_linear_fused.h"
 #if PYMOE_ISA_HAS_BF16
 #include "kernels/quantized_linear_amx.h"
 #endif

@@ -8,15 +8,20 @@
 //             input b in its lower half, of input b + 4 above;    w = 2^(p - 127) * d * s * code - 2^(p - 127) * e * m
 //     mxfp4   for every 32 inputs: 64 scales (e8m0), then codes (e2m1) as those of int4;  w = 2^(scale - 127) * value
 //     fp8     for every 128 inputs: 64 scales (fp32), then for every input 64 codes (e4m3);  w = scale * value
+//     affine8 for every 32 inputs: 64 scales, 64 offsets (fp32), then for every input 64 codes;
+//                                                                                  w = fma(scale, code, offset)
+//     affine4 for every 128 inputs: 64 scales, 64 offsets (fp32), then for every 2 inputs 64 bytes: the code of the
+//             first in the lower half, that of the second in the upper half;       w = fma(scale, code, offset)
 //
 // The three words of an output are 96 bits, from the lowest bit of the first word on: 8 scales s and then 8 minima m of
 // 6 bits, one for each group of 32 inputs of the super-block. They are zero for groups that the last super-block lacks,
 // which has no codes for these either.
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
-// inputs at int4: their code is 0, which stands for the minimum of the group. Kernels multiply them by zeros.
+// inputs at int4, affine8 and affine4: their code is 0, which stands for the minimum, or the offset, of the group.
+// Kernels multiply them by zeros.
 //
-// quantize_weight rounds (E, N, H) weights of any dtype and strides, by the steps of
+// quantize_weight rounds (E, N, H) weights of any dtype and strides, but not to the affine formats, by the steps of
 // pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It throws
 // std::invalid_argument for a weight that is NaN, infinite or larger than 2^100; the output is then unspecified.
 #pragma once
@@ -32,21 +37,28 @@ inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a
 inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise at fp8
 inline constexpr int64_t kSuperGroups = 8;      // int4: number of groups of a super-block
 
-// The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes.
-enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14, kFp8 = 18 };
+// The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes, 20 more for
+// the affine formats.
+enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14, kFp8 = 18, kAffine8 = 28, kAffine4 = 24 };
 
 constexpr int64_t bits_of(WeightFormat format) { return static_cast<int64_t>(format) % 10; }
 
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
 constexpr int64_t fp8_blocks(int64_t inputs) { return (inputs + kFp8Block - 1) / kFp8Block; }
+constexpr bool is_affine(WeightFormat format) {
+  return format == WeightFormat::kAffine8 || format == WeightFormat::kAffine4;
+}
+// Returns whether the products of a format are fused multiply-adds in fp32. The tiles of such a format are runs of
+// inputs, which begin with their scales, and their offsets if they are affine.
+constexpr bool is_fused(WeightFormat format) { return format == WeightFormat::kFp8 || is_affine(format); }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
 // The bytes of the scales of a group of inputs in a tile.
 constexpr int64_t quantized_ends_bytes(WeightFormat format) {
   return format == WeightFormat::kMxfp4 ? kQuantizedTile : 0;
 }
-// The bytes of a group of inputs in a tile, without those that a tile (int8), a super-block (int4) or a block (fp8) has
-// only once.
+// The bytes of a group of inputs in a tile, without those that a tile (int8), a super-block (int4) or a run (is_fused)
+// has only once.
 constexpr int64_t quantized_group_bytes(WeightFormat format) {
   return quantized_ends_bytes(format) + kQuantizedTile * kQuantizedGroup * bits_of(format) / 8;
 }
@@ -57,13 +69,24 @@ constexpr int64_t quantized_head_bytes(WeightFormat format) {
 constexpr int64_t quantized_super_bytes(WeightFormat format) {
   return format == WeightFormat::kInt4 ? kQuantizedTile * (2 + 2 + 12) : 0;
 }
-// fp8: the bytes of a tile before a block, which begins with its scales.
-constexpr int64_t fp8_block_begin(int64_t block) { return block * kQuantizedTile * (4 + kFp8Block); }
+// is_fused: the inputs of a run, its bytes before the codes, its bytes, and those of a tile before an input that begins
+// a run.
+constexpr int64_t fused_run(WeightFormat format) {
+  return format == WeightFormat::kAffine8 ? kQuantizedGroup : kFp8Block;
+}
+constexpr int64_t fused_head_bytes(WeightFormat format) { return kQuantizedTile * (is_affine(format) ? 8 : 4); }
+constexpr int64_t fused_run_bytes(WeightFormat format) {
+  return fused_head_bytes(format) + fused_run(format) / kQuantizedGroup * quantized_group_bytes(format);
+}
+constexpr int64_t fused_begin(WeightFormat format, int64_t input) {
+  return input / fused_run(format) * fused_run_bytes(format);
+}
 constexpr int64_t quantized_tile_bytes(WeightFormat format, int64_t inputs) {
   const int64_t groups = quantized_groups(inputs), supers = (groups + kSuperGroups - 1) / kSuperGroups;
   const int64_t bytes =
       quantized_head_bytes(format) + supers * quantized_super_bytes(format) + groups * quantized_group_bytes(format);
-  return format == WeightFormat::kFp8 ? bytes + fp8_blocks(inputs) * kQuantizedTile * 4 : bytes;
+  const int64_t runs = is_fused(format) ? (inputs + fused_run(format) - 1) / fused_run(format) : 0;
+  return bytes + runs * fused_head_bytes(format);
 }
 
 struct QuantizeWeightArguments {

@@ -108,7 +108,7 @@ void quantize_fp8(const QuantizeWeightArguments& a) {
     }
     const float scale = scale_of_block(largest);
     for (int64_t tile = first; tile < end; ++tile) {
-      uint8_t* to = a.packed + (expert * tiles + tile) * bytes + fp8_block_begin(block);
+      uint8_t* to = a.packed + (expert * tiles + tile) * bytes + fused_begin(a.format, block * kFp8Block);
       float scales[kQuantizedTile] = {};
       std::fill_n(scales, std::min(kQuantizedTile, a.outputs - tile * kQuantizedTile), scale);
       std::memcpy(to, scales, sizeof(scales));

@@ -15,7 +15,9 @@ constexpr const char* kName = "quantize_weight";
 Tensor quantize_weight(const Tensor& weight, int64_t number) {
   const DType dtype = floating_dtype(kName, "weight", weight);
   require(weight.dim() == 3, kName, "weight must have shape (E, N, H), got ", weight);
-  const WeightFormat format = weight_format(kName, number);
+  require(number == 8 || number == 4 || number == 14 || number == 18, kName, "format must be 8, 4, 14 or 18, got ",
+          number);
+  const auto format = static_cast<WeightFormat>(number);
   const int64_t experts = weight.size(0), outputs = weight.size(1), inputs = weight.size(2);
   Tensor packed =
       empty({experts, quantized_tiles(outputs), quantized_tile_bytes(format, inputs)}, ScalarType::Byte, weight);
