@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.types import FORMATS, RUNS, up
-from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows
+from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows, names_and_dtypes
 from pymoe.nn import QuantizedLinear
 from pymoe.ops import pack_weight
 
@@ -72,15 +72,11 @@ class _Integers(StoredRows):
 
     def tensors_in(self, files: Iterable[str]) -> set[str]:
         """Return the names of the tensors of quantised weights in those files that are safetensors."""
-        from safetensors import safe_open
-
         found: dict[str, set[str]] = {}
-        for file in (file for file in files if str(file).endswith(".safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    path, _, part = name.rpartition(".")
-                    if part in self.parts[1:]:
-                        found.setdefault(path, set()).add(part)
+        for name, _ in names_and_dtypes(files):
+            path, _dot, part = name.rpartition(".")
+            if part in self.parts[1:]:
+                found.setdefault(path, set()).add(part)
         for path, parts in found.items():
             for part in self._required:
                 if part not in parts:

@@ -8,7 +8,7 @@ tensors at once, a format makes rows of bytes of them, one for each output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -181,6 +181,16 @@ class StoredRows(StoredFormat, ABC):
                 f"from_pretrained: expected a model of a dtype in which all its weights may be, got {model.dtype} for "
                 f"{kept[0]!r}, which stays in float32; pass dtype=torch.float32"
             )
+
+
+def names_and_dtypes(files: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of those files that are safetensors: their names, and their dtypes as these files say them."""
+    from safetensors import safe_open
+
+    for file in (file for file in files if str(file).endswith(".safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in list(tensors.keys()):
+                yield name, tensors.get_slice(name).get_dtype()
 
 
 def _pattern(weight: str, part: str) -> str:

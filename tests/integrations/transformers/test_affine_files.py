@@ -125,10 +125,14 @@ def test_every_code_has_its_value_with_every_zero_point_in_every_place_of_a_word
         return
     in_word, count = 32 // bits, 2**bits
     first = 1 if kind == "gptq" else 0  # a zero point of 0 is refused there: see below
-    outputs = numpy.arange(first * in_word, count * in_word)
+    outputs = numpy.arange((count - first) * in_word)
     inputs = numpy.arange(count * in_word)
-    q = numpy.broadcast_to(inputs // in_word, (len(outputs), len(inputs)))
-    z = (outputs // in_word)[:, None]
+    # Neighbours in a word differ, or the order in words would not matter.
+    q = (inputs // in_word + 3 * (inputs % in_word) + outputs[:, None]) % count
+    z = first + ((outputs // in_word + outputs % in_word) % (count - first))[:, None]
+    for place in range(in_word):
+        assert set(z[place::in_word, 0]) == set(range(first, count))
+        assert all(set(row) == set(range(count)) for row in q[:, place::in_word])
     if kind == "compressed_symmetric":
         q, z = q[:64], numpy.full((64, 1), count // 2)
     torch.manual_seed(2)
