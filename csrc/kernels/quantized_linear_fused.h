@@ -108,7 +108,6 @@ class StoredCodes {
         offsets_[v] = load(scales + kQuantizedTile + v * kLanes<float>);
       }
       if (from_.first == 0) {
-#pragma GCC unroll 8
         for (int64_t line = 0; line < fused_head_bytes(kFormat); line += 64) __builtin_prefetch(run + line + kAhead);
       }
     }

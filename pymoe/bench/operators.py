@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from pymoe import ops, reference
 from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import FORMATS, WeightFormat, is_gated, packed_shape
+from pymoe._common.types import FORMATS, RUNS, WeightFormat, is_gated, packed_shape
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
 
@@ -286,9 +286,16 @@ def quantized_linear_case(
     experts, outputs, inputs = 8, 1536, 2048
 
     def make(random: torch.Generator) -> Sample:
-        weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
         x = uniform(rows * experts, inputs, dtype=dtype, generator=random)
-        return Sample("", (x, ops.quantize_weight(weight, bits, format), offsets_of([rows] * experts)))
+        if format == "affine":
+            codes = torch.randint(2**bits, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
+            size, _ = RUNS[FORMATS[format, bits]]
+            scales, offsets = uniform(2, experts, outputs, inputs // size, dtype=FLOAT32, generator=random).unbind()
+            packed = ops.pack_weight(codes, scales, offsets, bits)
+        else:
+            weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
+            packed = ops.quantize_weight(weight, bits, format)
+        return Sample("", (x, packed, offsets_of([rows] * experts)))
 
     return BenchCase(
         f"S{rows * experts} E{experts} H{inputs} N{outputs} {format}{bits}",
@@ -435,6 +442,11 @@ _ALL = (
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, bits) for bits in (8, 4) for rows in (1, 64)),
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, 4, "mxfp") for rows in (1, 64)),
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, 8, "fp") for rows in (1, 64)),
+        *(
+            quantized_linear_case("Qwen3-30B, eight experts", rows, bits, "affine")
+            for bits in (8, 4)
+            for rows in (1, 64)
+        ),
     ),
     _operator(
         "router_losses",

@@ -318,7 +318,7 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     if number in RUNS:
         codes, scale, *offset = _runs_of_tiles(number, packed, inputs)
         values = codes.view(torch.float8_e4m3fn) if number == 18 else codes
-        return values.float(), scale, *(offset or [None])
+        return values.float(), scale, offset[0] if offset else None
     codes, factors, fields, powers = _unpack_supers(packed, inputs // GROUP)
     ends = (factors * power_of_two(powers)[..., None, None])[..., None] * fields
     scales, minima = ends.transpose(2, 3).flatten(3)[..., : inputs // GROUP].unbind(2)

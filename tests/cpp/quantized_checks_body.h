@@ -27,8 +27,8 @@ void multiply_rounded(const test::TileCall<T>& call, int64_t bytes,
 
 template <WeightFormat kFormat, typename T>
 void by_vectors(const test::TileCall<T>& call) {
-  if constexpr (kFormat == WeightFormat::kFp8) {
-    multiply_rounded<T>(call, kWidenedBytes, &widen_block<T>, &multiply_tile_fp8<T>);
+  if constexpr (is_fused(kFormat)) {
+    multiply_rounded<T>(call, kWidenedBytes, &widen_block<T>, &multiply_tile_fused<kFormat, T>);
   } else {
     multiply_rounded<T>(call, kRoundedBytes, &round_block<Integers::kForVectors, T>, &multiply_tile<kFormat, T>);
   }

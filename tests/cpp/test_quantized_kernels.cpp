@@ -51,7 +51,7 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
     return static_cast<double>(scale) * (code - 128);
   }
   if (format == kFp8) {
-    const uint8_t* block = tile + fp8_block_begin(input / kFp8Block);
+    const uint8_t* block = tile + fused_begin(kFp8, input);
     float scale;
     memcpy(&scale, block + 4 * lane, sizeof(scale));
     const int code = block[4 * kQuantizedTile + input % kFp8Block * kQuantizedTile + lane], exponent = code >> 3 & 15;

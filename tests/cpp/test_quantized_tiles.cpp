@@ -1,6 +1,6 @@
-// Compares quantized_linear by tiles with quantized_linear by vectors, and its products in fp8 with a plain loop, bit
-// for bit; every operand lies between inaccessible pages. Runs emulated tiles, and vectors in fp8, with the loops of
-// every instruction set of the machine, and the processor's tiles.
+// Compares quantized_linear by tiles with quantized_linear by vectors, and its fused multiply-adds (fp8 and the affine
+// formats) with a plain loop, bit for bit; every operand lies between inaccessible pages. Runs emulated tiles, and
+// fused multiply-adds, with the loops of every instruction set of the machine, and the processor's tiles.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -95,12 +95,21 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
   for (int64_t i = 0; i < tile.size(); ++i) {
     tile[i] = values == Values::kLargest ? 255 : static_cast<uint8_t>(random());
   }
+  if (is_affine(kFormat)) {  // scales and offsets are usual, or any bits in special rows
+    const int64_t runs = (inputs + fused_run(kFormat) - 1) / fused_run(kFormat);
+    for (int64_t i = 0; i < runs * 2 * kQuantizedTile; ++i) {
+      uint8_t* head = tile.data() + i / (2 * kQuantizedTile) * fused_run_bytes(kFormat);
+      const float end = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-40f;
+      if (values != Values::kSpecial) memcpy(head + i % (2 * kQuantizedTile) * 4, &end, sizeof(end));
+    }
+    return;
+  }
   if (kFormat == WeightFormat::kFp8) {  // padding has no NaN; scales are usual, or any bits in special rows
     for (int64_t i = 0; i < tile.size(); ++i) {
       if ((tile[i] & 127) == 127 && values != Values::kSpecial) tile[i] = 1;
     }
     for (int64_t block = 0; block < fp8_blocks(inputs); ++block) {
-      uint8_t* begin = tile.data() + fp8_block_begin(block);
+      uint8_t* begin = tile.data() + fused_begin(kFp8, block * kFp8Block);
       for (int64_t j = 0; j < kQuantizedTile; ++j) {
         const float scale = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-40f;
         if (values != Values::kSpecial) memcpy(begin + 4 * j, &scale, sizeof(scale));
@@ -144,24 +153,39 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
   }
 }
 
-// The products in fp8 as quantized_linear.h describes them.
-template <typename T>
+// The value by which an input is multiplied, before the scale of its block at fp8.
+template <WeightFormat kFormat>
+float value_of(const uint8_t* tile, int64_t input, int64_t output) {
+  const uint8_t* run = tile + fused_begin(kFormat, input);
+  const uint8_t* codes = run + fused_head_bytes(kFormat);
+  const int64_t i = input % fused_run(kFormat);
+  if constexpr (kFormat == kFp8) {
+    const int code = codes[i * kQuantizedTile + output], exponent = code >> 3 & 15, mantissa = code & 7;
+    const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                      : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+    return (code & 127) == 127 ? std::nanf("") : code < 128 ? value : -value;
+  }
+  const int code = kFormat == kAffine8 ? codes[i * kQuantizedTile + output]
+                                       : codes[i / 2 * kQuantizedTile + output] >> i % 2 * 4 & 15;
+  float scale, offset;
+  memcpy(&scale, run + 4 * output, sizeof(scale));
+  memcpy(&offset, run + 4 * (kQuantizedTile + output), sizeof(offset));
+  return std::fma(static_cast<float>(code), scale, offset);
+}
+
+// Products by fused multiply-adds as quantized_linear.h describes them. Padding of inputs is multiplied by zeros.
+template <WeightFormat kFormat, typename T>
 void multiply_one_by_one(const TileCall<T>& call) {
   for (int64_t r = 0; r < call.rows; ++r) {
     for (int64_t j = 0; j < call.count; ++j) {
       float y = 0;
-      for (int64_t block = 0; block < fp8_blocks(call.inputs); ++block) {
-        const uint8_t* begin = call.tile + fp8_block_begin(block);
-        const int64_t end = std::min(call.inputs, (block + 1) * kFp8Block);
-        float sum = 0, scale;
-        memcpy(&scale, begin + 4 * j, sizeof(scale));
-        for (int64_t i = block * kFp8Block; i < end; ++i) {
-          const int code = begin[4 * kQuantizedTile + (i - block * kFp8Block) * kQuantizedTile + j];
-          const int exponent = code >> 3 & 15, mantissa = code & 7;
-          float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                      : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-          if ((code & 127) == 127) value = std::nanf("");
-          sum = std::fma(to_accumulate(call.x[r * call.inputs + i]), code < 128 ? value : -value, sum);
+      const int64_t padded = quantized_groups(call.inputs) * kQuantizedGroup;
+      for (int64_t block = 0; block < padded; block += kRoundedInputs) {
+        float sum = 0, scale = 1;
+        if (kFormat == kFp8) memcpy(&scale, call.tile + fused_begin(kFp8, block) + 4 * j, sizeof(scale));
+        for (int64_t i = block; i < std::min(padded, block + kRoundedInputs); ++i) {
+          const float x = i < call.inputs ? to_accumulate(call.x[r * call.inputs + i]) : 0.0f;
+          sum = std::fma(x, value_of<kFormat>(call.tile, i, j), sum);
         }
         y = y + sum * scale;
       }
@@ -172,14 +196,14 @@ void multiply_one_by_one(const TileCall<T>& call) {
 }
 
 // Every instruction set of the machine, and no tiles.
-template <typename T>
-std::vector<Variant<T>> variants_in_fp8() {
-  std::vector<Variant<T>> found = {{"baseline", &cpu::baseline::by_vectors<kFp8, T>}};
+template <WeightFormat kFormat, typename T>
+std::vector<Variant<T>> variants_without_tiles() {
+  std::vector<Variant<T>> found = {{"baseline", &cpu::baseline::by_vectors<kFormat, T>}};
 #if PYMOE_MULTIVERSION
   const Isa best = cpu::best_isa();
-  if (best >= Isa::kV3) found.push_back({"v3", &cpu::v3::by_vectors<kFp8, T>});
-  if (best >= Isa::kV4) found.push_back({"v4", &cpu::v4::by_vectors<kFp8, T>});
-  if (best >= Isa::kV4Bf16) found.push_back({"v4_bf16", &cpu::v4_bf16::by_vectors<kFp8, T>});
+  if (best >= Isa::kV3) found.push_back({"v3", &cpu::v3::by_vectors<kFormat, T>});
+  if (best >= Isa::kV4) found.push_back({"v4", &cpu::v4::by_vectors<kFormat, T>});
+  if (best >= Isa::kV4Bf16) found.push_back({"v4_bf16", &cpu::v4_bf16::by_vectors<kFormat, T>});
 #endif
   return found;
 }
@@ -200,9 +224,9 @@ void judge(std::mt19937& random, int64_t rows, int64_t inputs, int64_t count, Va
                    expected.data(), row_stride, count};
   static int number = 0;
   std::vector<Variant<T>> ways;
-  if constexpr (kFormat == kFp8) {
-    multiply_one_by_one(call);
-    ways = variants_in_fp8<T>();
+  if constexpr (is_fused(kFormat)) {
+    multiply_one_by_one<kFormat>(call);
+    ways = variants_without_tiles<kFormat, T>();
   } else {
     cpu::baseline::by_vectors<kFormat, T>(call);
     ways = variants<kFormat, T>(number++);
@@ -272,19 +296,34 @@ TEST_CASE("quantized_linear by tiles: every number of rows that share tiles, and
   }
 }
 
-TEST_CASE("quantized_linear in fp8: the bits of a plain loop, for random rows, inputs and outputs") {
+TEST_CASE("quantized_linear by fused multiply-adds: the bits of a plain loop, for random rows, inputs and outputs") {
   judge_many<kFp8, float>(16, Values::kUsual);
   judge_many<kFp8, BFloat16>(17, Values::kUsual);
   judge_many<kFp8, Float16>(18, Values::kUsual);
+  judge_many<kAffine8, float>(22, Values::kUsual);
+  judge_many<kAffine8, BFloat16>(23, Values::kUsual);
+  judge_many<kAffine4, float>(24, Values::kUsual);
+  judge_many<kAffine4, Float16>(25, Values::kUsual);
 }
 
-TEST_CASE("quantized_linear in fp8: NaN, infinities, subnormal numbers, and scales of any bits") {
+TEST_CASE("quantized_linear by fused multiply-adds: NaN, infinities, subnormal numbers, and scales of any bits") {
   judge_many<kFp8, float>(19, Values::kSpecial);
   judge_many<kFp8, BFloat16>(20, Values::kSpecial);
+  judge_many<kAffine8, float>(26, Values::kSpecial);
+  judge_many<kAffine4, float>(27, Values::kSpecial);
 }
 
-TEST_CASE("quantized_linear in fp8: every number of rows that share registers or values, and of groups") {
+TEST_CASE(
+    "quantized_linear by fused multiply-adds: every number of rows that share registers or values, and of groups") {
   std::mt19937 random(21);
-  for (int64_t rows = 1; rows <= 34; ++rows) judge<kFp8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
-  for (const int64_t rows : {96, 97, 193}) judge<kFp8, float>(random, rows, 40, 33, Values::kUsual);
+  for (int64_t rows = 1; rows <= 34; ++rows) {
+    judge<kFp8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kAffine8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kAffine4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+  }
+  for (const int64_t rows : {96, 97, 193}) {
+    judge<kFp8, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kAffine8, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kAffine4, float>(random, rows, 40, 33, Values::kUsual);
+  }
 }

@@ -3,10 +3,11 @@
 from planting import PythonFault as Fault
 
 PRODUCTS = "csrc/kernels/quantized_linear_cpu_body.h"
-PRODUCTS_FP8 = "csrc/kernels/quantized_linear_fp8.h"
+FUSED = "csrc/kernels/quantized_linear_fused.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
 REFERENCE = "pymoe/reference/quantized_weight.py"
 FP8 = "tests/ops/test_fp8_weights.py"
+AFFINE = "tests/ops/test_affine_weights.py"
 FP8_FILES = "tests/integrations/transformers/test_fp8_files.py"
 QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
@@ -116,22 +117,22 @@ FAULTS = [
         EQUAL,
     ),
     Fault(
-        "a block of fp8 takes the scales of the block before",
-        PRODUCTS_FP8,
-        "reinterpret_cast<const float*>(tile + fp8_block_begin(block));",
-        "reinterpret_cast<const float*>(tile + fp8_block_begin(block > 0 ? block - 1 : 0));",
+        "outputs of fp8 take the scales of the first ones",
+        FUSED,
+        "reinterpret_cast<const float*>(from.block) + from.first;",
+        "reinterpret_cast<const float*>(from.block);",
         (FP8, "-k", "in_float32 and native"),
     ),
     Fault(
         "a code of fp8 that is NaN is a number",
-        PRODUCTS_FP8,
+        FUSED,
         "vector * kLanes<float>) == 0x7f;",
         "vector * kLanes<float>) == 0x80;",
         (FP8, "-k", "is_nan and code and native"),
     ),
     Fault(
         "rows that share values of fp8 miss the codes that are NaN",
-        PRODUCTS_FP8,
+        FUSED,
         "store(first, stored.with_nan(load(first), v));",
         "store(first, load(first));",
         (FP8, "-k", "is_nan and code and native"),
@@ -145,24 +146,80 @@ FAULTS = [
     ),
     Fault(
         "a code of fp8 loses its sign",
-        PRODUCTS_FP8,
+        FUSED,
         "0x87f00000u",
         "0x07f00000u",
         (FP8, "-k", "values_of_its_codes and native"),
     ),
     Fault(
         "the largest codes of fp8 lose a bit of their exponent",
-        PRODUCTS_FP8,
+        FUSED,
         "<< 20 & kBits",
         "<< 20 & kBits & ~0x04000000",
         (FP8, "-k", "values_of_its_codes and native"),
     ),
     Fault(
         "rows that share values of fp8 are all the first part's",
-        PRODUCTS_FP8,
-        "values + r * kFp8Block",
+        FUSED,
+        "values + r * kRoundedInputs",
         "values",
         EQUAL,
+    ),
+    Fault(
+        "an affine weight takes its scale for its offset",
+        FUSED,
+        "load(scales + kQuantizedTile + v * kLanes<float>);",
+        "load(scales + v * kLanes<float>);",
+        (AFFINE, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "an affine weight is rounded twice",
+        FUSED,
+        "fused_multiply_add(to_float(codes), scales_[vector], offsets_[vector]);",
+        "to_float(codes) * scales_[vector] + offsets_[vector];",
+        (AFFINE, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "a group of affine weights takes the scales of the first group of its block",
+        FUSED,
+        "const auto* scales = reinterpret_cast<const float*>(run) + from_.first;",
+        "const auto* scales = reinterpret_cast<const float*>(from_.block) + from_.first;",
+        (AFFINE, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "the second of two inputs in a byte takes the code of the first",
+        FUSED,
+        "weight(codes >> 4, v);",
+        "weight(codes & 15, v);",
+        (AFFINE, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "the reference rounds an affine weight twice",
+        REFERENCE,
+        "fused_multiply_add(by_input(scale[expert]), codes[expert], by_input(minimum[expert]))",
+        "by_input(scale[expert]) * codes[expert] + by_input(minimum[expert])",
+        (AFFINE, "-k", "rounded_once and reference"),
+    ),
+    Fault(
+        "a code of more than 4 bits spills into the next input's",
+        REFERENCE,
+        "            _check_codes(codes)\n",
+        "            pass\n",
+        ("tests/ops/test_errors.py", "-k", "pack_weight and affine_codes_16"),
+    ),
+    Fault(
+        "experts are rounded to a format to which no weights are rounded",
+        "pymoe/_common/contracts.py",
+        "if format in PACKED_ONLY:",
+        "if not format:",
+        (AFFINE, "-k", "no_weights_are_rounded"),
+    ),
+    Fault(
+        "a checkpoint that is not quantised is asked for as affine",
+        QUANTIZER,
+        'check_rounded("from_pretrained", config.format)',
+        "pass",
+        ("tests/integrations/transformers/test_quantizer.py", "-k", "to_which_no_weights"),
     ),
     Fault(
         "subnormal weights are rounded as normal ones",
@@ -194,7 +251,7 @@ FAULTS = [
     ),
     Fault(
         "the reference's fused operation rounds twice",
-        "pymoe/reference/quantized_linear.py",
+        REFERENCE,
         "even = (error != 0)",
         "even = (error > 1)",
         (FP8, "-k", "one_rounding and reference"),
@@ -377,7 +434,7 @@ FAULTS = [
     Fault(
         "weights without memory may have any format",
         "pymoe/ops/quantized_weight.py",
-        "if format not in FORMATS.values():",
+        "if format not in (8, 4, 14, 18):",
         "if format < 0:",
         ("tests/ops/test_quantized_semantics.py", "-k", "name_no_format"),
     ),

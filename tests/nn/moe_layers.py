@@ -6,8 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from specs.quantized_weight import AFFINE, in_format
 
-from pymoe.nn import MoE
+from pymoe.nn import MoE, QuantizedExperts, QuantizedLinear, quantize_experts
 
 BACKENDS = ("native", "reference")
 
@@ -55,6 +56,19 @@ OPTIONS = {
         "bias": True,
     },
 }
+
+
+def quantize_layer(layer, bits, format="int"):
+    """Call quantize_experts, or give the layer affine weights, to which that does not round."""
+    if (bits, format) not in AFFINE.values():
+        quantize_experts(layer, bits, format)
+        return
+    experts = layer.experts
+    weights = [in_format(weight.detach(), bits, format) for weight in (experts.w_in, experts.w_out)]
+    layer.experts = QuantizedExperts.from_experts(experts, bits)
+    layer.experts.format = format
+    for name, weight in zip(("w_in", "w_out"), weights, strict=True):
+        setattr(layer.experts, name, QuantizedLinear.from_quantized(weight, experts.backend).train(experts.training))
 
 
 def make_layer(*, seed=0, hidden_size=12, ffn_size=10, num_experts=8, top_k=2, **options):

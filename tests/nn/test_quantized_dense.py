@@ -10,7 +10,7 @@ from called import Operators, functions_of
 from moe_layers import BACKENDS
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import FORMATS
+from specs.quantized_weight import EVERY_FORMAT, in_format
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
@@ -72,10 +72,11 @@ def test_it_is_the_operator_of_the_reference_bit_for_bit(shape, bias, backend, d
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", EVERY_FORMAT)
 def test_a_call_is_one_native_call_with_the_bits_of_the_reference(form):
-    bits, format = FORMATS[form]
-    layer = QuantizedDenseLinear.from_linear(linear(), bits, format=format)
+    plain = linear()
+    weight = in_format(plain.weight.detach()[None], *EVERY_FORMAT[form])
+    layer = QuantizedDenseLinear.from_quantized(weight, bias=plain.bias)
     whole = torch.randn(3, 140, 2)
     for x in (whole[:, :70, 0], whole[0, 70:, 1], whole[:, ::2].transpose(1, 2)):  # of any strides
         with Operators() as operators:

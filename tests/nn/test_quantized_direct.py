@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from called import Operators
-from moe_layers import OPTIONS, make_input, make_layer, one_by_one
+from moe_layers import OPTIONS, make_input, make_layer, one_by_one, quantize_layer
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import FORMATS
+from specs.quantized_weight import EVERY_FORMAT
 from torch import nn
 
-from pymoe.nn import QuantizedLinear, quantize_experts
+from pymoe.nn import QuantizedLinear
 
 pytestmark = pytest.mark.only_on("cpu")
 CALL = "pymoe.apply_chosen_quantized_experts.default"
@@ -20,7 +20,7 @@ CALL = "pymoe.apply_chosen_quantized_experts.default"
 
 def quantized(bits=8, format="int", dtype=torch.float32, **options):
     layer = make_layer(**options, dtype=dtype).eval()
-    quantize_experts(layer, bits, format)
+    quantize_layer(layer, bits, format)
     return layer
 
 
@@ -30,7 +30,7 @@ def native_calls(layer, x):
     return [name for name in called.names if name.startswith("pymoe.")]
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, form):
@@ -45,7 +45,7 @@ def test_it_has_the_bits_and_the_statistics_of_the_parts(options, dtype, form):
             assert all(torch.equal(a, b) for a, b in zip(layer.stats, stats, strict=True))
 
 
-@pytest.mark.parametrize("form", [(8, "int"), (4, "mxfp"), (8, "fp")], ids=["int8", "mxfp4", "fp8"])
+@pytest.mark.parametrize("form", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 def test_it_is_one_native_call(form):
     layer, x = quantized(*form, bias=True), make_input(5, dtype=torch.float32)
     assert native_calls(layer, x) == [CALL]

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from moe_layers import BACKENDS, make_layer
+from moe_layers import BACKENDS, make_layer, quantize_layer
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import FORMATS
+from specs.quantized_weight import EVERY_FORMAT, in_format
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -19,7 +19,7 @@ from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
 BITS = pytest.mark.parametrize("bits", [8, 4])
-FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+FORMS = pytest.mark.parametrize("form", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 OPTIONS = {
     "plain": {},
     "gelu": {"activation": "gelu"},
@@ -39,7 +39,7 @@ def with_rounded_weights(moe, *form):
     rounded = copy.deepcopy(moe)
     with torch.no_grad():
         for weight in (rounded.experts.w_in, rounded.experts.w_out):
-            weight.copy_(pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, *form)))
+            weight.copy_(pymoe.ops.dequantize_weight(in_format(weight, *form)))
     return rounded
 
 
@@ -54,7 +54,7 @@ def relative(got, wanted):
 def test_a_layer_computes_with_its_rounded_weights(options, backend, form):
     moe = layer(backend, **options)
     expected = with_rounded_weights(moe, *form)
-    quantize_experts(moe, *form)
+    quantize_layer(moe, *form)
     x = torch.randn(30, 40)
     assert relative(moe(x), expected(x)) < 3e-4
     assert_same_bits(moe.stats.load, expected.stats.load, "load")
@@ -65,7 +65,7 @@ def test_a_layer_computes_with_its_rounded_weights(options, backend, form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_native_call_returns_the_bits_of_six(dtype, form):
     moe = layer(dtype=dtype, bias=True)
-    quantize_experts(moe, *form)
+    quantize_layer(moe, *form)
     x = torch.randn(30, 40).to(dtype)
     expected = copy.deepcopy(moe)
     expected.experts.register_forward_hook(lambda *_: None)  # an expert with a hook is called
@@ -93,7 +93,7 @@ def test_the_layer_is_for_inference(bits):
 @pytest.mark.parametrize("bias", [False, True])
 def test_state_goes_through_safetensors_and_the_meta_device(form, bias, tmp_path):
     moe = layer(bias=bias)
-    quantize_experts(moe, *form)
+    quantize_layer(moe, *form)
     state = moe.state_dict()
     biases = {"experts.b_in", "experts.b_out"} if bias else set()
     weights = {f"experts.{weight}.{key}" for weight in ("w_in", "w_out") for key in ("packed", "sizes")}
@@ -145,7 +145,7 @@ def test_a_cast_leaves_the_packed_bytes_as_they_are(dtype, bits):
 @FORMS
 def test_apply_experts_takes_quantised_weights(form):
     experts = Experts(40, 36, 6, bias=True)
-    w_in, w_out = (pymoe.ops.quantize_weight(weight, *form) for weight in (experts.w_in, experts.w_out))
+    w_in, w_out = (in_format(weight, *form) for weight in (experts.w_in, experts.w_out))
     x, chosen, weights = torch.randn(9, 40), torch.randint(0, 8, (9, 2)), torch.rand(9, 2)
     options = {"b_in": experts.b_in, "b_out": experts.b_out, "foreign_experts": True}
     y = apply_experts(x, chosen, weights, w_in, w_out, **options)
@@ -382,7 +382,7 @@ def test_packed_weights_cannot_be_indexed():
 @FORMS
 def test_compiles_whole(form):
     moe = layer()
-    quantize_experts(moe, *form)
+    quantize_layer(moe, *form)
     x = torch.randn(6, 40)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x), moe(x), "y")
@@ -560,6 +560,14 @@ def test_formats_that_do_not_exist_are_refused(options, error, match):
     ):
         with pytest.raises(error, match=match):
             make()
+
+
+@BITS
+def test_experts_are_not_rounded_to_affine_weights_and_stay_as_they_were(bits):
+    moe = layer()
+    with pytest.raises(ValueError, match="quantize_experts: format must be one to which weights are rounded, got 'aff"):
+        quantize_experts(moe, bits, "affine")
+    assert type(moe.experts) is Experts
 
 
 @torch.no_grad()

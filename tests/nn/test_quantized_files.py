@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from moe_layers import OPTIONS, make_layer
+from moe_layers import OPTIONS, make_layer, quantize_layer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import FORMATS
+from specs.quantized_weight import EVERY_FORMAT
 
-from pymoe.nn import MoE, QuantizedExperts, load_quantized, quantize_experts, save_quantized
+from pymoe.nn import MoE, QuantizedExperts, load_quantized, save_quantized
 from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -19,7 +19,7 @@ MORE = {"clamped": {"activation": ClampedSwiglu(0.25, alpha=1.702, up_offset=1.0
 
 def quantised(bits=4, format="int", dtype=torch.float32, **options):
     moe = make_layer(hidden_size=40, ffn_size=36, dtype=dtype, **options).eval()
-    quantize_experts(moe, bits, format)
+    quantize_layer(moe, bits, format)
     return moe
 
 
@@ -31,7 +31,7 @@ def described(moe):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 @pytest.mark.parametrize("options", (OPTIONS | MORE).values(), ids=(OPTIONS | MORE).keys())
 def test_a_layer_comes_back(options, form, tmp_path):
     moe = quantised(*form, **options)

@@ -10,7 +10,7 @@ import pymoe
 from pymoe.bench.operators import offsets_of
 
 pytestmark = pytest.mark.only_on("cpu")
-BACKENDS = pytest.mark.parametrize("backend", [pymoe.reference], ids=["reference"])
+BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SIZES = pytest.mark.parametrize(
     ("outputs", "inputs"), [(1, 1), (70, 45), (130, 257), (256, 128), (129, 384), (64, 160), (3, 33)]

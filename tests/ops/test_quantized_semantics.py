@@ -5,7 +5,7 @@ exactness.
 import pytest
 import torch
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import FORMATS
+from specs.quantized_weight import EVERY_FORMAT, FORMATS, in_format
 from specs.samples import tied
 
 import pymoe
@@ -17,7 +17,7 @@ from pymoe.reference.quantized_weight import _pack_supers, _unpack_supers, power
 pytestmark = pytest.mark.only_on("cpu")
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
 BITS = pytest.mark.parametrize("bits", [8, 4])
-FORMS = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+FORMS = pytest.mark.parametrize("form", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def normal(*shape, seed=0):
@@ -188,7 +188,7 @@ def test_activations_move_by_at_most_a_32639th_of_their_blocks_largest(backend, 
 
 @FORMS
 def test_products_are_those_of_the_dequantised_weights_to_one_part_in_ten_thousand(form):
-    x, weight = normal(64, 1024), pymoe.ops.quantize_weight(normal(2, 96, 1024, seed=1), *form)
+    x, weight = normal(64, 1024), in_format(normal(2, 96, 1024, seed=1), *form)
     offsets = offsets_of([24, 40])
     exact = pymoe.ops.grouped_linear(x.double(), pymoe.ops.dequantize_weight(weight).double(), offsets)
     assert relative(pymoe.ops.quantized_linear(x, weight, offsets) - exact, exact) < 1e-4
@@ -204,7 +204,7 @@ def test_bfloat16_values_near_their_blocks_largest_are_kept():
 @FORMS
 def test_a_row_does_not_depend_on_the_rows_around_it(backend, form):
     """The kernel has different code for one row and for many rows."""
-    x, weight = normal(230, 200).bfloat16(), backend.quantize_weight(normal(1, 130, 200, seed=1), *form)
+    x, weight = normal(230, 200).bfloat16(), in_format(normal(1, 130, 200, seed=1), *form)
     together = backend.quantized_linear(x, weight, offsets_of([230]))
     for rows in (1, 2, 3, 5, 7, 60):
         some = backend.quantized_linear(x[11 : 11 + rows], weight, offsets_of([rows]))
@@ -224,8 +224,8 @@ def test_random_shapes(form):
         x = torch.randn(sum(counts) + number(3), inputs, generator=random).bfloat16()
         weight = torch.randn(experts, outputs, inputs, generator=random)
         bias = torch.randn(experts, outputs, generator=random).bfloat16() if number(2) else None
-        packed = pymoe.ops.quantize_weight(weight, *form)
-        assert_same_bits(packed.packed, pymoe.reference.quantize_weight(weight, *form).packed, "packed")
+        packed = in_format(weight, *form, pymoe.ops)
+        assert_same_bits(packed.packed, in_format(weight, *form).packed, "packed")
         y = pymoe.ops.quantized_linear(x, packed, offsets_of(counts), bias)
         expected = pymoe.reference.quantized_linear(x, packed, offsets_of(counts), bias)
         assert_same_bits(y, expected, f"E{experts} N{outputs} H{inputs} {counts}")

@@ -13,7 +13,15 @@ from pymoe._common.types import number_of
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import offsets_of, random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
-from specs.quantized_weight import FORMATS, stored, stored_fp8, super_blocks, wrong_weights
+from specs.quantized_weight import (
+    EVERY_FORMAT,
+    in_format,
+    stored,
+    stored_affine,
+    stored_fp8,
+    super_blocks,
+    wrong_weights,
+)
 from specs.samples import expanded, layouts, special_values, sprinkled
 
 SIZES = ((1, 1), (1, 9), (9, 1), (64, 32), (65, 33), (63, 129), (64, 128), (130, 257), (20, 600))
@@ -31,11 +39,11 @@ def _sample(
 ) -> Sample:
     plain = grouped_linear.random_sample(name, counts, sizes, dtype, generator, bias, past_the_end)
     x, weight, *others = plain.args
-    return Sample(name, (x, reference.quantize_weight(weight, *FORMATS[form]), *others))
+    return Sample(name, (x, in_format(weight, *EVERY_FORMAT[form]), *others))
 
 
 def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
-    for form in FORMATS:
+    for form in EVERY_FORMAT:
 
         def make(
             name: str,
@@ -89,8 +97,8 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
         unread = torch.full((20, 140), float("nan"), dtype=dtype)
         unread[:13] = x
         yield Sample(f"nan_past_the_end_{form}", (unread, weight, offsets, bias))
-    for name, codes, scales in (*stored(generator), *stored_fp8(generator)):
-        weight = reference.pack_weight(codes, scales)
+    for name, codes, *others in (*stored(generator), *stored_fp8(generator), *stored_affine(generator)):
+        weight = reference.pack_weight(codes, *others)
         x = torch.randn(13, weight.input_features, generator=generator).to(dtype)
         cuts = offsets_of(random_counts(13, len(codes), generator)) if len(codes) else offsets_of([])
         yield Sample(f"stored_{name}", (x, weight, cuts))
@@ -141,7 +149,7 @@ def _error_inputs() -> Iterator[ErrorInput]:
 
 
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
-    for form in FORMATS:
+    for form in EVERY_FORMAT:
         for dtype in (torch.float32, torch.bfloat16):
             x, weight, offsets, bias = _sample("raw", [3, 0, 5], (6, 40), form, dtype, generator, True, 2).args
             number, name = number_of(weight), f"{form}_{str(dtype).removeprefix('torch.')}"

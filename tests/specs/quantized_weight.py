@@ -33,8 +33,9 @@ SIZES = (
 
 FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS if format not in PACKED_ONLY}
 """The formats by name to which weights are rounded: what quantize_weight is called with."""
-AFFINE = {"affine8": (8, "affine"), "affine4": (4, "affine")}
+AFFINE = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS if format in PACKED_ONLY}
 """The formats that only hold what other programs have rounded."""
+EVERY_FORMAT = FORMATS | AFFINE
 
 
 def in_format(weight: Tensor, bits: int, format: str, backend: ModuleType = reference) -> QuantizedWeight:

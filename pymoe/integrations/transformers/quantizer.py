@@ -98,8 +98,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint of another
-    method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
-    that pymoe quantises, runs another implementation of experts, or is offloaded.
+    method is asked for in another format than its own or has a layout that is not kept, weights are to be rounded to
+    ``"affine"``, or the model has no experts that pymoe quantises, runs another implementation of experts, or is
+    offloaded.
     """
 
     def __init__(

@@ -12,10 +12,11 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import FORMATS
+from specs.quantized_weight import AFFINE, FORMATS, in_format
 from test_models import EVERY_MODEL, models
 
 from pymoe.integrations.transformers import PymoeConfig
+from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import MoE, QuantizedLinear, quantize_experts
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -321,6 +322,29 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         wrong = edited(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{number}"), edit)
         with pytest.raises(ValueError, match=f"^from_pretrained: expected .*{words}"):
             type(model).from_pretrained(wrong, quantization_config=PymoeConfig(8))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_format_to_which_no_weights_are_rounded_is_refused(bits, tmp_path):
+    cls = checkpoint("mixtral", tmp_path)
+    with pytest.raises(ValueError, match=r"^from_pretrained: format must be one to which .* rounded, got 'affine'"):
+        cls.from_pretrained(tmp_path, quantization_config=PymoeConfig(bits, "affine"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", AFFINE.values(), ids=AFFINE)
+def test_a_model_with_affine_experts_comes_back(form, tmp_path):
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
+    for _, experts in [*model.named_modules()]:
+        for name, weight in (stacked_weights(experts) or {}).items():
+            layer = QuantizedLinear.from_quantized(in_format(weight.detach(), *form)).eval()
+            delattr(experts, name)
+            setattr(experts, name, layer)
+    model.save_pretrained(tmp_path / "packed")
+    got = cls.from_pretrained(tmp_path / "packed")
+    assert {layer.format for layer in got.modules() if isinstance(layer, QuantizedLinear)} == {"affine"}
+    assert_same_model(got, model)
 
 
 def test_experts_without_their_bias_are_refused(tmp_path):
