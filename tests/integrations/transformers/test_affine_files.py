@@ -88,6 +88,7 @@ def stacked(wide, name):
     return torch.stack(of_experts)
 
 
+@pytest.mark.thinned(usual=6)
 def test_experts_are_what_the_formula_says_and_other_weights_are_widened(case):
     published, plain, bits = case
     model, wide = read(published, bits), load_file(plain / FILE)
@@ -105,6 +106,7 @@ def test_experts_are_what_the_formula_says_and_other_weights_are_widened(case):
         assert torch.equal(parameter.detach(), wide[of_file]), name
 
 
+@pytest.mark.thinned(usual=6)
 def test_it_computes_what_the_widened_model_does_and_comes_back(case, tmp_path):
     published, plain, bits = case
     model = read(published, bits)
