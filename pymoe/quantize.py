@@ -1,13 +1,14 @@
 """Quantises the experts of a published checkpoint, and its dense layers on request, in less memory than it takes.
 
-    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp|stored] [--linear-bits 8|4]
+    python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp|affine|stored] [--linear-bits 8|4]
                              [--max-shard-size SIZE]
     python -m pymoe.quantize FILE.gguf OUT [--linear-bits 8|4] [--max-shard-size SIZE]
 
-FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, or in
-FP8, as DeepSeek-V3, stay as they are, with ``--format mxfp`` or ``fp``, and are laid out for the kernels. So do those
-of a GGUF file, as far as pymoe has formats for its types. A config.json next to that file is used, and then the other
-files of the folder are copied, too; otherwise the file's metadata must do. OUT will hold the quantised model;
+FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, in FP8,
+as DeepSeek-V3, or in integers of GPTQ, AWQ or compressed-tensors stay as they are, with ``--format mxfp``, ``fp`` or
+``affine``, and are laid out for the kernels. So do those of a GGUF file, as far as pymoe has formats for its types. A
+config.json next to that file is used, and then the other files of the folder are copied, too; otherwise the file's
+metadata must do. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
 are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
 layer's experts, and twice the size of OUT on the disk.
@@ -38,20 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json; or a GGUF file"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
-    parser.add_argument("--bits", type=int, choices=(8, 4), help="of a weight (default: 8, and 4 for mxfp)")
+    parser.add_argument("--bits", type=int, choices=(8, 4), help="of a weight (default: 8, and 4 for mxfp and affine)")
     parser.add_argument(
         "--format",
-        choices=("int", "mxfp", "fp", "stored"),
-        help="of codes; mxfp has 4 bits, fp has 8, and stored is that of the files (default: int, or stored for GGUF)",
+        choices=("int", "mxfp", "fp", "affine", "stored"),
+        help="of codes; mxfp has 4 bits, fp has 8; affine keeps integers of GPTQ or AWQ; stored is that of the files "
+        "(default: int, or stored for GGUF)",
     )
     parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
     format: Any = options.format or ("stored" if options.folder.suffix == GGUF else "int")
+    bits = options.bits or {"mxfp": 4, "affine": 4, "stored": None}.get(format, 8)
     try:
         convert(
-            *(options.folder, options.out, options.bits or {"mxfp": 4, "stored": None}.get(format, 8)),
-            options.max_shard_size,
+            *(options.folder, options.out, bits, options.max_shard_size),
             format=format,
             linear_bits=options.linear_bits,
         )
@@ -69,14 +71,15 @@ def convert(
     out: Path,
     bits: int | None,
     max_shard_size: str | int,
-    format: Literal["int", "mxfp", "fp", "stored"] = "int",
+    format: Literal["int", "mxfp", "fp", "affine", "stored"] = "int",
     linear_bits: int | None = None,
 ) -> None:
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
         folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 or FP8 if ``format`` is "mxfp"
-            or "fp", or either if it is "stored"; or a GGUF file, for which it must be.
+            or "fp", of GPTQ, AWQ or compressed-tensors if it is "affine", or any of these if it is "stored"; or a GGUF
+            file, for which it must be.
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4; None for "stored".
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
@@ -114,7 +117,8 @@ def convert(
         named["config"] = config
     own = getattr(config, "quantization_config", None)
     if own and not file and (method := dict(own).get("quant_method")) not in STORED:
-        raise ValueError(f"expected weights that are not quantised, or are in MXFP4 or FP8, got {method!r}")
+        known = ", ".join(STORED)
+        raise ValueError(f"expected weights that are not quantised, or are quantised by {known}, got {method!r}")
     names = config.architectures or ["AutoModelForCausalLM" if file else "none"]
     model_class: Any = getattr(transformers, names[0], None)
     if model_class is None:

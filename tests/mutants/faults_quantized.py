@@ -272,9 +272,9 @@ FAULTS = [
     ),
     Fault(
         "a checkpoint in FP8 may have blocks of any size",
-        QUANTIZER,
-        "        fp8_files.check_configuration(entries)\n",
-        "        pass\n",
+        "pymoe/integrations/transformers/fp8_files.py",
+        "if block is None or list(block) != [BLOCK, BLOCK] or dtype",
+        "if False and dtype",
         (FP8_FILES, "-k", "other_blocks"),
     ),
     Fault(
@@ -322,7 +322,7 @@ FAULTS = [
     Fault(
         "a weight in FP8 may reach the model without its scales",
         "pymoe/integrations/transformers/quantizer.py",
-        "fp8_files.check_conversions(model, alone, self._in_fp8, WEIGHTS)",
+        "stored.check_conversions(model, alone, self._tensors, WEIGHTS)",
         "pass",
         ("tests/integrations/transformers/test_fp8_files.py", "-k", "lose_its_scales"),
     ),

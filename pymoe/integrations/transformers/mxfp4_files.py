@@ -8,6 +8,9 @@ the rules of ``transformers.integrations.mxfp4``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,12 @@ ENDINGS = ("_blocks", "_scales")
 """What the names of a weight's two tensors have in addition to that of the weight."""
 
 STORED = StoredFormat("mxfp4", "MXFP4", 4, "mxfp", ENDINGS[0], transposed=True, layout="(E, in, out), as GPT-OSS has,")
+
+
+def stored(_: Mapping[str, Any]) -> StoredFormat:
+    """Return the format of a folder with any configuration of this method."""
+    return STORED
+
 
 NAN = 255
 """The scale that is not a number."""

@@ -9,7 +9,8 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
   configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
-  with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, whose other weights are widened.
+  with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
+  compressed-tensors, whose other weights are widened.
 - ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
   experts stay in the format nearest to theirs, weight by weight: the model has several.
 """
@@ -20,7 +21,7 @@ import copy
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,17 +31,29 @@ from torch.utils.hooks import RemovableHandle
 
 from pymoe._common.contracts import check_format, check_rounded
 from pymoe._common.types import WeightFormat
-from pymoe.integrations.transformers import fp8_files, gguf_files, interface, mixed_files, mxfp4_files, quantized_dense
+from pymoe.integrations.transformers import (
+    affine_files,
+    fp8_files,
+    gguf_files,
+    interface,
+    mixed_files,
+    mxfp4_files,
+    quantized_dense,
+)
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
+from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat, StoredRows
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
 
-STORED = {one.method: one for one in (mxfp4_files.STORED, fp8_files.STORED)}
-"""Formats of other methods that are kept as they are, by method."""
+STORED: dict[str, Callable[[dict[str, Any]], StoredFormat]] = {
+    "mxfp4": mxfp4_files.stored,
+    "fp8": fp8_files.stored,
+    **affine_files.STORED,
+}
+"""The format of files that is kept as it is, as a function of their configuration, by method."""
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import ConversionOps
@@ -72,7 +85,9 @@ class PymoeConfig(QuantizationConfigMixin):
     place of their own configuration, and their codes and scales are kept as they are. They are not rounded to another
     format. Without a ``PymoeConfig`` transformers loads them as ever: on a CPU it widens them to the model's dtype.
     The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
-    ``PymoeConfig(bits=8, format="fp")``. Only their experts are kept in FP8: other weights take the model's dtype.
+    ``PymoeConfig(bits=8, format="fp")``, and for integers of GPTQ, AWQ and compressed-tensors and
+    ``PymoeConfig(bits=4, format="affine")``, or ``bits=8`` if their codes have 8 bits or their groups are no multiples
+    of 128 inputs. Only the experts of these are kept as they are: other weights take the model's dtype.
 
     A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
     ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
@@ -81,8 +96,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for weights
-            that are packed already; or ``"stored"``: the format of the files. Configurations of earlier versions do not
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for integers
+            of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the format of the files.
+            Configurations of earlier versions do not have it: theirs is ``"int"``.
             have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
@@ -97,10 +113,10 @@ class PymoeConfig(QuantizationConfigMixin):
             later pymoe or of an earlier one with integers of 4 bits; or an option is unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
-    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
-    asked for in another format, weights are to be rounded to ``"affine"``, or the model has no experts that pymoe
-    quantises, runs another implementation of experts, or is offloaded; for a GGUF file, also if a tensor is not one of
-    the model's.
+    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint of another
+    method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
+    that pymoe quantises, runs another implementation of experts, or is offloaded; for a GGUF file, also if a tensor is
+    not one of the model's.
     """
 
     def __init__(
@@ -170,8 +186,8 @@ class PymoeQuantizer(HfQuantizer):
         self.faults: dict[str, str] = {}
         """Errors of other weights, by name."""
         self._hooks: list[RemovableHandle] = []
-        self._in_fp8: set[str] = set()
-        """Names of the tensors of float8_e4m3fn in the files."""
+        self._tensors: set[str] = set()
+        """Names of the tensors of quantised weights in files whose format is one of rows."""
         self._originals: list[tuple[Any, Any]] = []
         self.gguf: gguf_files.GgufFile | None = None
         """The GGUF file that is read; None for other files."""
@@ -205,8 +221,8 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         for file in checkpoint_files or ():
             _check_file(file)
-        if self.stored == fp8_files.STORED:
-            self._in_fp8 = fp8_files.codes_in(checkpoint_files or ())
+        if isinstance(self.stored, StoredRows):
+            self._tensors = self.stored.tensors_in(checkpoint_files or ())
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -276,8 +292,8 @@ class PymoeQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return weight_conversions
         # These come first, because the first converter that knows a name takes it.
-        if self.stored == fp8_files.STORED:
-            return self._from_fp8(weight_conversions, model)
+        if isinstance(self.stored, StoredRows):
+            return self._from_rows(self.stored, weight_conversions, model)
         if self.gguf is not None:
             take = [interface.converter([rf"\.{name}$"], f".{name}.packed", TakeFromGguf(self)) for name in WEIGHTS]
         elif self.stored:
@@ -301,31 +317,32 @@ class PymoeQuantizer(HfQuantizer):
             ]
         return take + dense + weight_conversions
 
-    def _from_fp8(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Return converters that collect a weight's scales with it: transformers' own, and those for other weights."""
-
-        def sources(weights: list[str]) -> list[str]:
-            return [*map(fp8_files.scales_pattern, weights), *weights]
-
+    def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
         first = [
-            interface.converter(sources([weight]), own + quantized_dense.ENDING, Widen(self, Pack(self)))
-            for own, weight, _ in quantized_dense.sources(model, self.dense)
+            interface.converter(stored.sources([one]), own + quantized_dense.ENDING, Widen(self, [one], Pack(self)))
+            for own, one, _ in quantized_dense.sources(model, self.dense)
         ]
-        first += [interface.converter(sources([rf"\.{name}$"]), f".{name}.packed", TakeRows(self)) for name in WEIGHTS]
-        last = interface.converter(sources([r"\.weight$"]), ".weight", Widen(self))
+        for name in WEIGHTS:
+            whole = [rf"\.{name}$"]
+            first.append(interface.converter(stored.sources(whole), f".{name}.packed", TakeRows(self, whole)))
+        others = [r"\.weight$"]
+        last = interface.converter(stored.sources(others), ".weight", Widen(self, others))
         found = []
         for one in weight_conversions:
             targets: list[str] = list(one.target_patterns)
             if not interface.reads_weights_alone(one):
                 found.append(one)
-            elif targets[0].rpartition(".")[2] in WEIGHTS:
-                take = TakeRows(self, *one.operations)
-                found.append(interface.changed(one, sources(one.source_patterns), [f"{targets[0]}.packed"], take))
+                continue
+            weights: list[str] = list(one.source_patterns)
+            if targets[0].rpartition(".")[2] in WEIGHTS:
+                sources, targets = stored.sources(weights, of_experts=True), [f"{targets[0]}.packed"]
+                operation: Any = TakeRows(self, weights, *one.operations)
             else:
-                widen = Widen(self, *one.operations)
-                found.append(interface.changed(one, sources(one.source_patterns), targets, widen))
+                sources, operation = stored.sources(weights), Widen(self, weights, *one.operations)
+            found.append(interface.changed(one, sources, targets, operation))
         alone = [one for one in weight_conversions if not interface.reads_weights_alone(one)]
-        fp8_files.check_conversions(model, alone, self._in_fp8, WEIGHTS)
+        stored.check_conversions(model, alone, self._tensors, WEIGHTS)
         self._originals = [(one, None) for one in (*first, last)]
         self._originals += zip(found, weight_conversions, strict=True)
         return [*first, *found, last]
@@ -341,7 +358,9 @@ class PymoeQuantizer(HfQuantizer):
             tensor = name + self.stored.ending if self.stored and not is_dense else name
             self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
         biases = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
-        for name in sorted(self.missing & biases):
+        if isinstance(self.stored, StoredRows):  # a part of a name may have kept transformers from renaming it
+            biases |= {name for name, _ in model.named_parameters() if name.endswith(quantized_dense.ENDING)}
+        for name in sorted((self.missing & biases) - interface.tied(model) - self.faults.keys()):
             self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
         if self.faults:
             first, *others = self.faults.values()
@@ -479,7 +498,7 @@ class Take(_Takes):
         seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             raise ValueError(
-                f"expected {name!r} with bits (14 for mxfp, 18 for fp), output and input features and packed shape "
+                f"expected {name!r} with its format's number, output and input features and packed shape "
                 f"{expected}, got {seen}"
             )
         return packed
@@ -507,11 +526,14 @@ class TakeFromGguf(_Takes):
         return self.hf_quantizer.gguf.stacked[name].packed(name, layer)
 
 
-class _WithScales(_Known):
-    """An operation on weights in FP8 and their scales, before the operations that transformers has for such weights."""
+class _WithParts(_Known):
+    """An operation on all tensors of weights, before the operations that transformers has for such weights."""
 
-    def __init__(self, quantizer: PymoeQuantizer, *operations: Any) -> None:
+    def __init__(self, quantizer: PymoeQuantizer, weights: list[str], *operations: Any) -> None:
         super().__init__(quantizer)
+        self.stored: StoredRows = quantizer.stored  # type: ignore[assignment]
+        self.weights = weights
+        """Patterns for the names of weights that are not quantised."""
         self.operations = operations
 
     def _then(self, tensors: dict[str, Any], source_patterns: list[str], **named: Any) -> dict[str, Any]:
@@ -521,36 +543,38 @@ class _WithScales(_Known):
         return tensors
 
 
-class TakeRows(_WithScales, _Takes):
-    """Takes experts' weights from files in FP8: packs their codes and scales, which stay as they are."""
+class TakeRows(_WithParts, _Takes):
+    """Takes experts' weights from files that have them one by one: packs their codes and scales, which stay."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
         """Return the packed bytes of the codes and scales."""
         try:
-            found = fp8_files.pairs(tensors)
+            found = self.stored.collected(tensors, self.weights)
             tensors.clear()  # so that no tensor is kept longer than it is needed
-            rows = {pattern: [fp8_files.joined(*pair) for pair in found.pop(pattern)] for pattern in list(found)}
+            rows = {pattern: [self.stored.joined(parts) for parts in found.pop(pattern)] for pattern in list(found)}
             (all_rows,) = self._then(rows, source_patterns, **_).values()
             all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
-            return fp8_files.packed_weight(name, all_rows, layer)
+            return self.stored.packed_weight(name, all_rows, layer)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"expected weights in FP8, got {name!r}: {error}") from error
+            raise ValueError(f"expected weights in {self.stored.name}, got {name!r}: {error}") from error
 
 
-class Widen(_WithScales):
-    """Makes weights in the dtype of the model of those in FP8."""
+class Widen(_WithParts):
+    """Makes weights in the dtype of the model of quantised ones."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, **_: Any) -> Any:
-        """Return the weights by their names in the model, or nothing if they do not fit their scales."""
+        """Return the weights by their names in the model, or nothing if their tensors do not fit each other."""
         path, _dot, own = full_layer_name.rpartition(".")
         dtype = getattr(model.get_submodule(path), own).dtype
         try:
-            found = fp8_files.pairs(input_dict)
-            wide = {pattern: [fp8_files.widened(*pair, dtype) for pair in found[pattern]] for pattern in found}
+            found = self.stored.collected(input_dict, self.weights)
+            wide = {name: [self.stored.widened(parts, dtype) for parts in found[name]] for name in found}
         except ValueError as error:
-            self.hf_quantizer.faults[full_layer_name] = f"expected weights in FP8, got {full_layer_name!r}: {error}"
+            self.hf_quantizer.faults[full_layer_name] = (
+                f"expected weights in {self.stored.name}, got {full_layer_name!r}: {error}"
+            )
             return {}
         if not self.operations or isinstance(self.operations[0], Pack):  # a name's only weight
             return self._then({full_layer_name: next(iter(wide.values()))[0]}, model=model, **_)
@@ -585,16 +609,15 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
         passed: what was passed to ``from_pretrained``; it is not changed.
 
     Raises:
-        ValueError: the files are in FP8, but not with scales of blocks of 128 x 128.
+        ValueError: the files hold weights in a way that is not kept: FP8 without scales of blocks of 128 x 128, for
+            instance, or groups of other sizes.
     """
     if not isinstance(passed, PymoeConfig):
         return None
     if passed.stored == gguf_files.STORED:
         return passed  # the entries are of other files of the same model
     stored = STORED.get(entries.get("quant_method", ""))
-    if stored == fp8_files.STORED:
-        fp8_files.check_configuration(entries)
-    return None if stored is None else _for_files(passed, stored)
+    return None if stored is None else _for_files(passed, stored(entries))
 
 
 def configuration_for_gguf(passed: Any) -> PymoeConfig | None:

@@ -1,18 +1,33 @@
-"""Formats in which checkpoints of other methods hold experts, and which pymoe keeps as they are."""
+"""Formats in which checkpoints of other methods hold experts, and which pymoe keeps as they are.
+
+:class:`StoredRows` is for files that hold experts one by one, each weight in several tensors: codes, scales and others.
+transformers' own converters stack experts, and put gate and up next to each other. So that they do it to all of these
+tensors at once, a format makes rows of bytes of them, one for each output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
 
 from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import interface
+from pymoe.nn import QuantizedLinear
+
+WEIGHT = "weight"
+"""The end of the name of a weight that is not quantised."""
 
 AS_STORED: Literal["stored"] = "stored"
 """The name by which a configuration asks for the format that the files have, or for several."""
 
 
-class StoredFormat(NamedTuple):
+@dataclass(frozen=True)
+class StoredFormat:
     """A format of experts in the files of another method."""
 
     method: str
@@ -54,3 +69,136 @@ class StoredFormat(NamedTuple):
                     f"from_pretrained: expected a model with weights {self.layout} for a checkpoint in {self.name}, "
                     f"got {name!r} of {type(model).__name__}"
                 )
+
+
+class StoredRows(StoredFormat, ABC):
+    """A format of experts one by one, each of whose weights is in several tensors of the files."""
+
+    bits: int
+    parts: ClassVar[tuple[str, ...]]
+    """What the names of a weight's tensors have in place of ``weight``, with ``weight`` first for those that are not
+    quantised."""
+    of_experts: ClassVar[tuple[str, ...]] = ()
+    """More of them, which only experts' weights are looked for."""
+
+    @abstractmethod
+    def tensors_in(self, files: Iterable[str]) -> set[str]:
+        """Return the names of the tensors of quantised weights in those files that are safetensors.
+
+        Raises:
+            ValueError: a weight lacks a tensor that it must have.
+        """
+
+    @abstractmethod
+    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return rows of bytes, (..., N, bytes) uint8, of a weight's tensors by their parts.
+
+        Raises:
+            ValueError: a part is missing, has another shape or dtype, or holds what cannot be kept.
+        """
+
+    @abstractmethod
+    def packed_weight(self, name: str, rows: Tensor, layer: QuantizedLinear) -> Tensor:
+        """Return the packed bytes of a stacked weight, with every code and scale as it is.
+
+        Args:
+            name: name of the weight, for errors.
+            rows: (E, N, bytes), from :meth:`joined`.
+            layer: a layer of the sizes that the model needs.
+
+        Raises:
+            ValueError: the sizes are others, or the weights are no finite numbers.
+        """
+
+    @staticmethod
+    def check_rows(name: str, rows: Tensor, layer: QuantizedLinear, size: int) -> None:
+        """Raise unless there are rows of ``size`` bytes for all experts and outputs of a layer."""
+        if tuple(rows.shape) != (layer.num_experts, layer.output_features, size):
+            raise ValueError(
+                f"expected {name!r} of {layer.num_experts} experts, {layer.output_features} outputs and "
+                f"{layer.input_features} inputs, got {tuple(rows.shape[:2])} and rows of {rows.shape[-1]} bytes with "
+                f"scales"
+            )
+
+    @abstractmethod
+    def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return a weight of another layer as (N, H) float32; errors are those of :meth:`joined`."""
+
+    def widened(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return a weight of another layer, quantised or not, in the dtype of the model."""
+        if set(parts) == {WEIGHT} and parts[WEIGHT].dtype.itemsize > 1:
+            return parts[WEIGHT].to(dtype)
+        return self.dequantized(parts).to(dtype)
+
+    def sources(self, weights: Iterable[str], *, of_experts: bool = False) -> list[str]:
+        """Return patterns for the names of weights' tensors, from those for the names of the weights."""
+        parts = self.parts + (self.of_experts if of_experts else ())
+        return [_pattern(weight, part) for part in parts for weight in weights]
+
+    def collected(
+        self, tensors: Mapping[str, list[Tensor]], weights: Iterable[str]
+    ) -> dict[str, list[dict[str, Tensor]]]:
+        """Return the tensors of weights that a converter has collected, by the patterns of the weights' names.
+
+        Raises:
+            ValueError: some of the weights have a part that others lack.
+        """
+        found = {}
+        for weight in weights:
+            names = {part: _pattern(weight, part) for part in (*self.parts, *self.of_experts)}
+            lists = {part: tensors[name] for part, name in names.items() if name in tensors}
+            count = len(next(iter(lists.values()), ()))
+            for part, of_part in lists.items():
+                if len(of_part) != count:
+                    raise ValueError(f"expected {part} of {count} weights, got {len(of_part)}")
+            if lists:
+                found[weight] = [dict(zip(lists, of_one, strict=True)) for of_one in zip(*lists.values(), strict=True)]
+        return found
+
+    def check_conversions(
+        self, model: Any, conversions: Iterable[Any], names: Iterable[str], weights: Iterable[str]
+    ) -> None:
+        """Raise if a quantised weight would reach the model without its scales, or another one in a lower precision.
+
+        Args:
+            model: the model, before its weights are loaded.
+            conversions: transformers' own converters that get no scales.
+            names: names of the tensors of quantised weights in the files.
+            weights: last parts of the names of stacked weights.
+
+        Raises:
+            ValueError: a name is neither that of a stacked weight nor of a part; one of the converters takes it; or
+                transformers keeps a weight in float32 in a model of another dtype.
+        """
+        names = sorted(names)
+        known = (*weights, *self.parts)
+        other = next((name for name in names if name.rpartition(".")[2] not in known), None)
+        taken = (interface.reads(one, names) for one in conversions)
+        if name := other or next(filter(None, taken), None):
+            raise ValueError(
+                f"from_pretrained: expected a checkpoint whose weights in {self.name} transformers does not convert "
+                f"without their scales, got {name!r} for {type(model).__name__}"
+            )
+        kept = [name for name in interface.kept_in_float32(model) if name.endswith(f".{WEIGHT}")]
+        if kept:
+            raise ValueError(
+                f"from_pretrained: expected a model of a dtype in which all its weights may be, got {model.dtype} for "
+                f"{kept[0]!r}, which stays in float32; pass dtype=torch.float32"
+            )
+
+
+def names_and_dtypes(files: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of those files that are safetensors: their names, and their dtypes as these files say them."""
+    from safetensors import safe_open
+
+    for file in (file for file in files if str(file).endswith(".safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in list(tensors.keys()):
+                yield name, tensors.get_slice(name).get_dtype()
+
+
+def _pattern(weight: str, part: str) -> str:
+    """Return the pattern for the name of a part, from that for the name of a weight, which may end in ``$``."""
+    stem = weight.removesuffix("$")
+    end = weight[len(stem) :]
+    return (stem.removesuffix(WEIGHT) + part if stem.endswith(WEIGHT) else stem + part.removeprefix(WEIGHT)) + end

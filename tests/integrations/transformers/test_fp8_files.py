@@ -170,9 +170,9 @@ def plain(tensors, name):
         (
             without,
             f"{EXPERT}.up_proj.weight_scale_inv",
-            "got 'model.layers.1.mlp.experts.gate_up_proj': expected scales",
+            "got 'model.layers.1.mlp.experts.gate_up_proj': expected weight_scale_inv of 4 weights, got 3",
         ),
-        (without, f"{EXPERT}.up_proj.weight", "gate_up_proj': expected scales of 3 weights, got 4"),
+        (without, f"{EXPERT}.up_proj.weight", "gate_up_proj': expected weight_scale_inv of 3 weights, got 4"),
         (with_nan, f"{EXPERT}.down_proj.weight", "down_proj' to be numbers, got NaN"),
         (infinite, f"{EXPERT}.down_proj.weight_scale_inv", "down_proj' to be numbers, got NaN or an infinity"),
         (cut, f"{EXPERT}.down_proj.weight_scale_inv", r"down_proj': expected scales \(2, 2\) in float32, got \(1, 2\)"),

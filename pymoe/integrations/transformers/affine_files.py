@@ -1,0 +1,315 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are integers of 4 or 8 bits: experts out of them.
+
+A weight (N, H) has codes q, and a scale s and a zero point z for each group of inputs of an output: it stands for
+``(q - z) * s``. That is ``s * q + offset`` with ``offset = -z * s``, pymoe's format "affine", if the offset is a
+float32 without rounding, which is checked. The three methods differ in their tensors, which take the place of
+``NAME.weight``, and in the order of the codes in words of 32 bits, of which the first is in the lowest bits:
+
+- GPTQ: ``qweight`` (H / 8, N) has 8 codes of 4 bits along the inputs in a word, ``qzeros`` (groups, N / 8) has those of
+  zero points along the outputs, ``scales`` (groups, N), and ``g_idx`` (H,) the group of each input. Files of version 1
+  (``checkpoint_format`` "gptq") hold the zero points less 1; those of "gptq_v2" hold them as they are. Sources:
+  ``auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py`` of AutoGPTQ, and ``convert_gptq_v1_to_v2_format_module`` in
+  ``gptqmodel/utils/model.py`` of GPTQModel.
+- AWQ, in its layout "gemm": ``qweight`` (H, N / 8) and ``qzeros`` (groups, N / 8) have codes along the outputs, in the
+  order 0, 2, 4, 6, 1, 3, 5, 7, and ``scales`` (groups, N). Sources: ``awq/modules/linear/gemm.py`` and
+  ``awq/utils/packing_utils.py`` of AutoAWQ.
+- compressed-tensors, in its format "pack-quantized": ``weight_packed`` (N, ceil(H / 8)) has codes along the inputs,
+  ``weight_scale`` (N, groups), ``weight_zero_point`` (ceil(N / 8), groups) along the outputs unless the weights are
+  symmetric, and ``weight_shape`` is [N, H]. Codes and zero points are signed, and have half their range added to them
+  in a word. Source: ``compressors/quantized_compressors/pack_quantized.py`` of compressed-tensors.
+
+With 8 bits a word has 4 codes. A row of bytes of an output has its codes, then the scales, and then the offsets, as
+float32, for each group of pymoe's format: 128 inputs with 4 bits, 32 with 8. Larger groups are repeated.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pymoe._common.types import FORMATS, RUNS, up
+from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows, names_and_dtypes
+from pymoe.nn import QuantizedLinear
+from pymoe.ops import pack_weight
+
+GROUPS = {bits: RUNS[number][0] for (format, bits), number in FORMATS.items() if format == "affine"}
+"""Number of inputs that share a scale and an offset in the format "affine", by its bits."""
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of scales, which all become float32 without rounding."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of AWQ of each of 8 outputs."""
+
+
+@dataclass(frozen=True)
+class _Integers(StoredRows):
+    """Integers with a scale and a zero point for each group of inputs of an output."""
+
+    code_bits: int
+    """Bits of a code in the files."""
+    group: int | None
+    """Number of inputs of a group; None if an output has one scale for all inputs."""
+    ordered: bool
+    """Whether inputs may be in groups in another order, so that the files must say the group of each."""
+
+    of_experts = ("bias",)
+    order: ClassVar[str | None] = None
+    """The part that says the group of each input; None if there is none."""
+    needed: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    """The parts that every weight has."""
+
+    @abstractmethod
+    def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes (N, H) uint8, scales (N, groups) and zero points (N, groups), both float32.
+
+        Raises:
+            ValueError: as for :meth:`joined`.
+        """
+
+    def tensors_in(self, files: Iterable[str]) -> set[str]:
+        """Return the names of the tensors of quantised weights in those files that are safetensors."""
+        found: dict[str, set[str]] = {}
+        for name, _ in names_and_dtypes(files):
+            path, _dot, part = name.rpartition(".")
+            if part in self.parts[1:]:
+                found.setdefault(path, set()).add(part)
+        for path, parts in found.items():
+            for part in self._required:
+                if part not in parts:
+                    raise ValueError(f"from_pretrained: expected the checkpoint to have '{path}.{part}', got none")
+        return {f"{path}.{part}" for path, parts in found.items() for part in parts}
+
+    @property
+    def _required(self) -> tuple[str, ...]:
+        return self.needed + ((self.order,) if self.ordered and self.order else ())
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return (N, H + 8 * groups of pymoe's format) uint8."""
+        bias = parts.get("bias")
+        if bias is not None and bool(bias.any()):
+            raise ValueError("expected experts without a bias, or with zeros for it, got other numbers")
+        codes, scales, zeros = self._read_checked(parts)
+        products = scales.double() * zeros.double()  # exact: 24 and 8 bits
+        offsets = -products.float()
+        if not torch.equal(offsets.double(), -products):
+            raise ValueError("expected zero points times scales to be float32 without rounding, which they are not")
+        outputs, inputs = codes.shape
+        size = GROUPS[self.bits]
+        groups = up(inputs, size) // size
+        repeats = groups if self.group is None else self.group // size
+        ends = (end.repeat_interleave(repeats, dim=1)[:, :groups].contiguous() for end in (scales, offsets))
+        return torch.cat([codes, *(end.view(torch.uint8).view(outputs, 4 * groups) for end in ends)], dim=1)
+
+    def packed_weight(self, name: str, rows: Tensor, layer: QuantizedLinear) -> Tensor:
+        """Return the packed bytes of a stacked weight, with every code, scale and offset as it is."""
+        inputs = layer.input_features
+        groups = up(inputs, GROUPS[self.bits]) // GROUPS[self.bits]
+        self.check_rows(name, rows, layer, inputs + 8 * groups)
+        ends = rows[..., inputs:].contiguous().view(torch.float32)
+        scales, offsets = ends.split(groups, dim=2) if groups else (ends, ends)
+        return pack_weight(rows[..., :inputs], scales, offsets, bits=self.bits).packed
+
+    def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return ``(q - z) * s`` in float32, which is rounded once."""
+        codes, scales, zeros = self._read_checked(parts)
+        inputs = codes.shape[1]
+        size = inputs if self.group is None else self.group
+        scales, zeros = (end.repeat_interleave(size, dim=1)[:, :inputs] for end in (scales, zeros))
+        return (codes.float() - zeros) * scales
+
+    def _read_checked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        if WEIGHT in parts:
+            raise ValueError(f"expected {', '.join(self._required)} without {WEIGHT}, got {', '.join(parts)}")
+        for part in self._required:
+            if part not in parts:
+                raise ValueError(f"expected {part}, got none")
+        codes, scales, zeros = self._read(parts)
+        if not bool(scales.isfinite().all()):
+            raise ValueError("expected scales to be numbers, got NaN or an infinity")
+        return codes, scales, zeros
+
+    def _groups(self, inputs: int) -> int:
+        return 1 if self.group is None else up(inputs, self.group) // self.group
+
+    def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
+        """Raise if the files put inputs into other groups than those of neighbours."""
+        if self.order is None or self.order not in parts:
+            return
+        index = _part(parts, self.order, (inputs,), torch.int32, torch.int64)
+        if not torch.equal(index.long(), torch.arange(inputs) // (self.group or max(inputs, 1))):
+            raise ValueError(f"expected neighbouring inputs in a group, got another order (act-order) in {self.order}")
+
+
+@dataclass(frozen=True)
+class _Gptq(_Integers):
+    less: int
+    """The number by which stored zero points are less than those that they stand for."""
+
+    parts = (WEIGHT, "qweight", "qzeros", "scales", "g_idx")
+    order = "g_idx"
+
+    def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        in_word = 32 // self.code_bits
+        words = _part(parts, "qweight", (None, None), torch.int32)
+        inputs, outputs = words.shape[0] * in_word, words.shape[1]
+        groups = self._groups(inputs)
+        zeros = _part(parts, "qzeros", (groups, up(outputs, in_word) // in_word), torch.int32)
+        scales = _part(parts, "scales", (groups, outputs), *SCALES)
+        self._check_order(parts, inputs)
+        stored = _codes(zeros, self.code_bits)[:, :outputs]
+        largest = 2**self.code_bits - 1
+        if self.less and bool((stored == largest).any()):
+            raise ValueError(
+                f"expected zero points of 1 to {largest}, got a stored {largest}, which is {largest + 1} to some "
+                f"readers of such files and 0 to others"
+            )
+        return _codes(words.t(), self.code_bits), scales.float().t(), (stored.float() + self.less).t()
+
+
+class _Awq(_Integers):
+    parts = (WEIGHT, "qweight", "qzeros", "scales")
+
+    def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        words = _part(parts, "qweight", (None, None), torch.int32)
+        inputs, outputs = words.shape[0], words.shape[1] * len(AWQ_ORDER)
+        groups = self._groups(inputs)
+        zeros = _part(parts, "qzeros", (groups, words.shape[1]), torch.int32)
+        scales = _part(parts, "scales", (groups, outputs), *SCALES)
+        codes, stored = (
+            _codes(one, self.code_bits).unflatten(1, (-1, len(AWQ_ORDER)))[..., AWQ_ORDER].flatten(1)
+            for one in (words, zeros)
+        )
+        return codes.t().contiguous(), scales.float().t(), stored.float().t()
+
+
+@dataclass(frozen=True)
+class _CompressedTensors(_Integers):
+    symmetric: bool
+    """Whether all zero points are 0, and the files have none."""
+
+    parts = (WEIGHT, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    order = "weight_g_idx"
+    needed = ("weight_packed", "weight_scale", "weight_shape")
+
+    @property
+    def _required(self) -> tuple[str, ...]:
+        return super()._required + (() if self.symmetric else ("weight_zero_point",))
+
+    def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        in_word = 32 // self.code_bits
+        shape = _part(parts, "weight_shape", (2,), torch.int64, torch.int32)
+        outputs, inputs = (int(size) for size in shape)
+        words = _part(parts, "weight_packed", (outputs, up(inputs, in_word) // in_word), torch.int32)
+        groups = self._groups(inputs)
+        scales = _part(parts, "weight_scale", (outputs, groups), *SCALES)
+        self._check_order(parts, inputs)
+        if self.symmetric:
+            if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
+                raise ValueError("expected weight_zero_point of symmetric weights to be 0, got other numbers")
+            zeros = torch.full((outputs, groups), 2.0 ** (self.code_bits - 1))
+        else:
+            stored = _part(parts, "weight_zero_point", (up(outputs, in_word) // in_word, groups), torch.int32)
+            zeros = _codes(stored.t(), self.code_bits).t()[:outputs].float()
+        return _codes(words, self.code_bits)[:, :inputs].contiguous(), scales.float(), zeros
+
+
+def _part(parts: Mapping[str, Tensor], part: str, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> Tensor:
+    """Return a part; raise unless it has this shape, where None is any size, and one of these dtypes."""
+    tensor = parts[part]
+    sizes = tuple(tensor.shape)
+    if len(sizes) != len(shape) or any(one not in (None, size) for one, size in zip(shape, sizes, strict=True)):
+        expected = ", ".join("any" if one is None else str(one) for one in shape)
+        raise ValueError(f"expected {part} ({expected}), got {sizes}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"expected {part} in {dtypes[0]}, got {tensor.dtype}")
+    return tensor
+
+
+def _codes(words: Tensor, bits: int) -> Tensor:
+    """Return (rows, 32 / bits * columns) uint8: the codes of words (rows, columns) int32, from their lowest bits on."""
+    of_words = words.contiguous().view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
+    return of_words if bits == 8 else torch.stack([of_words & 15, of_words >> 4], dim=2).flatten(1)
+
+
+def _gptq(entries: Mapping[str, Any]) -> StoredRows:
+    layout = _text(entries, "checkpoint_format", "format") or "gptq"
+    if entries.get("is_marlin_format"):
+        layout = "marlin"
+    if layout not in ("gptq", "gptq_v2"):
+        raise _refused("GPTQ", "checkpoint_format 'gptq' or 'gptq_v2'", layout)
+    ordered = bool(entries.get("desc_act")) and entries.get("group_size") != -1
+    named = {"ordered": ordered, "less": 1 if layout == "gptq" else 0}
+    return _of_kind(_Gptq, "gptq", "GPTQ", entries.get("bits"), entries.get("group_size"), named)
+
+
+def _awq(entries: Mapping[str, Any]) -> StoredRows:
+    layout = _text(entries, "version", "format", "checkpoint_format") or "gemm"
+    if layout != "gemm" or entries.get("backend") == "llm-awq":
+        raise _refused("AWQ", "version 'gemm'", entries.get("backend") if layout == "gemm" else layout)
+    if entries.get("zero_point", True) is not True:
+        raise _refused("AWQ", "zero_point", entries["zero_point"])
+    if entries.get("bits") != 4:
+        raise _refused("AWQ", "bits of 4", entries.get("bits"))
+    return _of_kind(_Awq, "awq", "AWQ", 4, entries.get("group_size"), {"ordered": False})
+
+
+def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
+    name = "compressed-tensors"
+    groups = entries.get("config_groups") or {}
+    formats = {_text(entries, "format"), *(_text(one, "format") for one in groups.values() if one.get("format"))}
+    if formats != {"pack-quantized"}:
+        raise _refused(name, "format 'pack-quantized'", sorted(map(str, formats)))
+    sparsity = entries.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refused(name, "weights without sparsity", sparsity["format"])
+    if entries.get("transform_config"):
+        raise _refused(name, "no transform_config", entries["transform_config"])
+    kinds = []
+    for one in groups.values():
+        weights = one.get("weights") or {}
+        if rounded := [key for key in ("input_activations", "output_activations") if one.get(key)]:
+            raise _refused(name, "rows that are not quantised", rounded[0])
+        strategy, group = _text(weights, "strategy"), weights.get("group_size")
+        if strategy is None:
+            strategy = "channel" if group == -1 else "group" if group else "tensor"
+        if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
+            raise _refused(name, "integers for groups or channels", f"{weights.get('type')} for each {strategy}")
+        group = -1 if strategy == "channel" else group
+        ordered = weights.get("actorder") is True or _text(weights, "actorder") in ("group", "dynamic")
+        kinds.append((weights.get("num_bits"), group, weights.get("symmetric", True) is True, ordered))
+    if len(set(kinds)) != 1:
+        raise _refused(name, "config_groups with the same bits, groups and symmetry", kinds)
+    bits, group, symmetric, ordered = kinds[0]
+    return _of_kind(_CompressedTensors, name, name, bits, group, {"symmetric": symmetric, "ordered": ordered})
+
+
+STORED = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+"""The format of a folder as a function of its configuration, by the name of the method; they raise ValueError."""
+
+
+def _of_kind(
+    kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, named: dict[str, Any]
+) -> StoredRows:
+    """Return a format with the least bits that keep such codes."""
+    if code_bits not in (4, 8):
+        raise _refused(name, "bits of 4 or 8", code_bits)
+    if not isinstance(group, int) or group < -1 or group == 0 or (group > 0 and group % GROUPS[8]):
+        raise _refused(name, f"group_size -1 or a multiple of {GROUPS[8]}", group)
+    of_row = group == -1
+    bits = code_bits if of_row or group % GROUPS[code_bits] == 0 else 8
+    named |= {"code_bits": code_bits, "group": None if of_row else group}
+    return kind(method, name, bits, "affine", "", transposed=False, layout="(E, out, in)", **named)
+
+
+def _text(entries: Mapping[str, Any], *keys: str) -> str | None:
+    """Return the first of some entries that is not None, in lower case."""
+    found = (getattr(entry, "value", entry) for entry in map(entries.get, keys) if entry is not None)
+    return next((str(entry).lower() for entry in found), None)
+
+
+def _refused(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"from_pretrained: expected a checkpoint of {name} with {expected}, got {got}")
