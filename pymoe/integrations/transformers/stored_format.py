@@ -71,6 +71,7 @@ class StoredFormat:
                 )
 
 
+@dataclass(frozen=True)
 class StoredRows(StoredFormat, ABC):
     """A format of experts one by one, each of whose weights is in several tensors of the files."""
 
