@@ -47,7 +47,9 @@ def main() -> int:
     parser.add_argument("--shares", type=lambda text: [int(one) for one in text.split(",")], default=[25, 50, 75, 100])
     parser.add_argument("--tokens", type=int, default=21, metavar="N", help="for each share (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
-    parser.add_argument("--sizes", type=lambda text: [int(one) for one in text.split(",")], default=[HIDDEN, FFN])
+    parser.add_argument(
+        "--sizes", type=lambda text: [int(one) for one in text.split(",")], default=[HIDDEN, FFN], help="hidden and FFN"
+    )
     parser.add_argument("--files", type=Path, help="folder on the disk that is measured (default: a temporary one)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

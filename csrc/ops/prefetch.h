@@ -26,8 +26,8 @@ enum class Prefetch : int64_t { kNothing, kMissing, kAll };
 // This is the default of the latter.
 constexpr uintptr_t kRequest = uintptr_t{128} << 10;
 
-// Asks for the pages of `bytes` bytes from `data`. To ask for pages that are in memory takes ten times as long as to
-// look for missing ones.
+// Asks for the pages of `bytes` bytes from `data`. Asking for pages that are in memory takes ten times as long as
+// looking which ones are missing.
 inline void prefetch(const void* data, size_t bytes, Prefetch what) {
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto from = reinterpret_cast<uintptr_t>(data);
@@ -51,7 +51,8 @@ inline void prefetch_chosen(const torch::stable::Tensor& weights, const torch::s
   const int64_t experts = std::min(weights.size(0), offsets.numel() - 1);
   const auto* bounds = static_cast<const int32_t*>(offsets.const_data_ptr());
   const auto* data = static_cast<const char*>(weights.const_data_ptr());
-  const size_t bytes = experts > 0 ? static_cast<size_t>(weights.numel() / weights.size(0)) * weights.element_size() : 0;
+  const size_t bytes =
+      experts > 0 ? static_cast<size_t>(weights.numel() / weights.size(0)) * weights.element_size() : 0;
   for (int64_t e = 0; e < experts; ++e)
     if (bounds[e] < bounds[e + 1]) prefetch(data + static_cast<size_t>(e) * bytes, bytes, what);
 }

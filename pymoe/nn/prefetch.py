@@ -29,11 +29,11 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
     ``MADV_WILLNEED``); the disk reads them while the first experts are computed. Results have the same bits. Which
     pages stay in memory is up to the system, which drops those that were not used for longest.
 
-    Looking for missing pages takes time, also if there are none: use this only for models that do not fit. The process
-    must own the files or be allowed to write them, or else Linux does not tell it which pages are missing, and all
-    pages of chosen experts are asked for, which takes ten times as long if they are in memory. Copies and pickles of
-    layers keep the option, but not their files; they look in vain. Compiled code, experts with hooks or a function as
-    their activation, and calls that record gradients run as without the option, and ask for nothing.
+    Looking for missing pages takes time, 2 microseconds for each MB, also if there are none: use this for models that
+    do not fit. If the process neither owns the files nor may write them, Linux does not tell it which are missing; all
+    pages of chosen experts are then asked for, which takes ten times as long if they are in memory. Copies and pickles
+    of layers keep the option, but not their files; they look in vain. Compiled code, experts with hooks or a
+    function as their activation, and calls that record gradients run as without the option, and ask for nothing.
 
     Args:
         model: any module; quantised experts that are mapped from files are found in it.
