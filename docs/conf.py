@@ -58,7 +58,7 @@ nitpicky = True
 OTHER_PROJECTS = (
     r"(torch|nn|numpy|grpc|msgspec|prometheus_client|transformers|collections|concurrent|typing|pathlib|enum)\..*"
 )
-IN_SIGNATURES = r"(Tensor|Module|ProcessGroup|Metric|CollectorRegistry|SplitPolicy|Spec|WeightFormat)"
+IN_SIGNATURES = r"(Tensor|Module|ProcessGroup|Metric|CollectorRegistry|SplitPolicy|Spec|WeightFormat|Prefetch)"
 nitpick_ignore_regex = [(r"py:.*", OTHER_PROJECTS), (r"py:class", IN_SIGNATURES)]
 
 

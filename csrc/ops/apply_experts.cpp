@@ -9,7 +9,7 @@
 //
 // pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: as apply_experts and apply_chosen_experts,
 // but with quantised weights and quantized_linear. `layout` holds format and output features of w_in, format and output
-// features of w_out.
+// features of w_out, and maybe what to prefetch (prefetch.h).
 //
 // pymoe::apply_experts_recorded and pymoe::apply_chosen_experts_recorded: apply_experts and apply_chosen_experts for
 // use with gradients. They also return what the steps of a backward pass read (pymoe/nn/recorded.py), so every step has
@@ -25,6 +25,7 @@
 
 #include "ops/check.h"
 #include "ops/operators.h"
+#include "ops/prefetch.h"
 #include "ops/twins.h"
 
 namespace pymoe::ops::apply_experts_op {
@@ -159,6 +160,9 @@ struct QuantizedNetworks {
   bool interleaved;
 
   Tensor operator()(const Tensor& rows, const Tensor& offsets) const {
+    if (layout.size() == 5) {
+      for (const Tensor* weights : {&w_in, &w_out}) prefetch_chosen(*weights, offsets, Prefetch{layout[4]});
+    }
     const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, &offsets, b_in, layout[0], layout[1]);
     const Tensor active =
         expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
@@ -167,7 +171,7 @@ struct QuantizedNetworks {
 };
 
 void require_quantized(const Tensor& w_in, const std::vector<int64_t>& layout) {
-  require(layout.size() == 4, kName, "layout must have 4 entries, got ", layout.size());
+  require(layout.size() == 4 || layout.size() == 5, kName, "layout must have 4 or 5 entries, got ", layout.size());
   require(w_in.dim() == 3, kName, "w_in.packed must have shape (E, tiles, bytes), got ", w_in);
 }
 

@@ -437,10 +437,11 @@ def check_rounded(operator: str, format: str) -> None:
 
 def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
     """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
-    if not (isinstance(weight, tuple) and len(weight) in (4, 5)):
+    if not (isinstance(weight, tuple) and len(weight) in (4, 5, 6)):
         raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
-    packed, bits, output_features, input_features, format = QuantizedWeight(*weight)
+    packed, bits, output_features, input_features, format, prefetch = QuantizedWeight(*weight)
     check_format(operator, bits, format, f"{argument}.")
+    checks.integer(operator, f"{argument}.prefetch", prefetch, 0, 2, "0, 1 or 2")
     checks.integer(operator, f"{argument}.output_features", output_features, 0, None, "at least 0")
     checks.integer(operator, f"{argument}.input_features", input_features, 0, None, "at least 0")
     checks.dtype(operator, f"{argument}.packed", packed, torch.uint8)

@@ -72,6 +72,10 @@ WeightFormat = Literal["int", "mxfp", "fp", "affine"]
 of FP8, or integers with the scales and offsets of another program."""
 
 
+Prefetch = Literal[0, 1, 2]
+"""Nothing, the chosen experts' weights that are not in memory, or all weights of the chosen experts."""
+
+
 class QuantizedWeight(NamedTuple):
     """The weights of E linear layers in few bits; made by :func:`quantize_weight` or :func:`pack_weight`."""
 
@@ -85,6 +89,9 @@ class QuantizedWeight(NamedTuple):
     """H, the number of inputs."""
     format: WeightFormat = "int"
     """Kind of the codes and scales, a name of ``quantize_weight``."""
+    prefetch: Prefetch = 0
+    """What :func:`pymoe.nn.apply_experts` asks the system to read before it multiplies: see
+    :func:`pymoe.nn.prefetch_experts`."""
 
 
 FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14, ("fp", 8): 18, ("affine", 8): 28, ("affine", 4): 24}

@@ -7,6 +7,7 @@ from pymoe.nn.apply_experts import apply_experts
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
+from pymoe.nn.prefetch import prefetch_experts
 from pymoe.nn.quantized_dense import QuantizedDenseLinear, quantize_linears
 from pymoe.nn.quantized_experts import Quantized, QuantizedExperts, QuantizedLinear, quantize_experts
 from pymoe.nn.quantized_files import load_quantized, save_quantized
@@ -25,6 +26,7 @@ __all__ = [
     "apply_experts",
     "inject_loss",
     "load_quantized",
+    "prefetch_experts",
     "quantize_experts",
     "quantize_linears",
     "save_quantized",

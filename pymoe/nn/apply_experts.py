@@ -458,12 +458,19 @@ def apply_quantized_experts(
         None if b_in is None else b_in.contiguous(),
         w_out[0].contiguous(),
         None if b_out is None else b_out.contiguous(),
-        [number_of(w_in), w_in[2], number_of(w_out), w_out[2]],
+        layout_of(w_in, w_out),
         number,
         capacity,
         foreign_experts,
         *numbers,
     )
+
+
+def layout_of(w_in: QuantizedWeight, w_out: QuantizedWeight) -> list[int]:
+    """Return how quantised weights are laid out, and what of them is prefetched, as the native calls take it."""
+    layout = [number_of(w_in), w_in[2], number_of(w_out), w_out[2]]
+    prefetch = max(QuantizedWeight(*w_in).prefetch, QuantizedWeight(*w_out).prefetch)
+    return [*layout, prefetch] if prefetch else layout
 
 
 @torch.library.register_fake("pymoe::apply_quantized_experts")

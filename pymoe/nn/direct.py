@@ -154,4 +154,6 @@ def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
     except (KeyError, TypeError):  # other code has changed one of these attributes
         return None
     layout = [numbers[0], w_in.output_features, numbers[1], w_out.output_features]
+    if w_in.prefetch or w_out.prefetch:
+        layout.append(max(w_in.prefetch, w_out.prefetch))
     return packed_in, b_in, packed_out, b_out, layout

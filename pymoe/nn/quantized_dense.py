@@ -113,7 +113,7 @@ class QuantizedDenseLinear(QuantizedLinear):
     ) -> QuantizedDenseLinear:
         """Return a layer with ``weight``, (1, N, H), and with ``bias``, as for :meth:`from_weight`."""
         check_quantized("QuantizedDenseLinear.from_quantized", "weight", weight)
-        packed, bits, outputs, inputs, format = QuantizedWeight(*weight)
+        packed, bits, outputs, inputs, format, _ = QuantizedWeight(*weight)
         if packed.shape[0] != 1:
             raise ValueError(
                 f"QuantizedDenseLinear.from_quantized: weight must be of one expert, got {packed.shape[0]} of them"

@@ -14,6 +14,7 @@ from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import (
     FORMATS,
     ActivationKind,
+    Prefetch,
     QuantizedWeight,
     WeightFormat,
     is_gated,
@@ -63,6 +64,7 @@ class QuantizedLinear(nn.Module):
 
     packed: Tensor
     format: WeightFormat = "int"  # modules that earlier versions have pickled do not have it
+    prefetch: Prefetch = 0  # set by prefetch_experts
 
     def __init__(
         self,
@@ -101,17 +103,19 @@ class QuantizedLinear(nn.Module):
     def from_quantized(cls, weight: QuantizedWeight, backend: Backend = "native") -> QuantizedLinear:
         """Return a layer with ``weight``, from :func:`pymoe.ops.quantize_weight` or :func:`pymoe.ops.pack_weight`."""
         check_quantized("QuantizedLinear.from_quantized", "weight", weight)
-        packed, bits, outputs, inputs, format = QuantizedWeight(*weight)
+        packed, bits, outputs, inputs, format, prefetch = QuantizedWeight(*weight)
         experts = packed.shape[0]
         layer = cls(inputs, outputs, experts, bits=bits, format=format, backend=backend, device="meta")
         layer.packed = packed
+        layer.prefetch = prefetch
         return layer
 
     @property
     def weight(self) -> QuantizedWeight:
         """The weights, as :mod:`pymoe.ops` takes them."""
         packed: Any = self._buffers["packed"]  # twice as fast as the attribute
-        return QuantizedWeight(packed, self.bits, self.output_features, self.input_features, self.format)
+        sizes = self.output_features, self.input_features
+        return QuantizedWeight(packed, self.bits, *sizes, self.format, self.prefetch)
 
     quantized_weight = weight
     """``weight`` under a name that subclasses keep which have no ``weight``."""

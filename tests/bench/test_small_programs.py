@@ -77,3 +77,12 @@ def test_every_way_to_round_a_trained_model_is_measured(tmp_path):
     assert errors["float32"] == 0 < errors["int8, dense 8"] < errors["int8, dense 4"]
     assert errors["int8"] < errors["fp8"] < errors["mxfp4"]
     assert len(errors) - len(by_pymoe) in (0, 1 + len(perplexity.llama_cpp.TYPES))
+
+
+@pytest.mark.slow
+def test_both_ways_to_read_mapped_experts_are_measured(tmp_path):
+    arguments = ["--layers", "2", "--tokens", "2", "--shares", "50,100", "--sizes", "64,96", "--files", str(tmp_path)]
+    found = run("mapped_experts", tmp_path / "output", *arguments)
+    assert [one["share"] for one in found["shares"]] == [50, 100]
+    assert all(one["same"] and one["ratio"]["median"] > 0 for one in found["shares"])
+    assert not list(tmp_path.glob("*/*.safetensors"))

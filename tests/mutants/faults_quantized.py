@@ -14,6 +14,8 @@ QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 DENSE = "tests/nn/test_quantized_dense.py"
 LAYERS = "tests/nn/test_quantized_experts.py"
+PREFETCH = "tests/nn/test_prefetch.py"
+PREFETCHING = "csrc/ops/prefetch.h"
 FILES = "pymoe/integrations/transformers/mxfp4_files.py"
 OF_FILES = "tests/integrations/transformers/test_mxfp4_files.py"
 
@@ -521,5 +523,47 @@ FAULTS = [
         "places[id(child)].append((parent, name))",
         "places[id(child)] = [(parent, name)]",
         (LAYERS, "-k", "shared"),
+    ),
+    Fault(
+        "the second weight of chosen experts is not prefetched",
+        "csrc/ops/apply_experts.cpp",
+        "for (const Tensor* weights : {&w_in, &w_out}) prefetch_chosen",
+        "for (const Tensor* weights : {&w_in}) prefetch_chosen",
+        (PREFETCH, "-k", "both_weights"),
+    ),
+    Fault(
+        "experts that nobody has chosen are prefetched",
+        PREFETCHING,
+        "if (bounds[e] < bounds[e + 1]) prefetch",
+        "if (bounds[e] <= bounds[e + 1]) prefetch",
+        (PREFETCH, "-k", "both_weights"),
+    ),
+    Fault(
+        "the last page of a weight is not prefetched",
+        PREFETCHING,
+        "end = (from + bytes + page - 1) / page * page",
+        "end = (from + bytes) / page * page",
+        (PREFETCH, "-k", "both_weights"),
+    ),
+    Fault(
+        "pages in memory are asked for",
+        PREFETCHING,
+        "return (state & 1) == 0;",
+        "return (state & 2) == 0;",
+        (PREFETCH, "-k", "in_memory_is_not"),
+    ),
+    Fault(
+        "the system is believed to tell what is in memory of every file",
+        "pymoe/nn/prefetch.py",
+        "return 1 if tells else 2",
+        "return 1",
+        (PREFETCH, "-k", "in_whole"),
+    ),
+    Fault(
+        "weights in memory between files count as mapped",
+        "pymoe/nn/prefetch.py",
+        "if place < 0 or address >= files[place].end:",
+        "if place < 0:",
+        (PREFETCH, "-k", "left_alone or refused"),
     ),
 ]

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
 from specs.quantized_weight import AFFINE, FORMATS, in_format
 from test_models import EVERY_MODEL, models
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pymoe.integrations.transformers import PymoeConfig
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.nn import MoE, QuantizedLinear, quantize_experts
+from pymoe.nn import MoE, QuantizedLinear, prefetch_experts, quantize_experts
 
 pytestmark = pytest.mark.only_on("cpu")
 
@@ -139,6 +140,34 @@ def test_a_model_may_replace_the_files_that_it_is_mapped_from(packed):
     model.save_pretrained(folder)
     assert_same_model(model, expected)
     assert_same_model(cls.from_pretrained(folder), expected)
+
+
+class Layouts(TorchDispatchMode):
+    """Collects what calls of experts pass on how weights are laid out."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.pymoe.apply_quantized_experts.default:
+            self.found.append(args[7])
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_of_a_mapped_model_are_prefetched(packed):
+    cls, folder = packed
+    model = cls.from_pretrained(folder)
+    expected = tiny_models_output(model)
+    weights = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    assert prefetch_experts(model) == sum(layer.packed.nbytes for layer in weights) > 0
+    with Layouts() as layouts:
+        assert_same_bits(tiny_models_output(model), expected)
+    assert [layout[4:] for layout in layouts.found] == [[1]] * (len(weights) // 2)
+    prefetch_experts(model, enabled=False)
+    with Layouts() as layouts:
+        assert_same_bits(tiny_models_output(model), expected)
+    assert [layout[4:] for layout in layouts.found] == [[]] * (len(weights) // 2)
 
 
 def test_it_generates_and_has_no_gradients(tmp_path):

@@ -1,0 +1,60 @@
+// Asks the system to read the weights of chosen experts from the files that they are mapped from, before they are used.
+//
+// Otherwise the kernel reads them page by page: each access to a missing page waits for the disk. The system then also
+// reads the pages around it (up to the disk's read_ahead_kb), most of which belong to experts that nobody has chosen.
+// Requests return once the disk has them, so it works on all of them while the first experts are computed.
+//
+// Advice changes no byte of memory, and errors of it mean that pages are read when they are used, so they are ignored.
+#pragma once
+
+#include <sys/mman.h>
+#include <torch/csrc/stable/tensor.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pymoe::ops {
+
+// What is asked for: nothing, what is not in memory, or all, where the system does not tell what is in memory
+// (mincore(2): for files that the process neither owns nor may write).
+enum class Prefetch : int64_t { kNothing, kMissing, kAll };
+
+// Linux silently cuts a request to the larger of the disk's largest request and its read_ahead_kb (mm/readahead.c).
+// This is the default of the latter.
+constexpr uintptr_t kRequest = uintptr_t{128} << 10;
+
+// Asks for the pages of `bytes` bytes from `data`. Asking for pages that are in memory takes ten times as long as
+// looking which ones are missing.
+inline void prefetch(const void* data, size_t bytes, Prefetch what) {
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto from = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = from / page * page, end = (from + bytes + page - 1) / page * page;
+  std::vector<unsigned char> in_memory(what == Prefetch::kMissing ? (end - begin) / page : 0);
+  if (!in_memory.empty()) mincore(reinterpret_cast<void*>(begin), end - begin, in_memory.data());
+  const auto is_missing = [](unsigned char state) { return (state & 1) == 0; };
+  for (uintptr_t at = begin; at < end; at += kRequest) {
+    const uintptr_t size = std::min(kRequest, end - at);
+    if (!in_memory.empty()) {
+      const auto first = in_memory.begin() + static_cast<ptrdiff_t>((at - begin) / page);
+      if (std::none_of(first, first + static_cast<ptrdiff_t>(size / page), is_missing)) continue;
+    }
+    madvise(reinterpret_cast<void*>(at), size, MADV_WILLNEED);
+  }
+}
+
+// Asks for the weights (E, ...) of the experts that have rows.
+inline void prefetch_chosen(const torch::stable::Tensor& weights, const torch::stable::Tensor& offsets, Prefetch what) {
+  if (what == Prefetch::kNothing || weights.dim() == 0 || !weights.is_contiguous()) return;
+  const int64_t experts = std::min(weights.size(0), offsets.numel() - 1);
+  const auto* bounds = static_cast<const int32_t*>(offsets.const_data_ptr());
+  const auto* data = static_cast<const char*>(weights.const_data_ptr());
+  const size_t bytes =
+      experts > 0 ? static_cast<size_t>(weights.numel() / weights.size(0)) * weights.element_size() : 0;
+  for (int64_t e = 0; e < experts; ++e)
+    if (bounds[e] < bounds[e + 1]) prefetch(data + static_cast<size_t>(e) * bytes, bytes, what);
+}
+
+}  // namespace pymoe::ops

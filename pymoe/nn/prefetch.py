@@ -1,0 +1,98 @@
+"""prefetch_experts: lets layers ask the system for chosen experts' weights, in models that are larger than memory.
+
+The layers' native calls ask (csrc/ops/prefetch.h); this file finds the weights that are mapped from files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from pymoe._common import checks
+from pymoe._common.types import Prefetch
+from pymoe.nn.options import check_model
+from pymoe.nn.quantized_dense import QuantizedDenseLinear
+from pymoe.nn.quantized_experts import QuantizedLinear
+
+
+def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
+    """Ask the system for the weights of chosen experts before they are multiplied, from now on.
+
+    This is for quantised models that are mapped from files larger than memory: by :func:`pymoe.nn.load_quantized`, or
+    by ``from_pretrained`` of a packed folder. There, an access to weights that are not in memory waits for the disk,
+    page by page, and makes the system read what lies around them, too. With this option a layer first looks which pages
+    of its chosen experts are missing, of both weights, and asks for all of these (``madvise(2)`` with
+    ``MADV_WILLNEED``); the disk reads them while the first experts are computed. Results have the same bits. Which
+    pages stay in memory is up to the system, which drops those that were not used for longest.
+
+    Looking for missing pages takes time, 2 microseconds for each MB, also if there are none: use this for models that
+    do not fit. If the process neither owns the files nor may write them, Linux does not tell it which are missing; all
+    pages of chosen experts are then asked for, which takes ten times as long if they are in memory. Copies and pickles
+    of layers keep the option, but not their files; they look in vain. Compiled code, experts with hooks or a
+    function as their activation, and calls that record gradients run as without the option, and ask for nothing.
+
+    Args:
+        model: any module; quantised experts that are mapped from files are found in it.
+        enabled: false ends what an earlier call has begun, for all quantised experts.
+
+    Returns:
+        The bytes of the weights that are prefetched when they are chosen; 0 if not ``enabled``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
+        ValueError: no quantised experts of ``model`` are mapped from files.
+        OSError: the system has no ``/proc/self/maps``, which says what is mapped.
+    """
+    check_model("prefetch_experts", model)
+    checks.flag("prefetch_experts", "enabled", enabled)
+    weights = [
+        module
+        for module in model.modules()
+        if isinstance(module, QuantizedLinear) and not isinstance(module, QuantizedDenseLinear)
+    ]
+    files = mappings() if enabled else []
+    found: dict[int, Prefetch] = {id(layer): _prefetch_of(layer.packed, files) for layer in weights}
+    if enabled and not any(found.values()):
+        raise ValueError(
+            f"prefetch_experts: model must have quantised experts that are mapped from files, got {len(weights)} "
+            f"weights of quantised experts, all in memory"
+        )
+    for layer in weights:
+        layer.prefetch = found[id(layer)]
+    return sum(layer.packed.nbytes for layer in weights if layer.prefetch)
+
+
+class Mapping(NamedTuple):
+    """Holds the addresses at which a part of a file is mapped."""
+
+    begin: int
+    end: int
+    path: str
+
+
+def mappings() -> list[Mapping]:
+    """Return the addresses at which files are mapped in this process, in order (proc(5))."""
+    line = re.compile(r"(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d* +(/.*)")  # an inode of 0 is no file
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
+        found = filter(None, map(line.fullmatch, maps.read().splitlines()))
+        return [Mapping(int(one[1], 16), int(one[2], 16), one[3]) for one in found]
+
+
+def _prefetch_of(packed: Tensor, files: list[Mapping]) -> Prefetch:
+    """Return what of a weight can be prefetched."""
+    if not (packed.is_cpu and packed.nbytes):
+        return 0
+    address = packed.data_ptr()
+    place = bisect(files, address, key=lambda file: file.begin) - 1
+    if place < 0 or address >= files[place].end:
+        return 0
+    path = files[place].path
+    try:
+        tells = os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid()  # the rule of mincore(2)
+    except OSError:  # the file has been removed
+        tells = False
+    return 1 if tells else 2
