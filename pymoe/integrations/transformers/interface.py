@@ -7,6 +7,7 @@ configuration holds.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -261,6 +262,16 @@ def converter(sources: list[str], target: str, *operations: Any) -> Any:
     from transformers.core_model_loading import WeightConverter
 
     return WeightConverter(sources, target, operations=list(operations))
+
+
+def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in a model of tensors that are not converted, by their names in the checkpoint."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [copy.deepcopy(one) for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    state = model.state_dict()
+    return {name: rename_source_key(name, renamings, [], model.base_model_prefix, state)[0] for name in names}
 
 
 def reads_weights_alone(transform: Any) -> bool:

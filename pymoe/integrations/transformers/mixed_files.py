@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pymoe._common.types import FORMATS
+from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.gguf_blocks import Format
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.nn import QuantizedLinear
@@ -17,12 +18,13 @@ ENDING = ".sizes"
 """What the name of the sizes has in addition to that of the weight."""
 
 
-def formats_in(files: Iterable[str], weights: Iterable[str]) -> dict[str, Format]:
+def formats_in(files: Iterable[str], model: Any, weights: Iterable[str]) -> dict[str, Format]:
     """Return the formats of stacked weights, by their names in the model.
 
     Args:
         files: paths of the safetensors.
-        weights: names of the weights. Files, or the model, may have no prefix before them.
+        model: the model, before its weights are replaced.
+        weights: names of the weights.
 
     Raises:
         ValueError: a weight has no sizes, or a number that is not in ``FORMATS``.
@@ -33,17 +35,14 @@ def formats_in(files: Iterable[str], weights: Iterable[str]) -> dict[str, Format
     for file in (file for file in files if str(file).endswith(".safetensors")):
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name.endswith(ENDING)]  # noqa: SIM118
-            numbers |= {f".{name.removesuffix(ENDING)}": int(tensors.get_tensor(name).flatten()[0]) for name in names}
+            numbers |= {name.removesuffix(ENDING): int(tensors.get_tensor(name).flatten()[0]) for name in names}
+    numbers = {name: numbers[own] for own, name in interface.names_in_model(model, numbers).items()}
     kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
     found: dict[str, Format] = {}
     for weight in weights:
-        own = f".{weight}"
-        named = {name: number for name, number in numbers.items() if name.endswith(own) or own.endswith(name)}
-        if len(named) != 1:
-            raise ValueError(
-                f"from_pretrained: expected the checkpoint to have {weight + ENDING!r}, got {sorted(named) or 'none'}"
-            )
-        (number,) = named.values()
+        if weight not in numbers:
+            raise ValueError(f"from_pretrained: expected the checkpoint to have {weight + ENDING!r}, got none")
+        number = numbers[weight]
         if number not in kinds:
             raise ValueError(
                 f"from_pretrained: expected {weight + ENDING!r} to hold the number of a format, one of "

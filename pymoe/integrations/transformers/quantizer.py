@@ -267,7 +267,7 @@ class PymoeQuantizer(HfQuantizer):
             self.gguf.plan(model)
             mixed_files.place_layers(model, {name: one.format for name, one in self.gguf.stacked.items()})
         else:
-            mixed_files.place_layers(model, mixed_files.formats_in(files, sorted(self.weights)))
+            mixed_files.place_layers(model, mixed_files.formats_in(files, model, sorted(self.weights)))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
