@@ -54,9 +54,11 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         hooks = getattr(module, name)
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
-    # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again.
+    # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again. It
+    # cannot trace the ``__func__`` of a module's method, and would take the comparison with it for false.
     own = module.__dict__
-    plain = getattr(module.forward, "__func__", None) is type(module).forward
+    forward: Any = type(module).forward
+    plain = hasattr(forward, "__get__") and module.forward == forward.__get__(module)
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
