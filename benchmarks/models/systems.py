@@ -130,7 +130,7 @@ class Transformers:
             self.model.set_attn_implementation(implementation)
 
     def compiled_decoding(self, sequences: int, layers: int) -> Callable[[], object]:
-        """Return a call as that of ``decoding``, with one graph of torch.compile for all of a token; it has run once."""
+        """Return a call as that of ``decoding``, with one graph of torch.compile for a token; it has run once."""
         texts = torch.from_numpy(ids_of(self.words, sequences, PROMPT + MOST_COMPILED, 3))
         step = self._compiled_step(texts[:, :PROMPT], layers)
         number = iter(range(PROMPT, PROMPT + MOST_COMPILED))
