@@ -227,7 +227,7 @@ def start(files: Files, child: Child, ones: list[Contender], record: Record) -> 
         for one in ones:
             names = dict.fromkeys((WHOLE, one.exact)) if files.fits else {}
             expected = {name: str(files.logits(name)) for name in names if name}
-            errors = child.ask({"do": "check", "implementation": one.implementation, "expected": expected})
+            errors = child.ask({"do": "check", "expected": expected, **run_by(one)})
             record["contenders"][one.name] |= {"loaded": loaded, "errors": errors, "exact": one.exact}
     except ChildError as error:
         for one in ones:
@@ -245,7 +245,7 @@ def take_turns(
     samples: dict[tuple[str, Cell], dict[str, list[float]]] = {}
     total = 0.0
     for one in contenders:
-        for cell in both:
+        for cell in both if both[0].mode == "decode" or not one.compiled else ():
             first = ask(one, children, cell, 1, record)
             if first is not None:
                 total += cell.calls * first["wall"][0]
@@ -262,12 +262,17 @@ def take_turns(
     print(f"{record['title']}: {both[0].mode} {both[0].tokens}, {rounds} rounds", file=sys.stderr, flush=True)
 
 
+def run_by(one: Contender) -> Record:
+    """Return what tells a process which of its contenders to run."""
+    return {"implementation": one.implementation, "compiled": one.compiled}
+
+
 def ask(one: Contender, children: dict[str, Child], cell: Cell, calls: int, record: Record) -> Record | None:
     """Return the times of a turn; None if the contender failed, now or before."""
     if one.name in record["absent"]:
         return None
     try:
-        request = {"do": "measure", "implementation": one.implementation, **asdict(cell), "calls": calls}
+        request = {"do": "measure", **run_by(one), **asdict(cell), "calls": calls}
         answer: Record = children[one.weights].ask(request)
         return answer
     except ChildError as error:

@@ -24,6 +24,7 @@ from processes import run_python
 
 import pymoe
 from pymoe.autograd.isolated_graph import keep_hooks_outside, within_call
+from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.parallel import map_with_parallel_backward
 
 
@@ -515,3 +516,15 @@ def test_a_map_inside_a_transform_is_exported_without_dynamo():
     x = torch.arange(3.0)
     exported = torch.export.export(Squares(), (x,), strict=False)
     torch.testing.assert_close(exported.module()(x), torch.tensor([1.0, 5.0, 13.0]))
+
+
+def test_a_graph_knows_that_nothing_stands_between_a_layer_and_its_part():
+    """torch.compile took the comparison with the ``__func__`` of a method for false. Every part of a layer then seemed
+    to have a forward of its own, and compiled layers ran operator by operator.
+    """
+    layer = torch.nn.Linear(2, 2)
+    graph = torch.compile(lambda x: x + is_called_plainly(layer, torch.nn.Linear), backend="eager", fullgraph=True)
+    torch._dynamo.reset()
+    assert graph(torch.zeros(1)) == is_called_plainly(layer, torch.nn.Linear) == 1
+    layer.forward = torch.relu
+    assert graph(torch.zeros(1)) == is_called_plainly(layer, torch.nn.Linear) == 0

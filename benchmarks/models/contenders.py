@@ -1,8 +1,8 @@
 """Who takes part: pymoe behind transformers, transformers' own experts, and llama.cpp, with the weights of each.
 
-A process holds one set of weights. The implementations of experts that run on the same bfloat16 weights (two of
-transformers, and pymoe) share a process and these weights, and are switched between turns; every other contender has a
-process of its own.
+A process holds one set of weights. Contenders that run on the same weights share a process, and are switched between
+turns: the implementations of experts in bfloat16 (two of transformers, and pymoe), and pymoe with and without
+``torch.compile``. Every other contender has a process of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Contender:
     """The weights' format in llama.cpp."""
     mxfp: bool = False
     """Whether it runs only models that are published in MXFP4."""
+    compiled: bool = False
+    """Whether it decodes with a graph of torch.compile, for which it takes the weights of another; prompts are computed
+    without it, so it has no time for these.
+    """
 
     @property
     def exact(self) -> str:
@@ -46,13 +50,15 @@ def _llama(form: str, mxfp: bool = False) -> Contender:
     return Contender(f"{LLAMA} {form}", form, form=form, mxfp=mxfp)
 
 
-def _pymoe(rival: str, bits: int, linear_bits: int | None = None, mxfp: bool = False) -> Contender:
+def _pymoe(
+    rival: str, bits: int, linear_bits: int | None = None, mxfp: bool = False, compiled: bool = False
+) -> Contender:
     name = ("mxfp" if mxfp else f"int{bits}") + (f", dense {linear_bits}" if linear_bits else "")
     packing = ["--bits", str(bits), *(["--format", "mxfp"] if mxfp else [])]
     packing += ["--linear-bits", str(linear_bits)] if linear_bits else []
-    return Contender(
-        f"pymoe {name}", name.replace(", ", "-").replace(" ", ""), rival, packing=tuple(packing), mxfp=mxfp
-    )
+    weights = name.replace(", ", "-").replace(" ", "")
+    title = f"pymoe {name}" + (", compiled" if compiled else "")
+    return Contender(title, weights, rival, packing=tuple(packing), mxfp=mxfp, compiled=compiled)
 
 
 CONTENDERS = (
@@ -66,6 +72,7 @@ CONTENDERS = (
     _pymoe(f"{LLAMA} Q4_0", 4),
     _pymoe(f"{LLAMA} Q4_0", 4, 8),
     _pymoe(f"{LLAMA} Q4_0", 4, 4),
+    _pymoe(f"{LLAMA} Q4_0", 4, 4, compiled=True),
     _llama("Q4_0"),
     _pymoe(f"{LLAMA} MXFP4", 4, 8, mxfp=True),
     _llama("MXFP4", mxfp=True),

@@ -22,10 +22,12 @@ SAME = 0.75
 RIVALS = {one.name: one.rival for one in CONTENDERS}
 ABOUT = """\
 Weights are random, and all contenders decode and prefill the same random tokens, in processes of their own that take \
-turns (the implementations of experts that run on the same bfloat16 weights share a process). Times are medians with \
+turns (contenders that run on the same weights share a process). Times are medians with \
 quartiles. Decoding adds a token to each of some sequences after prompts of 32 tokens, and its time is that of the \
 whole call; prefill computes a prompt and the logits of its last token. `int8` and `int4` are experts in that many \
-bits, `dense 8` and `dense 4` attention, shared experts, dense networks and the head; llama.cpp's files are written by \
+bits, `dense 8` and `dense 4` attention, shared experts, dense networks and the head. `compiled` decodes with one \
+graph of `torch.compile` over a static cache of 128 positions and transformers' attention `eager`; the others have a \
+growing cache and `sdpa`. llama.cpp's files are written by \
 `gguf` and quantised by llama.cpp, with the head in the type of the other dense layers. The floor of decoding is the \
 time to read the weights of the head and of the layers, as far as a call needs them, at the bandwidth of the fastest \
 of torch's reductions; keys and values are not counted."""

@@ -26,6 +26,8 @@ PROMPT = 32
 """Tokens of every sequence before the first that decoding adds."""
 MOST_DECODED = 512
 """Tokens of a sequence for which llama.cpp gets room."""
+MOST_COMPILED = 96
+"""Tokens of a sequence for which the cache of a compiled step has room: its attention computes all of them."""
 CHECKED = 64
 """Tokens of the text whose logits are compared."""
 MOST_TOGETHER = 32
@@ -119,6 +121,45 @@ class Transformers:
                 return model(texts[:, at : at + 1], past_key_values=past, use_cache=True).logits.argmax(-1)
 
         return run
+
+    def attend(self, implementation: str) -> None:
+        """Choose transformers' implementation of attention: torch's "sdpa" takes ten times as long in bfloat16 as
+        "eager" for one query and many keys on a CPU, but less memory for prompts.
+        """
+        if self.model.config._attn_implementation != implementation:
+            self.model.set_attn_implementation(implementation)
+
+    def compiled_decoding(self, sequences: int, layers: int) -> Callable[[], object]:
+        """Return a call as that of ``decoding``, with one graph of torch.compile for a token; it has run once."""
+        texts = torch.from_numpy(ids_of(self.words, sequences, PROMPT + MOST_COMPILED, 3))
+        step = self._compiled_step(texts[:, :PROMPT], layers)
+        number = iter(range(PROMPT, PROMPT + MOST_COMPILED))
+
+        def run() -> object:
+            at = next(number)
+            with self.cut(layers):
+                return step(texts[:, at : at + 1]).argmax(-1)
+
+        run()
+        return run
+
+    def stepwise_logits(self, ids: Ids) -> Ids:
+        """Return what ``logits`` returns, with the call of ``compiled_decoding`` for every token but the first."""
+        tokens = torch.from_numpy(ids)
+        step = self._compiled_step(tokens[:, :1], self.model.config.num_hidden_layers)
+        rest = [step(tokens[:, at : at + 1]).float() for at in range(1, tokens.shape[1])]
+        return torch.cat([torch.from_numpy(self.logits(ids[:, :1]))[None], *rest], 1)[0].numpy()
+
+    def _compiled_step(self, prompt: Tensor, layers: int) -> Callable[[Tensor], Tensor]:
+        """Return a function of the tokens (sequences, 1) after a prompt; it returns their logits."""
+        from transformers import StaticCache
+
+        torch._dynamo.config.recompile_limit = 64  # a graph for every number of sequences and of layers
+        forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
+        with self.cut(layers) as model:
+            past = StaticCache(config=model.config, max_cache_len=PROMPT + MOST_COMPILED)
+            model(prompt, past_key_values=past, use_cache=True, logits_to_keep=1)
+        return lambda tokens: forward(tokens.contiguous(), past_key_values=past, use_cache=True).logits
 
     def sizes(self) -> dict[str, int]:
         return shares((name, tensor.nbytes) for name, tensor in _tensors(self.model))

@@ -58,12 +58,13 @@ class Worker:
         about = {"about": library.about()} if libraries else {}
         return {**record, "sizes": self.system.sizes(), **about}
 
-    def check(self, implementation: str, expected: dict[str, str]) -> dict[str, list[float]]:
+    def check(self, implementation: str, expected: dict[str, str], compiled: bool = False) -> dict[str, list[float]]:
         """Return for every file of expected logits the relative errors of this model's: median and largest over the
         tokens of a text.
         """
-        system = self._under(implementation)
-        found = system.logits(ids_of(system.words, 1, CHECKED, 1)).astype(np.float64)
+        system = self._under(implementation, compiled)
+        logits = system.stepwise_logits if compiled else system.logits
+        found = logits(ids_of(system.words, 1, CHECKED, 1)).astype(np.float64)
         errors = {}
         for name, file in expected.items():
             wanted = np.load(file).astype(np.float64)
@@ -71,14 +72,17 @@ class Worker:
             errors[name] = [float(np.median(each)), float(each.max())]  # NaN stays NaN in both
         return errors
 
-    def measure(self, implementation: str, mode: str, tokens: int, layers: int, calls: int) -> Record:
+    def measure(
+        self, implementation: str, mode: str, tokens: int, layers: int, calls: int, compiled: bool = False
+    ) -> Record:
         """Return the seconds of ``calls`` calls by the wall clock and of the processors; the first call of its kind
         warms up.
         """
-        system = self._under(implementation)
-        key = (implementation, mode, tokens, layers)
+        system = self._under(implementation, compiled)
+        key = (implementation, compiled, mode, tokens, layers)
         if key not in self.calls:
-            self.calls[key] = (system.decoding if mode == "decode" else system.prefill)(tokens, layers)
+            make = system.compiled_decoding if compiled else system.decoding if mode == "decode" else system.prefill
+            self.calls[key] = make(tokens, layers)
         call = self.calls[key]
         gc.collect()
         gc.disable()
@@ -115,8 +119,11 @@ class Worker:
             llama_cpp.LlamaCpp(Path(libraries), self.threads).quantize(Path(source), part, form)
         part.replace(file)
 
-    def _under(self, implementation: str) -> Any:
+    def _under(self, implementation: str, compiled: bool) -> Any:
+        """Return the system with this implementation of experts, and the attention that is the faster one."""
         system: Any = self.system
+        if isinstance(system, Transformers):
+            system.attend("eager" if compiled else "sdpa")
         if isinstance(system, Transformers) and system.model.config._experts_implementation != implementation:
             system.model.set_experts_implementation(implementation)
         return system

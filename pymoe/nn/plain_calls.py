@@ -37,7 +37,7 @@ def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[An
             return False
     if attached_to(module, harmless):
         return False
-    return _as_written.get(kind) == (kind.forward, kind.__call__, kind._call_impl) or _is_as_written(kind)
+    return _is_as_written(kind)
 
 
 def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None) -> str:
@@ -54,14 +54,18 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         hooks = getattr(module, name)
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
-    # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again.
+    # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again. It
+    # cannot trace the ``__func__`` of a module's method, and would take the comparison with it for false.
     own = module.__dict__
-    plain = getattr(module.forward, "__func__", None) is type(module).forward
+    forward: Any = type(module).forward
+    plain = hasattr(forward, "__get__") and module.forward == forward.__get__(module)
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
 def _is_as_written(kind: Any) -> bool:
     """Return whether calls of a class run the functions in its source and its bases' source: none has been patched."""
+    if _as_written.get(kind) == (kind.forward, kind.__call__, kind._call_impl):
+        return True
     canaries.modules()
     if all(is_of_its_source(kind, name) for name in ("forward", "__call__", "_call_impl")):
         _as_written[kind] = (kind.forward, kind.__call__, kind._call_impl)
@@ -81,6 +85,7 @@ def is_of_its_source(kind: type, name: str) -> bool:
     return source is not None and getattr(vars(owner)[name], "__globals__", None) is vars(source)
 
 
-# torch.compile calls these once, as it checks hooks once: it cannot trace how they look at sources.
+# torch.compile calls these once, as it checks hooks once: it cannot trace how they look at sources, and cannot guard a
+# dictionary that they fill meanwhile.
 _is_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_of_its_source._dynamo_marked_constant = True  # type: ignore[attr-defined]

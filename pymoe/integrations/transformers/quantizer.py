@@ -195,6 +195,11 @@ class PymoeQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    @property
+    def is_compileable(self) -> bool:
+        """Return true: ``generate`` may compile a step over a static cache."""
+        return True
+
     def update_attn_implementation(self, config: Any) -> Any:
         """Refuse another implementation of experts; transformers calls this before it makes the model."""
         name = interface.implementation(config)
