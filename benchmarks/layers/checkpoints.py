@@ -127,8 +127,8 @@ def write_gpt_oss(
 def _write(folder: Path, files: list[dict[str, tuple[int, ...]]]) -> int:
     """Write random tensors of these names and shapes, file by file, with their index; return their bytes.
 
-    A file is eight bytes with the length of its header, the header, and the tensors one after another. It is written so
-    because the function of safetensors takes all tensors of a file at once.
+    A file is eight bytes with the length of its header, the header, padded to eight bytes, and the tensors one after
+    another. It is written here because the function of safetensors takes all tensors of a file at once.
     """
     generator = torch.Generator().manual_seed(0)
     where: dict[str, str] = {}
@@ -142,6 +142,7 @@ def _write(folder: Path, files: list[dict[str, tuple[int, ...]]]) -> int:
             dtype = "U8" if _is_packed(name) else "BF16"
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
         text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
         with open(folder / file, "wb") as target:
             target.write(len(text).to_bytes(8, "little") + text)
             for name, shape in shapes.items():

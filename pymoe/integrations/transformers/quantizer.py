@@ -90,8 +90,8 @@ class PymoeConfig(QuantizationConfigMixin):
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint in MXFP4 or FP8 is
-    asked for in another format, or the model has no experts that pymoe quantises, runs another implementation of
-    experts, or is offloaded.
+    asked for in another format, or the model has no experts that pymoe quantises or runs another implementation of
+    experts.
     """
 
     def __init__(
@@ -536,7 +536,7 @@ def prepare_to_save(model: nn.Module) -> None:
 
     Raises:
         ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised,
-            their formats or numbers of bits differ, or another method quantised the model.
+            their formats or numbers of bits differ, it has adapters, or another method quantised weights, too.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
@@ -566,6 +566,17 @@ def prepare_to_save(model: nn.Module) -> None:
         raise ValueError(
             f"{place} whose experts all have one format and as many bits, got {formats}; save model.state_dict()"
         )
+    for name, parameter in model.named_parameters():
+        if ".base_layer." in f".{name}":  # PEFT's name for a wrapped module
+            raise ValueError(
+                f"{place} without adapters, got {name!r}; merge them first (merge_and_unload() in PEFT), or save them "
+                f"alone by the PeftModel"
+            )
+        if hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "full_tensor"):  # a DTensor has both
+            raise ValueError(
+                f"{place} quantised by pymoe alone, got {name!r} of the class {type(parameter).__name__}, which "
+                f"another method leaves; save model.state_dict()"
+            )
     if quantizer is not None and not isinstance(quantizer, PymoeQuantizer):
         raise ValueError(f"{place} quantised by pymoe alone, got one of {type(quantizer).__name__}, too")
     if quantizer is None or quantizer.quantization_config.linear_bits != linear_bits:
