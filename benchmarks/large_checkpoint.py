@@ -12,7 +12,7 @@ logits; torch's products may round otherwise where weights are mapped from files
 ``--limit`` is for the anonymous memory of each process, read every millisecond: without swap the system cannot take
 this memory back. Pages of files are not counted, since it can. A process with more is ended, and so is the run.
 
-``--discard`` removes the checkpoint's files once they are loaded, before the packed model is saved: 57 GB and 17 GB
+``--discard`` removes the checkpoint's files once they are loaded, before the packed model is saved: 61 GB and 18 GB
 need not be on the disk together. For that, the weights that are mapped from the files are copied into memory first.
 """
 
