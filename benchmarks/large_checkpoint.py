@@ -42,6 +42,8 @@ from pymoe.bench.timing import Quartiles
 Record = dict[str, Any]
 RENDERED = Path(__file__).parent / "results" / "large_checkpoint.md"
 FIRST, COLD, WARM = STEPS = ("checkpoint, packed while it is read", "saved model, files not in memory", "saved model")
+EXPECTED = "expected.pt"
+"""File of the first step's logits and tokens."""
 PROMPT = 16
 """Tokens of the prompt."""
 TOLERANCE = 1e-2
@@ -55,8 +57,7 @@ def main() -> int:
         print(json.dumps(work(options)))
         return 0
     whole, packed = options.folder / "whole", options.folder / "packed"
-    for folder in (whole, packed):
-        shutil.rmtree(folder, ignore_errors=True)
+    remove(options.folder)
     settings = {"model": MODELS[options.model].title, "of": MODELS[options.model].layers}
     settings |= {name: getattr(options, name) for name in ("layers", "bits", "linear_bits", "limit", "discard")}
     run = Run("large_checkpoint", options.output, settings, steps=[])
@@ -79,7 +80,7 @@ def main() -> int:
         show_sections(sections(run.result))
     if options.render and len(run.result["steps"]) == len(STEPS):
         RENDERED.write_text(markdown(run.result))
-    shutil.rmtree(options.folder)
+    remove(options.folder)
     return int(len(run.result["steps"]) < len(STEPS) or any(one["verdict"] == "WRONG" for one in run.result["steps"]))
 
 
@@ -124,6 +125,13 @@ def check_disk(options: argparse.Namespace, config: Any) -> None:
         sys.exit(f"large_checkpoint: expected {needed / 1e9:.0f} GB free in {options.folder}, got {free / 1e9:.0f}")
 
 
+def remove(folder: Path) -> None:
+    """Remove what a run writes into its folder."""
+    for part in ("whole", "packed"):
+        shutil.rmtree(folder / part, ignore_errors=True)
+    (folder / EXPECTED).unlink(missing_ok=True)
+
+
 def forget(folder: Path) -> None:
     """Write a folder's files to the disk, and let the system drop their pages."""
     for path in folder.iterdir():
@@ -153,7 +161,7 @@ def work(options: argparse.Namespace) -> Record:
         record["from the start"] = time.time() - options.began
         logits, tokens, generated = generate(model, options.tokens)
         record |= {**generated, "loading peak": record["peak"]}
-        kept = options.folder / "expected.pt"
+        kept = options.folder / EXPECTED
         if options.step == FIRST:
             torch.save((logits, tokens), kept)
             if options.discard:

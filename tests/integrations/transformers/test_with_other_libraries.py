@@ -60,6 +60,15 @@ def test_experts_outside_of_the_interface_are_refused_by_name(name, experts, whe
         quantize_experts(model, 8)
 
 
+@pytest.mark.parametrize("name", ["llama4", "dbrx", "jetmoe"])
+def test_their_dense_layers_are_quantised_and_enable_runs_them(name):
+    model = tiny_models.build(name)
+    expected = outputs(model)
+    assert enable(model)
+    assert quantize_linears(model, 8).layers
+    assert 0 < float((outputs(model) - expected).norm() / expected.norm()) < 0.05
+
+
 def test_experts_that_nothing_runs_are_refused_without_that_advice():
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
