@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.common.comparison import relative_error, verdict
 from benchmarks.common.run import Run, as_report, closeness, measured, parser_of, show_sections, spread_of
-from benchmarks.layers.checkpoints import SHARD, WAYS, AnonymousMemory, anonymous, load, write_checkpoint
+from benchmarks.layers.checkpoints import WAYS, AnonymousMemory, anonymous, load, write_checkpoint
 from benchmarks.models.configurations import MODELS
 from benchmarks.models.systems import ids_of
 from pymoe.bench.report import Table
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=23.0, metavar="GIB", help="of memory (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, metavar="N", help="to generate (default: %(default)s)")
     parser.add_argument(
-        "--shard", type=float, default=SHARD / 1e9, metavar="GB", help="of the checkpoint (default: %(default)s)"
+        "--shard", type=float, default=4.0, metavar="GB", help="of the checkpoint's files (default: %(default)s)"
     )
     parser.add_argument("--discard", action="store_true", help="remove the checkpoint before the model is saved")
     parser.add_argument("--folder", type=Path, default=Path("build/large_checkpoint/models"), metavar="DIR")

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from pymoe._common.types import WeightFormat
 
-SHARD = 4_000_000_000
-"""Largest number of bytes of a file's tensors, about as in the files of Qwen3-30B-A3B on the hub."""
 POOL = 2**22 - 3
 """Normal numbers that are drawn; a prime, so that no two rows of a matrix begin at the same one."""
 
@@ -49,9 +47,12 @@ def write_qwen3_moe(
     return write_checkpoint(folder, config)
 
 
-def write_checkpoint(folder: Path, config: Any, shard: int = SHARD) -> int:
+def write_checkpoint(folder: Path, config: Any, shard: int | None = None) -> int:
     """Write random bfloat16 weights for a configuration in the hub's layout: one tensor per expert (GPT-OSS stacks
-    them), in files of at most ``shard`` bytes, which may end within a layer, one tensor in memory at a time.
+    them), one tensor in memory at a time, in files of at most ``shard`` bytes, which may end within a layer; None for
+    one file per layer.
+
+    A configuration that has a ``quantization_config`` is one of a GPT-OSS in MXFP4, and names no dtype, as published.
 
     Returns:
         The bytes of all weights.
@@ -61,29 +62,23 @@ def write_checkpoint(folder: Path, config: Any, shard: int = SHARD) -> int:
     folder.mkdir(parents=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
+    in_mxfp4 = hasattr(config, "quantization_config")
+    config.architectures, config.dtype = [type(model).__name__], None if in_mxfp4 else "bfloat16"
     config.save_pretrained(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
-        shapes |= _as_published(name, tensor.shape, config.model_type)
-    return _write(folder, list(_shards(shapes, shard)))
+        shapes |= _as_published(name, tensor.shape, "mxfp4" if in_mxfp4 else config.model_type)
+    return _write(folder, list(_shards(shapes, shard) if shard else _layers(shapes)))
 
 
 def write_gpt_oss(
     folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 4
 ) -> int:
-    """Write random weights of a GPT-OSS as it is published, one tensor in memory at a time: experts in MXFP4, all other
-    tensors in bfloat16, and a configuration that names the method but no dtype.
-
-    Returns:
-        The bytes of all weights.
-    """
+    """Write a GPT-OSS of these sizes as :func:`write_checkpoint` does, in MXFP4; return the bytes of all weights."""
     from transformers import GptOssConfig
 
-    folder.mkdir(parents=True)
     heads = max(hidden // 64, 2)
     config = GptOssConfig(
-        architectures=["GptOssForCausalLM"],
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -94,34 +89,15 @@ def write_gpt_oss(
         num_local_experts=experts,
         num_experts_per_tok=min(choices, experts),
         pad_token_id=0,
-        quantization_config={
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
-                *("model.embed_tokens", "lm_head"),
-            ],
-        },
     )
-    config.save_pretrained(folder)
-    layer: dict[str, tuple[int, ...]] = {"self_attn.sinks": (heads,)}
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        layer[f"{name}.weight"] = (hidden,)
-    queries, keys = 64 * heads, 64 * max(heads // 8, 1)
-    linears = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
-    for name, shape in [
-        *((f"self_attn.{name}_proj", shape) for name, shape in linears.items()),
-        ("mlp.router", (experts, hidden)),
-    ]:
-        layer[f"{name}.weight"], layer[f"{name}.bias"] = shape, shape[:1]
-    for name, outputs, inputs in (("gate_up_proj", 2 * ffn, hidden), ("down_proj", hidden, ffn)):
-        layer[f"mlp.experts.{name}_blocks"] = (experts, outputs, inputs // 32, 16)
-        layer[f"mlp.experts.{name}_scales"] = (experts, outputs, inputs // 32)
-        layer[f"mlp.experts.{name}_bias"] = (experts, outputs)
-    files: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (vocabulary, hidden)}]
-    for number in range(layers):
-        files.append({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
-    files.append({"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)})
-    return _write(folder, files)
+    config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+            *("model.embed_tokens", "lm_head"),
+        ],
+    }
+    return write_checkpoint(folder, config)
 
 
 def _write(folder: Path, files: list[dict[str, tuple[int, ...]]]) -> int:
@@ -167,6 +143,15 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], limit: int) -> Iterator[dict[
     yield part
 
 
+def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield the tensors of every layer, and others alone."""
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        layer = re.match(r"model\.layers\.\d+\.", name)
+        parts.setdefault(layer[0] if layer else name, {})[name] = shape
+    yield from parts.values()
+
+
 def _is_packed(name: str) -> bool:
     return name.endswith(("_blocks", "_scales"))
 
@@ -181,9 +166,12 @@ def _as_published(name: str, shape: Sequence[int], model: str) -> dict[str, tupl
     if model == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")
     path, _, last = name.rpartition(".")
-    if model == "gpt_oss" or not path.endswith(".experts"):
+    if model == "gpt_oss" or not path.endswith(".experts") or last.endswith("_bias"):
         return {name: tuple(shape)}
     experts, rows, columns = shape
+    if model == "mxfp4":
+        scales = (experts, columns, rows // 32)
+        return {f"{name}_blocks": (*scales, 16), f"{name}_scales": scales}
     parts = (
         {gate: (rows // 2, columns), up: (rows // 2, columns)} if last == "gate_up_proj" else {down: (rows, columns)}
     )

@@ -24,7 +24,7 @@ PACKAGE = "@node-llama-cpp/linux-x64@3.22.1"
 WRITER = "gguf==0.19.0"
 """The PyPI package that writes files for llama.cpp."""
 HOME = Path("build") / "llama_cpp"
-TYPES = {"Q4_0": (2, 2), "Q8_0": (7, 8), "MXFP4": (38, 8)}
+TYPES = {"Q4_0": (2, 2), "Q4_K_S": (14, 12), "Q8_0": (7, 8), "MXFP4": (38, 8)}
 """The formats by name: the quantiser's number for files (llama_ftype), and for the head (ggml_type)."""
 
 
@@ -93,6 +93,10 @@ class _Batch(c.Structure):
     ]
 
 
+_SILENT = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, data: None)
+"""Takes the library's messages, hundreds of lines for each model, and drops them."""
+
+
 class LlamaCpp:
     """The loaded library.
 
@@ -111,6 +115,7 @@ class LlamaCpp:
             raise Missing(f"its libraries cannot be loaded: {error}") from None
         self._call(self._ggml.ggml_backend_load_all_from_path, None, c.c_char_p)(str(folder).encode())
         self._llama.llama_backend_init()
+        self._call(self._llama.llama_log_set, None, c.c_void_p, c.c_void_p)(_SILENT, None)
 
     @staticmethod
     def _call(function: Any, result: Any, *arguments: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dense_layers, model_memory
+from benchmarks import model_memory, perplexity
 
 ROOT = Path(__file__).parents[2]
 OPERATORS = ("gate_topk", "dispatch", "grouped_linear", "expert_activation", "combine", "router_losses")
@@ -70,8 +70,10 @@ def test_every_way_to_load_is_measured(tmp_path):
 
 @pytest.mark.slow
 def test_every_way_to_round_a_trained_model_is_measured(tmp_path):
-    found = run("dense_layers", tmp_path, "--steps", "5")
+    found = run("perplexity", tmp_path, "--steps", "5")
     errors = {one["way"]: one.get("error", 0.0) for one in found["accuracy"]}
-    assert len(errors) == 2 + 2 * len(dense_layers.DENSE)
-    assert errors["float32"] == 0 < errors["experts in 8 bits, dense layers 8 bits"]
-    assert errors["experts in 8 bits, dense layers 8 bits"] < errors["experts in 8 bits, dense layers 4 bits"]
+    by_pymoe = {way: error for way, error in errors.items() if not way.startswith("llama.cpp")}
+    assert len(by_pymoe) == 2 + len(perplexity.EXPERTS) * len(perplexity.DENSE)
+    assert errors["float32"] == 0 < errors["int8, dense 8"] < errors["int8, dense 4"]
+    assert errors["int8"] < errors["fp8"] < errors["mxfp4"]
+    assert len(errors) - len(by_pymoe) in (0, 1 + len(perplexity.llama_cpp.TYPES))

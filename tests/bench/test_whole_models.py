@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
     def made(name):
         if not (folder / name).exists():
-            write_checkpoint(folder / name, MODELS[name].build(2), shard=100_000)  # files end within layers
+            write_checkpoint(folder / name, MODELS[name].build(2))
         return folder / name
 
     return made

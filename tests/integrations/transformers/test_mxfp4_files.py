@@ -29,7 +29,7 @@ pytestmark = pytest.mark.only_on("cpu")
 
 CONFIG = PymoeConfig(bits=4, format="mxfp")
 EXPERTS = "model.layers.1.mlp.experts"
-FILE = "model-00003-of-00004.safetensors"
+FILE = "model-00003-of-00005.safetensors"
 """The file that holds the layer whose experts are :data:`EXPERTS`."""
 
 
@@ -463,7 +463,7 @@ def test_a_layer_of_gpt_oss_20b(tmp_path):
     folder = tmp_path / "published"
     write_gpt_oss(folder, layers=1, hidden=2880, ffn=2880, experts=32, vocabulary=128)
     experts = read(folder, dtype=torch.float32).model.layers[0].mlp.experts
-    files = load_file(folder / "model-00002-of-00003.safetensors")
+    files = load_file(folder / "model-00002-of-00004.safetensors")
     place = "model.layers.0.mlp.experts"
     for name in ("gate_up_proj", "down_proj"):
         weight = getattr(experts, name).weight

@@ -1,38 +1,52 @@
-"""Measure what dense layers in 8 or 4 bits change in the output of a trained model, beside experts in 8 or 4 bits.
+"""Measure the perplexity of a trained model with weights in every format, of pymoe and of llama.cpp.
 
-    python -m benchmarks.dense_layers [--steps N] [--output DIR]
+    python -m benchmarks.perplexity [--steps N] [--output DIR]
 
 A small OLMoE is trained on the text of this repository, byte by byte. It is then rounded in several ways, and each
-variant's logits for text that it has not seen are compared with the logits of the float32 weights. What rounding saves
-in time, ``benchmarks.whole_models`` measures.
+variant's logits for text that it has not seen are compared with the logits of the float32 weights. llama.cpp reads the
+model in bfloat16 and rounds it by itself; where it cannot be had, its rows are left out. What rounding saves in time,
+``benchmarks.whole_models`` measures.
 """
 
 from __future__ import annotations
 
 import copy
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections
+from benchmarks.models import llama_cpp
+from benchmarks.models.gguf_files import write_gguf
+from pymoe._common.types import WeightFormat
 from pymoe.bench.report import Table
 from pymoe.nn import quantize_experts, quantize_linears
 
 Record = dict[str, Any]
-DENSE: dict[str, int | None] = {"as they are": None, "8 bits": 8, "4 bits": 4}
-"""The formats of the dense layers by name, with their bits; None leaves the layers as they are."""
+EXPERTS: dict[str, tuple[int, WeightFormat]] = {
+    "int8": (8, "int"),
+    "fp8": (8, "fp"),
+    "int4": (4, "int"),
+    "mxfp4": (4, "mxfp"),
+}
+"""The formats of experts, with their bits and names."""
+DENSE: dict[str, int | None] = {"": None, ", dense 8": 8, ", dense 4": 4}
+"""The formats of the dense layers, with their bits; None leaves the layers as they are."""
 BATCH, LENGTH = 8, 128
 """Sequences in a training step, and bytes in a sequence."""
 
 
 def main() -> int:
     """Measure, write and show the table."""
-    parser = parser_of("dense_layers", __doc__ or "")
-    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training (default: %(default)s)")
+    parser = parser_of("perplexity", __doc__ or "")
+    parser.add_argument("--steps", type=int, default=3000, metavar="N", help="of training (default: %(default)s)")
     options = parser.parse_args()
-    run = Run("dense_layers", options.output, {"steps": options.steps}, accuracy=accuracy(options.steps))
+    run = Run("perplexity", options.output, {"steps": options.steps}, accuracy=accuracy(options.steps))
     run.keep(markdown)
     show_sections(sections(run.result))
     return 0
@@ -54,7 +68,7 @@ def olmoe(**sizes: int) -> Any:
 
 def accuracy(steps: int) -> list[Record]:
     """Return a trained model's loss in float32, then the loss and the error of each way to round the model."""
-    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 256}
     model = olmoe(**sizes, max_position_embeddings=LENGTH)
     text = corpus()
@@ -62,24 +76,14 @@ def accuracy(steps: int) -> list[Record]:
     train(model, text[:split], steps)
     unseen = text[split : split + 64 * LENGTH].view(-1, LENGTH)
     expected = logits(model, unseen)
-    cases: list[tuple[str, int | None, int | None]] = [("bfloat16", None, None)]
-    cases += [(f"experts in {bits} bits, dense layers {name}", bits, DENSE[name]) for bits in (8, 4) for name in DENSE]
     found = [{"way": "float32", "loss": loss(expected, unseen)}]
-    for name, bits, linear_bits in cases:
-        other = copy.deepcopy(model)
-        if bits is None:
-            other.bfloat16()
-        else:
-            quantize_experts(other, bits)
-        if linear_bits is not None:
-            quantize_linears(other, linear_bits)
-        got = logits(other, unseen)
+    for way, got in (*by_pymoe(model, unseen), *by_llama_cpp(model, unseen)):
         divergence = nn.functional.kl_div(
             got.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none"
         )
         found.append(
             {
-                "way": name,
+                "way": way,
                 "loss": loss(got, unseen),
                 "error": float((got - expected).norm() / expected.norm()),
                 "divergence": float(divergence.sum(-1).mean()),
@@ -87,6 +91,44 @@ def accuracy(steps: int) -> list[Record]:
             }
         )
     return found
+
+
+def by_pymoe(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the logits of the model in bfloat16, and of each way in which pymoe rounds it."""
+    yield "bfloat16", logits(copy.deepcopy(model).bfloat16(), ids)
+    for experts, (bits, format) in EXPERTS.items():
+        for dense, linear_bits in DENSE.items():
+            rounded = copy.deepcopy(model)
+            quantize_experts(rounded, bits, format)
+            if linear_bits is not None:
+                quantize_linears(rounded, linear_bits)
+            yield experts + dense, logits(rounded, ids)
+
+
+def by_llama_cpp(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the logits of the model in each of llama.cpp's formats, or nothing if it cannot be had."""
+    try:
+        library = llama_cpp.LlamaCpp(llama_cpp.install(), torch.get_num_threads())
+    except llama_cpp.Missing as error:
+        print(f"llama.cpp is left out: {error}")
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        # Shards are small, so that there is an index.
+        copy.deepcopy(model).bfloat16().save_pretrained(folder, max_shard_size="1MB")
+        whole = Path(place) / "BF16.gguf"
+        write_gguf(folder, whole, model.config.num_hidden_layers, llama_cpp.gguf())
+        for form in ("BF16", *llama_cpp.TYPES):
+            file = whole.with_stem(form)
+            if form != "BF16":
+                library.quantize(whole, file, form)
+            context = library.context(library.load(file), 1, LENGTH)
+            rows = []
+            for one in ids.numpy():
+                context.clear()
+                context.compute(one[None], 0, range(LENGTH))
+                rows.append(np.stack([context.logits(index) for index in range(LENGTH)]))
+            yield f"llama.cpp {form}", torch.from_numpy(np.stack(rows)).double()
 
 
 def corpus() -> Tensor:
@@ -130,7 +172,7 @@ def sections(result: Record) -> list[tuple[str, Table]]:
     changes = [
         [
             one["way"],
-            f"{one['loss']:.4f}",
+            f"{np.exp(one['loss']):.4f}",
             *(
                 [f"{one['error']:.4f}", f"{one['divergence']:.2e}", f"{one['same']:.2%}"]
                 if "error" in one
@@ -139,15 +181,17 @@ def sections(result: Record) -> list[tuple[str, Table]]:
         ]
         for one in result["accuracy"]
     ]
-    changed = ["weights", "loss", "error of logits", "KL divergence, nats", "same first choice"]
+    changed = ["weights", "perplexity", "error of logits", "KL divergence, nats", "same first choice"]
     return [("Change of a trained model", Table(changed, changes, left=frozenset({"weights"})))]
 
 
 def markdown(result: Record) -> str:
     """Return the report as Markdown."""
     about = (
-        f"The trained model has 4 layers with hidden size 256 and 16 experts of 128, after "
-        f"{result['settings']['steps']} steps; its float32 weights are the reference."
+        f"The trained model is an OLMoE with 4 layers, hidden size 256 and 16 experts of 256, after "
+        f"{result['settings']['steps']} steps; its float32 weights are the reference, and the perplexity is that of "
+        f"the next byte. `dense 8` and `dense 4` are attention and the head in integers of 8 and 4 bits; without them, "
+        f"these layers stay in float32. llama.cpp rounds the model's weights in bfloat16, dense layers included."
     )
     return as_report([measured(result, about, f"{torch.get_num_threads()} torch threads")], sections(result))
 
