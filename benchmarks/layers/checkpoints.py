@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pymoe._common.types import WeightFormat
+
+POOL = 2**22 - 3
+"""Normal numbers that are drawn; a prime, so that no two rows of a matrix begin at the same one."""
 
 
 def write_qwen3_moe(
@@ -39,9 +47,10 @@ def write_qwen3_moe(
     return write_checkpoint(folder, config)
 
 
-def write_checkpoint(folder: Path, config: Any) -> int:
+def write_checkpoint(folder: Path, config: Any, shard: int | None = None) -> int:
     """Write random bfloat16 weights for a configuration in the hub's layout: one tensor per expert (GPT-OSS stacks
-    them), one file per layer, one layer in memory at a time.
+    them), one tensor in memory at a time, in files of at most ``shard`` bytes, which may end within a layer; None for
+    one file per layer.
 
     A configuration that has a ``quantization_config`` is one of a GPT-OSS in MXFP4, and names no dtype, as published.
 
@@ -56,12 +65,10 @@ def write_checkpoint(folder: Path, config: Any) -> int:
     in_mxfp4 = hasattr(config, "quantization_config")
     config.architectures, config.dtype = [type(model).__name__], None if in_mxfp4 else "bfloat16"
     config.save_pretrained(folder)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
-        layer = re.match(r"model\.layers\.\d+\.", name)
-        published = _as_published(name, tensor.shape, "mxfp4" if in_mxfp4 else config.model_type)
-        files.setdefault(layer[0] if layer else name, {}).update(published)
-    return _write(folder, list(files.values()))
+        shapes |= _as_published(name, tensor.shape, "mxfp4" if in_mxfp4 else config.model_type)
+    return _write(folder, list(_shards(shapes, shard) if shard else _layers(shapes)))
 
 
 def write_gpt_oss(
@@ -94,21 +101,63 @@ def write_gpt_oss(
 
 
 def _write(folder: Path, files: list[dict[str, tuple[int, ...]]]) -> int:
-    """Write random tensors of these names and shapes, file by file, with their index; return their bytes."""
-    from safetensors.torch import save_file
+    """Write random tensors of these names and shapes, file by file, with their index; return their bytes.
 
+    A file is eight bytes with the length of its header, the header, padded to eight bytes, and the tensors one after
+    another. It is written here because the function of safetensors takes all tensors of a file at once.
+    """
     generator = torch.Generator().manual_seed(0)
     where: dict[str, str] = {}
-    size = 0
+    total = 0
     for number, shapes in enumerate(files):
         file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(tensors, file))
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in shapes.items():
+            start, end = end, end + _size(name, shape)
+            dtype = "U8" if _is_packed(name) else "BF16"
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / file, "wb") as target:
+            target.write(len(text).to_bytes(8, "little") + text)
+            for name, shape in shapes.items():
+                target.write(_random(name, shape, generator).view(torch.uint8).numpy().data)
+        where.update(dict.fromkeys(shapes, file))
+        total += end
+    index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return size
+    return total
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], limit: int) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield tensors in their order, in parts of at most ``limit`` bytes; a larger tensor is a part of its own."""
+    part: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, shape in shapes.items():
+        if part and size + _size(name, shape) > limit:
+            yield part
+            part, size = {}, 0
+        part[name] = shape
+        size += _size(name, shape)
+    yield part
+
+
+def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield the tensors of every layer, and others alone."""
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        layer = re.match(r"model\.layers\.\d+\.", name)
+        parts.setdefault(layer[0] if layer else name, {})[name] = shape
+    yield from parts.values()
+
+
+def _is_packed(name: str) -> bool:
+    return name.endswith(("_blocks", "_scales"))
+
+
+def _size(name: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * (1 if _is_packed(name) else 2)
 
 
 def _as_published(name: str, shape: Sequence[int], model: str) -> dict[str, tuple[int, ...]]:
@@ -138,7 +187,24 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     if "norm" in name.split(".")[-2]:
         return torch.ones(shape, dtype=torch.bfloat16)
     scale = 0.1 if name.endswith(("bias", "sinks")) else shape[-1] ** -0.5
-    return torch.randn(shape, generator=generator).mul_(scale).bfloat16()
+    size, start = math.prod(shape), int(torch.randint(POOL, (), generator=generator))
+    whole, rest = divmod(size, POOL)
+    pool = _pool(scale)[start : start + POOL]
+    values = torch.cat([*[pool] * whole, pool[:rest]]) if whole else pool[:rest]
+    return values.view(shape)
+
+
+@functools.lru_cache(maxsize=8)
+def _pool(scale: float) -> Tensor:
+    """Return the same normal numbers for every call, times ``scale``, twice in a row: most of a checkpoint's time would
+    be spent in drawing all of its own.
+    """
+    numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).mul_(scale).bfloat16()
+    return numbers.repeat(2)
+
+
+LIMIT_STATUS = 137
+"""Exit status of a process with more memory than it may have; a shell reports it for those that the system kills."""
 
 
 class AnonymousMemory:
@@ -146,7 +212,14 @@ class AnonymousMemory:
 
     Mapped files do not count, since the system reclaims their pages when it needs them. A thread samples the memory
     every millisecond, so the result may be lower than the true peak, and is never higher.
+
+    Args:
+        limit: bytes, not relative to the start. If the process has more, it is ended with the exit status
+            :data:`LIMIT_STATUS`, as a system with so little memory would end it. None for no limit.
     """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
 
     def __enter__(self) -> AnonymousMemory:
         self._start = self._most = anonymous()
@@ -171,7 +244,11 @@ class AnonymousMemory:
 
     def _watch(self) -> None:
         while not self._ended.is_set():
-            self._most = max(self._most, anonymous())
+            now = anonymous()
+            self._most = max(self._most, now)
+            if self._limit is not None and now > self._limit:
+                print(f"{now:,} bytes of anonymous memory, of at most {self._limit:,}", file=sys.stderr, flush=True)
+                os._exit(LIMIT_STATUS)
             time.sleep(0.001)
 
 
@@ -187,7 +264,7 @@ def load(
     folder: Path,
     bits: int,
     linear_bits: int | None = None,
-    format: Literal["int", "mxfp"] = "int",
+    format: WeightFormat = "int",
 ) -> tuple[Any, dict[str, float]]:
     """Load a model by one of :data:`WAYS` and have it compute one token.
 

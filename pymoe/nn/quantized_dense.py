@@ -313,7 +313,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
 
     Raises:
         TypeError: ``model`` is not a module, ``bits`` is not an int, ``select`` cannot be called, or a weight is not
-            float32, bfloat16 or float16.
+            float32, bfloat16 or float16, or of a subclass that holds other tensors, as torchao leaves them.
         ValueError: ``bits`` is neither 8 nor 4; there are no such layers; or one of them is in training mode and
             requires gradients, has hooks, a ``forward`` of its own or a parametrization, is wrapped by an adapter of
             PEFT or by ``torch.compile``, is offloaded or spread over ranks, or has a weight that is not finite.
@@ -397,6 +397,11 @@ def _check_linear(name: str, linear: nn.Linear) -> None:
         raise ValueError(
             f"{place} have whole weights, got {name!r} with weights that are spread over ranks, as fully_shard leaves "
             f"them; quantise first"
+        )
+    if hasattr(linear.weight, "__tensor_flatten__"):  # a subclass that holds tensors of its own
+        raise TypeError(
+            f"{place} have weights that are plain tensors, got a {type(linear.weight).__name__} in {name!r}, as "
+            f"another method of quantisation leaves them; select the layers that it has left alone"
         )
     if linear.weight.dtype not in QUANTIZED_FLOATING:
         raise TypeError(f"{place} have weights in float32, bfloat16 or float16, got {linear.weight.dtype} in {name!r}")

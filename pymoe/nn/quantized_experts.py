@@ -386,11 +386,13 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         The number of layers that were quantised, and the bytes of their weights before and after.
 
     Raises:
-        TypeError: ``model`` is not a module, ``bits`` is not an int, ``format`` is not a str, or weights are float64.
+        TypeError: ``model`` is not a module, ``bits`` is not an int, ``format`` is not a str, or weights are float64 or
+            of a subclass that holds other tensors, as torchao leaves them.
         ValueError: ``bits`` and ``format`` are not as above; there are no experts to quantise; some experts are in
             training mode and require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
             :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
-            offloaded or spread over ranks; or a weight is not finite.
+            offloaded or spread over ranks; a weight is not finite; or the experts of a model of transformers are
+            outside of its interface, as those of Llama 4.
     """
     check_model("quantize_experts", model)
     check_format("quantize_experts", bits, format)
@@ -462,6 +464,11 @@ def _check_weights(name: str, experts: nn.Module) -> None:
         raise TypeError(
             f"quantize_experts: model must have weights in float32, bfloat16 or float16, as rows are multiplied with "
             f"quantised ones, got float64 in {name!r}"
+        )
+    if others := [weight for weight in weights if hasattr(weight, "__tensor_flatten__")]:  # it holds tensors of its own
+        raise TypeError(
+            f"quantize_experts: model must have weights that are plain tensors, got a {type(others[0]).__name__} in "
+            f"{name!r}, as another method of quantisation leaves them; quantise with one method alone"
         )
     if experts.training and any(weight.requires_grad for weight in weights):
         raise ValueError(

@@ -12,7 +12,7 @@ and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgrap
 this raises :class:`ImportError` if transformers is missing or older.
 """
 
-from pymoe.integrations.transformers import quantized, quantizer
+from pymoe.integrations.transformers import outside, quantized, quantizer
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
@@ -23,4 +23,5 @@ __all__ = ["PymoeConfig", "disable", "enable", "experts_forward", "from_transfor
 
 register(experts_forward)
 quantized.register()
+outside.register()
 quantizer.register()

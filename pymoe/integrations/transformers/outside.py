@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pymoe import ops
 from pymoe.integrations.transformers import interface
@@ -19,6 +19,7 @@ from pymoe.integrations.transformers.activations import gated_activation, place
 from pymoe.integrations.transformers.experts import as_operand, run_experts
 from pymoe.nn.apply_experts import activate, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
+from pymoe.nn.quantized_experts import handlers
 
 
 def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,3 +149,20 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
 }
 """Classes of experts that are not replaced, with the reason."""
+
+
+def register() -> None:
+    """Make :func:`pymoe.nn.quantize_experts` refuse these experts by name. Further calls change nothing."""
+    if refuse_to_quantize not in handlers:
+        handlers.append(refuse_to_quantize)
+
+
+def refuse_to_quantize(module: nn.Module) -> None:
+    """Raise if a module holds experts outside of transformers' interface, whose weights cannot be packed."""
+    known = place(type(module))
+    if known in FORWARDS or known in REFUSED:
+        advice = "; enable(model) runs them with the weights that they have" if known in FORWARDS else ""
+        raise ValueError(
+            f"quantize_experts: model must have experts behind transformers' interface, got those of "
+            f"{type(module).__name__}, which are outside of it{advice}"
+        )

@@ -115,8 +115,8 @@ class PymoeConfig(QuantizationConfigMixin):
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
     or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint of another
     method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
-    that pymoe quantises, runs another implementation of experts, or is offloaded; for a GGUF file, also if a tensor is
-    not one of the model's.
+    that pymoe quantises or runs another implementation of experts; for a GGUF file, also if a tensor is not one of the
+    model's.
     """
 
     def __init__(
@@ -643,8 +643,8 @@ def prepare_to_save(model: nn.Module) -> None:
     """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:
-        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, or
-            another method quantised the model.
+        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, it
+            has adapters, or another method quantised weights, too.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
@@ -670,6 +670,17 @@ def prepare_to_save(model: nn.Module) -> None:
         raise ValueError(
             f"{place} whose experts are quantised if its dense layers are, got no such experts; save model.state_dict()"
         )
+    for name, parameter in model.named_parameters():
+        if ".base_layer." in f".{name}":  # PEFT's name for a wrapped module
+            raise ValueError(
+                f"{place} without adapters, got {name!r}; merge them first (merge_and_unload() in PEFT), or save them "
+                f"alone by the PeftModel"
+            )
+        if hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "full_tensor"):  # a DTensor has both
+            raise ValueError(
+                f"{place} quantised by pymoe alone, got {name!r} of the class {type(parameter).__name__}, which "
+                f"another method leaves; save model.state_dict()"
+            )
     if quantizer is not None and not isinstance(quantizer, PymoeQuantizer):
         raise ValueError(f"{place} quantised by pymoe alone, got one of {type(quantizer).__name__}, too")
     config = PymoeConfig(*(formats.pop() if len(formats) == 1 else (None, AS_STORED)), linear_bits=linear_bits)
