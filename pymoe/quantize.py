@@ -104,8 +104,8 @@ def convert(
     import transformers
 
     from pymoe.integrations.transformers import PymoeConfig
+    from pymoe.integrations.transformers.configuration import STORED
     from pymoe.integrations.transformers.gguf_files import GgufFile
-    from pymoe.integrations.transformers.quantizer import STORED
 
     quantization = PymoeConfig(bits, format, linear_bits=linear_bits)
     named: dict[str, Any] = {}

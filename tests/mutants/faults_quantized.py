@@ -10,6 +10,7 @@ FP8 = "tests/ops/test_fp8_weights.py"
 AFFINE = "tests/ops/test_affine_weights.py"
 FP8_FILES = "tests/integrations/transformers/test_fp8_files.py"
 QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
+CONFIGURATION = "pymoe/integrations/transformers/configuration.py"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
 DENSE = "tests/nn/test_quantized_dense.py"
@@ -323,14 +324,14 @@ FAULTS = [
     ),
     Fault(
         "a weight in FP8 may reach the model without its scales",
-        "pymoe/integrations/transformers/quantizer.py",
+        QUANTIZER,
         "stored.check_conversions(model, alone, self._tensors, WEIGHTS)",
         "pass",
         ("tests/integrations/transformers/test_fp8_files.py", "-k", "lose_its_scales"),
     ),
     Fault(
         "a model's configuration does not say its format",
-        "pymoe/integrations/transformers/quantizer.py",
+        CONFIGURATION,
         ', "format": self.format}',
         "}",
         ("tests/integrations/transformers/test_quantizer.py", "-k", "comes_back and mxfp4"),
@@ -379,7 +380,7 @@ FAULTS = [
     ),
     Fault(
         "a model's configuration does not say the bits of its dense layers",
-        "pymoe/integrations/transformers/quantizer.py",
+        CONFIGURATION,
         '{"linear_bits": self.linear_bits}',
         "{}",
         ("tests/integrations/transformers/test_quantized_dense.py", "-k", "comes_back and olmoe"),
@@ -421,14 +422,14 @@ FAULTS = [
     ),
     Fault(
         "a configuration that was passed once is for files in MXFP4 from then on",
-        "pymoe/integrations/transformers/quantizer.py",
+        CONFIGURATION,
         "chosen = copy.copy(passed)",
         "chosen = passed",
         (OF_FILES, "-k", "stays_as_it_is"),
     ),
     Fault(
         "dense layers next to experts in MXFP4 are packed from another dtype than the model's",
-        "pymoe/integrations/transformers/quantizer.py",
+        QUANTIZER,
         "weight = weight.to(expected.dtype)",
         "pass",
         (OF_FILES, "-k", "another_dtype"),
@@ -505,7 +506,7 @@ FAULTS = [
     ),
     Fault(
         "configurations with the earlier layout of dense layers are read",
-        "pymoe/integrations/transformers/quantizer.py",
+        CONFIGURATION,
         '(format, bits), ("int", linear_bits))',
         "(format, bits))",
         ("tests/integrations/transformers/test_quantizer.py", "-k", "other_configurations"),

@@ -14,9 +14,9 @@ this raises :class:`ImportError` if transformers is missing or older.
 
 from pymoe.integrations.transformers import outside, quantized, quantizer
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
+from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
-from pymoe.integrations.transformers.quantizer import PymoeConfig
 from pymoe.integrations.transformers.switch import disable, enable
 
 __all__ = ["PymoeConfig", "disable", "enable", "experts_forward", "from_transformers", "to_transformers"]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qw
 
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig
-from pymoe.integrations.transformers.quantizer import STORED
+from pymoe.integrations.transformers.configuration import STORED
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_linears
 from pymoe.quantize import main
 

@@ -1,0 +1,156 @@
+"""PymoeConfig: how from_pretrained quantises a model of transformers, or which files it reads as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pymoe._common.contracts import check_format
+from pymoe._common.types import WeightFormat
+from pymoe.integrations.transformers import affine_files, fp8_files, gguf_files, interface, mxfp4_files
+from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
+from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
+
+STORED: dict[str, Callable[[dict[str, Any]], StoredFormat]] = {
+    "mxfp4": mxfp4_files.stored,
+    "fp8": fp8_files.stored,
+    **affine_files.STORED,
+}
+"""The format of files that is kept as it is, as a function of their configuration, by method."""
+
+if TYPE_CHECKING:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+else:
+    QuantizationConfigMixin, _, _ = interface.quantizer_bases()
+
+
+class PymoeConfig(QuantizationConfigMixin):
+    """Makes ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
+
+    ::
+
+        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=PymoeConfig(bits=4))
+        model.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+
+    The model computes the same as a model from ``from_pretrained(name, experts_implementation="pymoe")`` in the same
+    dtype after :func:`pymoe.nn.quantize_experts`. Weights are packed one after another: from safetensors, the peak
+    memory of loading is that of the quantised model and about one layer's experts in the dtype of the model. All other
+    weights are mapped from the files if these have the dtype of the model, and so are all weights of a saved model.
+
+    ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` finds in the folder;
+    :mod:`pymoe.integrations.transformers` must be imported, or transformers raises because of the weights' shapes. If
+    the folder has a configuration, transformers does not use the one that is passed to it, and warns.
+
+    Checkpoints in MXFP4, as GPT-OSS is published, are the exception: ``PymoeConfig(bits=4, format="mxfp")`` takes the
+    place of their own configuration, and their codes and scales are kept as they are. They are not rounded to another
+    format. Without a ``PymoeConfig`` transformers loads them as ever: on a CPU it widens them to the model's dtype.
+    The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
+    ``PymoeConfig(bits=8, format="fp")``, and for integers of GPTQ, AWQ and compressed-tensors and
+    ``PymoeConfig(bits=4, format="affine")``, or ``bits=8`` if their codes have 8 bits or their groups are no multiples
+    of 128 inputs. Only the experts of these are kept as they are: other weights take the model's dtype.
+
+    A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
+    ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
+    or, with a warning, integers of 8 bits if there is none. Checkpoints in MXFP4 and FP8 can be read with ``"stored"``,
+    too, and ``config.json`` has it if the weights of a saved model have several formats.
+
+    Args:
+        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for integers
+            of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the format of the files.
+            Configurations of earlier versions do not have it: theirs is ``"int"``.
+            have it: theirs is ``"int"``.
+        linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
+            :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
+            A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
+            it, which ``quantize_linears`` would round.
+        version: version of the files. Those of version 1 are read unless they hold integers of 4 bits.
+        quant_method: ``"pymoe"``, the name by which transformers finds this class.
+
+    Raises:
+        TypeError: ``bits`` or ``linear_bits`` is not an int, or ``format`` is not a str.
+        ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version is unknown, as in files of a
+            later pymoe or of an earlier one with integers of 4 bits; or an option is unknown.
+
+    ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
+    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint of another
+    method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
+    that pymoe quantises or runs another implementation of experts; for a GGUF file, also if a tensor is not one of the
+    model's.
+    """
+
+    def __init__(
+        self,
+        bits: int | None = None,
+        format: WeightFormat | Literal["stored"] = "int",
+        *,
+        linear_bits: int | None = None,
+        version: int = FORMAT,
+        quant_method: str = interface.NAME,
+        **other: Any,
+    ) -> None:
+        bits = 8 if bits is None and format != AS_STORED else bits
+        if not is_read(version, (format, bits), ("int", linear_bits)):
+            problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
+            raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")
+        if other or quant_method != interface.NAME:
+            raise ValueError(
+                f"PymoeConfig: expected bits, format, linear_bits and version, got {other or quant_method!r}"
+            )
+        if format != AS_STORED:
+            check_format("PymoeConfig", bits, format)
+        elif bits is not None:
+            raise ValueError(f"PymoeConfig: bits must be left out for format {AS_STORED!r}, got {bits!r}")
+        if linear_bits is not None:
+            check_format("PymoeConfig", linear_bits, "int", "linear_")
+        self.bits = bits
+        self.format = format
+        self.linear_bits = linear_bits
+        self.version = FORMAT  # of the files that this configuration is saved with
+        self.quant_method = quant_method
+        self.folder: Path | None = None
+        """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
+        self.stored: StoredFormat | None = None
+        """The format of the files in the place of whose configuration this is; None if there are none."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration for ``config.json``."""
+        dense = {} if self.linear_bits is None else {"linear_bits": self.linear_bits}
+        experts = {"format": self.format} if self.bits is None else {"bits": self.bits, "format": self.format}
+        return {"quant_method": self.quant_method, **experts, **dense, "version": self.version}
+
+
+def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | None:
+    """Return the configuration to use for a folder of quantised files, or None to leave the choice to transformers.
+
+    Args:
+        entries: the entries of the files' configuration.
+        passed: what was passed to ``from_pretrained``; it is not changed.
+
+    Raises:
+        ValueError: the files hold weights in a way that is not kept: FP8 without scales of blocks of 128 x 128, for
+            instance, or groups of other sizes.
+    """
+    if not isinstance(passed, PymoeConfig):
+        return None
+    if passed.stored == gguf_files.STORED:
+        return passed  # the entries are of other files of the same model
+    stored = STORED.get(entries.get("quant_method", ""))
+    return None if stored is None else _for_files(passed, stored(entries))
+
+
+def configuration_for_gguf(passed: Any) -> PymoeConfig | None:
+    """Return the configuration to use for a GGUF file, or None to leave the file to transformers."""
+    return _for_files(passed, gguf_files.STORED) if isinstance(passed, PymoeConfig) else None
+
+
+def _for_files(passed: PymoeConfig, stored: StoredFormat) -> PymoeConfig:
+    """Return a configuration for files in a format of another method."""
+    chosen = copy.copy(passed)
+    chosen.stored = stored
+    if chosen.format == AS_STORED:
+        chosen.bits, chosen.format = stored.bits, stored.format
+    return chosen
