@@ -38,6 +38,7 @@ from benchmarks.models.configurations import MODELS
 from benchmarks.models.systems import ids_of
 from pymoe.bench.report import Table
 from pymoe.bench.timing import Quartiles
+from pymoe.nn.prefetch import mappings
 
 Record = dict[str, Any]
 RENDERED = Path(__file__).parent / "results" / "large_checkpoint.md"
@@ -104,6 +105,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.layers = options.layers or MODELS[options.model].layers
+    if options.tokens < 2:
+        parser.error(f"--tokens: expected at least 2, got {options.tokens}")
     return options
 
 
@@ -209,7 +212,7 @@ def discard(folder: Path, model: Any) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    if str(folder.resolve()) in Path("/proc/self/maps").read_text():
+    if any(folder.resolve() in Path(one.path).parents for one in mappings()):
         raise RuntimeError(f"discard: expected no file to be mapped any more, got some of {folder}")
     shutil.rmtree(folder)
 

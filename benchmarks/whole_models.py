@@ -31,7 +31,7 @@ from benchmarks.models import llama_cpp, report
 from benchmarks.models.configurations import MODELS, PUBLISHED
 from benchmarks.models.contenders import CONTENDERS, WHOLE, Contender, grouped, waves
 from benchmarks.models.files import Files, worker
-from benchmarks.models.systems import MOST_TOGETHER
+from benchmarks.models.systems import MOST_COMPILED, MOST_TOGETHER
 from pymoe.bench.environment import memory_gib
 from pymoe.bench.timing import WallTimer
 
@@ -118,6 +118,8 @@ def parse() -> argparse.Namespace:
         options.models = list(PUBLISHED)
     if max(options.decode, default=0) > MOST_TOGETHER:
         parser.error(f"--decode: expected at most {MOST_TOGETHER} sequences, got {max(options.decode)}")
+    if options.rounds > MOST_COMPILED // STEPS - 1:  # the first call warms up
+        parser.error(f"--rounds: expected at most {MOST_COMPILED // STEPS - 1}, got {options.rounds}")
     return options
 
 
@@ -167,7 +169,8 @@ def prepared(files: Files, wanted: re.Pattern[str], missing: str, record: Record
     files.make_whole()
     found = []
     for one in CONTENDERS:
-        if not wanted.search(one.name) or (one.mxfp and not files.model.mxfp):
+        slides = "sliding_window" in files.model.sizes  # transformers' Python number of it needs a graph a token
+        if not wanted.search(one.name) or (one.mxfp and not files.model.mxfp) or (one.compiled and slides):
             continue
         try:
             if one.form and files.libraries is None:

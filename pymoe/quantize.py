@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json; or a GGUF file"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder that does not exist yet, or is empty")
-    parser.add_argument("--bits", type=int, choices=(8, 4), help="of a weight (default: 8, and 4 for mxfp and affine)")
+    parser.add_argument(
+        "--bits", type=int, choices=(8, 4), help="of a weight (default: 8, 4 for mxfp and affine, none for stored)"
+    )
     parser.add_argument(
         "--format",
         choices=("int", "mxfp", "fp", "affine", "stored"),
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--linear-bits", type=int, choices=(8, 4), help="of dense layers (default: they stay)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     options = parser.parse_args(arguments)
-    format: Any = options.format or ("stored" if options.folder.suffix == GGUF else "int")
+    format: Any = options.format or ("stored" if is_gguf(options.folder) else "int")
     bits = options.bits or {"mxfp": 4, "affine": 4, "stored": None}.get(format, 8)
     try:
         convert(
@@ -64,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = [sum(file.stat().st_size for file in those) for those in files]
     print(f"{options.out}: {sizes[1] / 1e9:.2f} GB, of {sizes[0] / 1e9:.2f} GB")
     return 0
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file, not of a folder."""
+    return path.suffix == GGUF and not path.is_dir()
 
 
 def convert(
@@ -83,7 +90,7 @@ def convert(
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4; None for "stored".
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
-        format: "int", "mxfp", "fp" or "stored"; the second needs 4 bits, and the third 8.
+        format: "int", "mxfp", "fp", "affine" or "stored"; "mxfp" needs 4 bits, and "fp" 8.
         linear_bits: 8 or 4, for dense layers; None leaves them as they are.
 
     Raises:
@@ -92,7 +99,7 @@ def convert(
         RuntimeError: transformers cannot convert the checkpoint's tensors.
         ValueError: ``folder`` holds no model that can be quantised, or ``out`` holds files.
     """
-    file = folder if folder.suffix == GGUF else None
+    file = folder if is_gguf(folder) else None
     folder = folder.parent if file else folder
     described = (folder / "config.json").is_file()
     if file and not file.is_file():
@@ -105,14 +112,21 @@ def convert(
 
     from pymoe.integrations.transformers import PymoeConfig
     from pymoe.integrations.transformers.configuration import STORED
-    from pymoe.integrations.transformers.gguf_files import GgufFile
+    from pymoe.integrations.transformers.gguf_files import DAMAGED, GgufFile
 
     quantization = PymoeConfig(bits, format, linear_bits=linear_bits)
     named: dict[str, Any] = {}
     if file:
         GgufFile(str(file))  # raises before a reader with fewer checks sees it
         named["gguf_file"] = str(file.absolute())  # transformers looks for other paths in the current directory first
-    config = transformers.AutoConfig.from_pretrained(folder, **({} if described else named))
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **({} if described else named))
+    except DAMAGED as error:
+        if described:
+            raise
+        raise ValueError(
+            f"expected a GGUF file whose metadata transformers can read, or config.json next to it, got {file}: {error}"
+        ) from error
     if file:
         named["config"] = config
     own = getattr(config, "quantization_config", None)

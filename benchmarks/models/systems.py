@@ -82,6 +82,7 @@ class Transformers:
         import pymoe.integrations.transformers  # noqa: F401
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        self.attention: str = self.model.config._attn_implementation  # GPT-OSS has no "sdpa"
         self.model.eval().requires_grad_(False)
         self.words = int(self.model.config.vocab_size)
 

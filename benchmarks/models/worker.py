@@ -120,10 +120,10 @@ class Worker:
         part.replace(file)
 
     def _under(self, implementation: str, compiled: bool) -> Any:
-        """Return the system with this implementation of experts, and the attention that is the faster one."""
+        """Return the system with this implementation of experts, and the attention for its way to run."""
         system: Any = self.system
         if isinstance(system, Transformers):
-            system.attend("eager" if compiled else "sdpa")
+            system.attend("eager" if compiled else system.attention)
         if isinstance(system, Transformers) and system.model.config._experts_implementation != implementation:
             system.model.set_experts_implementation(implementation)
         return system

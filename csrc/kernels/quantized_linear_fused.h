@@ -98,7 +98,7 @@ class StoredCodes {
   PYMOE_INLINE explicit StoredCodes(const BlockSource& from) : from_(from) {}
 
   PYMOE_INLINE void begin_run(int64_t input) {
-    const uint8_t* run = from_.block + input / kRun * fused_run_bytes(kFormat);
+    const uint8_t* run = from_.block + fused_begin(kFormat, input);
     codes_ = run + fused_head_bytes(kFormat) + from_.first;
     if constexpr (kFormat != WeightFormat::kFp8) {
       const auto* scales = reinterpret_cast<const float*>(run) + from_.first;

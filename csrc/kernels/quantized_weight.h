@@ -69,8 +69,7 @@ constexpr int64_t quantized_head_bytes(WeightFormat format) {
 constexpr int64_t quantized_super_bytes(WeightFormat format) {
   return format == WeightFormat::kInt4 ? kQuantizedTile * (2 + 2 + 12) : 0;
 }
-// is_fused: the inputs of a run, its bytes before the codes, its bytes, and those of a tile before an input that begins
-// a run.
+// is_fused: the inputs of a run, its bytes before the codes, its bytes, and those of a tile before the run of an input.
 constexpr int64_t fused_run(WeightFormat format) {
   return format == WeightFormat::kAffine8 ? kQuantizedGroup : kFp8Block;
 }

@@ -88,7 +88,7 @@ class QuantizedWeight(NamedTuple):
     input_features: int
     """H, the number of inputs."""
     format: WeightFormat = "int"
-    """Kind of the codes and scales, a name of ``quantize_weight``."""
+    """Kind of the codes and scales: see :func:`quantize_weight` and :func:`pack_weight`."""
     prefetch: Prefetch = 0
     """What :func:`pymoe.nn.apply_experts` asks the system to read before it multiplies: see
     :func:`pymoe.nn.prefetch_experts`."""

@@ -32,8 +32,9 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
     Looking for missing pages takes time, 2 microseconds for each MB, also if there are none: use this for models that
     do not fit. If the process neither owns the files nor may write them, Linux does not tell it which are missing; all
     pages of chosen experts are then asked for, which takes ten times as long if they are in memory. Copies and pickles
-    of layers keep the option, but not their files; they look in vain. Compiled code, experts with hooks or a
-    function as their activation, and calls that record gradients run as without the option, and ask for nothing.
+    of layers keep the option, but not their files; they look in vain. Experts with hooks or a function as their
+    activation, and calls that record gradients run as without the option, and ask for nothing. ``torch.compile``
+    compiles a graph anew when the option is switched.
 
     Args:
         model: any module; quantised experts that are mapped from files are found in it.
@@ -55,14 +56,14 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
         if isinstance(module, QuantizedLinear) and not isinstance(module, QuantizedDenseLinear)
     ]
     files = mappings() if enabled else []
-    found: dict[int, Prefetch] = {id(layer): _prefetch_of(layer.packed, files) for layer in weights}
-    if enabled and not any(found.values()):
+    found = [_prefetch_of(layer.packed, files) for layer in weights]
+    if enabled and not any(found):
         raise ValueError(
             f"prefetch_experts: model must have quantised experts that are mapped from files, got {len(weights)} "
             f"weights of quantised experts, all in memory"
         )
-    for layer in weights:
-        layer.prefetch = found[id(layer)]
+    for layer, prefetch in zip(weights, found, strict=True):
+        layer.prefetch = prefetch
     return sum(layer.packed.nbytes for layer in weights if layer.prefetch)
 
 
@@ -76,7 +77,8 @@ class Mapping(NamedTuple):
 
 def mappings() -> list[Mapping]:
     """Return the addresses at which files are mapped in this process, in order (proc(5))."""
-    line = re.compile(r"(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d* +(/.*)")  # an inode of 0 is no file
+    # An inode of 0 is no file, and shared memory is in no file of a disk.
+    line = re.compile(r"(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d* +(/(?!dev/|memfd:|SYSV).*)")
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         found = filter(None, map(line.fullmatch, maps.read().splitlines()))
         return [Mapping(int(one[1], 16), int(one[2], 16), one[3]) for one in found]

@@ -210,9 +210,12 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
 def _check_codes(codes: Tensor) -> None:
     if codes.is_meta or isinstance(codes, FakeTensor):  # they hold no numbers
         return
-    if codes.numel() and int(codes.max()) > 15:
-        place = ", ".join(str(int(i)) for i in (codes > 15).nonzero()[0])
-        raise ValueError(f"pack_weight: codes must be at most 15 with 4 bits, which they are not at [{place}]")
+    above = codes > 15
+    if bool(above.any()):
+        place = above.nonzero()[0].tolist()
+        raise ValueError(
+            f"pack_weight: codes must be at most 15 with 4 bits, got {int(codes[tuple(place)])} at {place}"
+        )
 
 
 def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
@@ -338,18 +341,13 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     Returns:
         The packed weight, with the format "int" in 4 bits. Exact.
     """
-    experts, outputs, supers, size = blocks.shape
-    tiles = up(outputs, TILE) // TILE
-    by_tile = F.pad(blocks, (0, 0, 0, 0, 0, tiles * TILE - outputs)).view(experts, tiles, TILE, supers, size)
-    factors = by_tile[..., :4].unflatten(4, (2, 2))
-    fields = fields_of_q4_k(by_tile[..., 4:16]).flatten(4).unflatten(4, (4, 4)).unbind(5)
-    fields = torch.stack([fields[i] >> 2 * i | fields[i + 1] << 6 - 2 * i for i in range(3)], dim=5)  # 3 bytes for four
-    words = fields.flatten(4).unflatten(4, (3, 4))
-    first, second = by_tile[..., 16:].unflatten(4, (SUPER // 2, GROUP // 8, 2, 4)).unbind(6)  # of 8 inputs in a row
-    codes = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], dim=5).flatten(4, 6)
-    parts = [part.permute(0, 1, 3, 4, 2, 5).flatten(3) for part in (factors, words, codes)]
-    powers = by_tile.new_full((experts, tiles, TILE), 127)  # 2**0
-    packed = torch.cat([powers, torch.cat(parts, dim=3).flatten(2)], dim=2)
+    _, outputs, supers, _ = blocks.shape
+    rows = F.pad(blocks, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs))
+    halves = rows[..., 16:].unflatten(3, (SUPER // 2, 1, GROUP))
+    codes = torch.cat([halves & 15, halves >> 4], dim=4).flatten(2, 4)
+    factors = rows[..., :4].contiguous().view(torch.float16)
+    powers = rows.new_full(rows.shape[:2], 127)  # 2**0
+    packed = _pack_supers(codes, factors, fields_of_q4_k(rows[..., 4:16]), powers)
     return QuantizedWeight(packed, 4, outputs, supers * SUPER * GROUP)
 
 
@@ -401,11 +399,10 @@ def _pack_supers(codes: Tensor, factors: Tensor, fields: Tensor, powers: Tensor)
     experts, rows, groups, _ = codes.shape
     tiles, supers = rows // TILE, factors.shape[2]
     halves = factors.half().view(experts, tiles, TILE, supers, 2).permute(0, 1, 3, 4, 2)
-    bits = (fields.int()[..., None] >> torch.arange(6, dtype=torch.int32, device=codes.device) & 1).flatten(3)
-    words = (bits.unflatten(3, (3, 32)).long() << torch.arange(32, device=codes.device)).sum(4)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-    words = words.view(experts, tiles, TILE, supers, 3).permute(0, 1, 3, 4, 2)
-    head = torch.cat([_bytes(halves.flatten(3)), _bytes(words.flatten(3))], dim=3)
+    sixes = fields.to(torch.uint8).flatten(3).unflatten(3, (4, 4)).unbind(4)
+    three = torch.stack([sixes[i] >> 2 * i | sixes[i + 1] << 6 - 2 * i for i in range(3)], dim=4)  # bytes for four
+    words = three.view(experts, tiles, TILE, supers, 3, 4).permute(0, 1, 3, 4, 2, 5)
+    head = torch.cat([_bytes(halves.flatten(3)), words.flatten(3)], dim=3)
     filled = F.pad(codes, (0, 0, 0, supers * SUPER - groups)).to(torch.uint8)
     by_super = _groups_in_tiles(filled[..., :0], filled).view(experts, tiles, supers, SUPER * TILE * GROUP // 2)
     whole = torch.cat([head, by_super], dim=3).flatten(2)[..., : bytes_of_tile(4, groups * GROUP) - TILE]

@@ -9,8 +9,8 @@
 extern "C" {
 uintptr_t asked[1 << 16][2];  // addresses and bytes
 int count = 0;
-uintptr_t missing[2] = {0,
-                        0};  // only pages with addresses between these are missing; if both are 0, the system answers
+// Only pages with addresses between these are missing; if both are 0, the system answers.
+uintptr_t missing[2] = {0, 0};
 
 int madvise(void* address, size_t bytes, int advice) noexcept {
   if (advice == MADV_WILLNEED && count < 1 << 16) {

@@ -287,7 +287,7 @@ def _pack_errors() -> Iterator[ErrorInput]:
     yield wrong("affine_bits_bool", TypeError, "bits must be an int, got bool", codes, ends, ends, True)
     large = codes.clone()
     large[1, 2, 3] = 16
-    match = "codes must be at most 15 with 4 bits, which they are not at [1, 2, 3]"
+    match = "codes must be at most 15 with 4 bits, got 16 at [1, 2, 3]"
     yield wrong("affine_codes_16", ValueError, match, large, four, four, 4)
 
 

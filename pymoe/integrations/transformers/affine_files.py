@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.types import FORMATS, RUNS, up
-from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows, names_and_dtypes
+from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows, opened
 from pymoe.nn import QuantizedLinear
 from pymoe.ops import pack_weight
 
@@ -73,7 +73,7 @@ class _Integers(StoredRows):
     def tensors_in(self, files: Iterable[str]) -> set[str]:
         """Return the names of the tensors of quantised weights in those files that are safetensors."""
         found: dict[str, set[str]] = {}
-        for name, _ in names_and_dtypes(files):
+        for name in (name for file in opened(files) for name in list(file.keys())):
             path, _dot, part = name.rpartition(".")
             if part in self.parts[1:]:
                 found.setdefault(path, set()).add(part)
@@ -199,6 +199,12 @@ class _CompressedTensors(_Integers):
     def _required(self) -> tuple[str, ...]:
         return super()._required + (() if self.symmetric else ("weight_zero_point",))
 
+    def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
+        """Raise as for other formats, unless an index is -1: the order was never set, as the library has it."""
+        index = parts.get("weight_g_idx")
+        if index is None or not bool((index == -1).any()):
+            super()._check_order(parts, inputs)
+
     def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         in_word = 32 // self.code_bits
         shape = _part(parts, "weight_shape", (2,), torch.int64, torch.int32)
@@ -266,8 +272,9 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
     sparsity = entries.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise _refused(name, "weights without sparsity", sparsity["format"])
-    if entries.get("transform_config"):
-        raise _refused(name, "no transform_config", entries["transform_config"])
+    for key in ("transform_config", "kv_cache_scheme"):
+        if entries.get(key):
+            raise _refused(name, f"no {key}", entries[key])
     kinds = []
     for one in groups.values():
         weights = one.get("weights") or {}

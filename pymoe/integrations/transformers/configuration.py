@@ -54,15 +54,14 @@ class PymoeConfig(QuantizationConfigMixin):
 
     A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
     ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
-    or, with a warning, integers of 8 bits if there is none. Checkpoints in MXFP4 and FP8 can be read with ``"stored"``,
-    too, and ``config.json`` has it if the weights of a saved model have several formats.
+    or, with a warning, integers of 8 bits if there is none. All checkpoints above can be read with ``"stored"``,
+    too, which finds their bits, and ``config.json`` has it if the weights of a saved model have several formats.
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for integers
             of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the format of the files.
             Configurations of earlier versions do not have it: theirs is ``"int"``.
-            have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.types import BLOCK, QuantizedWeight, up
-from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows, names_and_dtypes
+from pymoe.integrations.transformers.stored_format import WEIGHT, StoredRows, opened
 from pymoe.nn import QuantizedLinear
 from pymoe.ops import dequantize_weight, pack_weight
 
@@ -47,7 +47,12 @@ class _Blocks(StoredRows):
 
     def tensors_in(self, files: Iterable[str]) -> set[str]:
         """Return the names of the tensors of float8_e4m3fn in those files that are safetensors."""
-        return {name for name, dtype in names_and_dtypes(files) if dtype == "F8_E4M3"}
+        return {
+            name
+            for file in opened(files)
+            for name in list(file.keys())
+            if file.get_slice(name).get_dtype() == "F8_E4M3"
+        }
 
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return (..., N, H + 4 * ceil(H / 128)) uint8.

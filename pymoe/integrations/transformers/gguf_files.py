@@ -45,12 +45,19 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "attention.layer_norm_rms_epsilon": lambda config: config.rms_norm_eps,
     "attention.sliding_window": lambda config: getattr(config, "sliding_window", None),
     "rope.freq_base": lambda config: config.rope_parameters["rope_theta"],
+    "rope.dimension_count": lambda config: int(
+        ENTRIES["attention.key_length"](config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
+    ),
+    "rope.scaling.type": lambda config: {"default": "none"}.get(
+        config.rope_parameters["rope_type"], config.rope_parameters["rope_type"]
+    ),
     "rope.scaling.factor": lambda config: config.rope_parameters.get("factor", 1.0),
+    "rope.scaling.original_context_length": lambda config: config.rope_parameters.get(
+        "original_max_position_embeddings", config.max_position_embeddings
+    ),
 }
 """Entries of the metadata, after the architecture's name, that say what sizes of tensors do not, and their places in
 configurations."""
-NOT_USED = {"rope_freqs.weight"}
-"""Tensors that llama.cpp can compute from the metadata."""
 DAMAGED = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError, struct.error)
 """What readers of headers raise for damaged ones."""
 
@@ -111,7 +118,9 @@ class LazyTensor:
         return "F32"
 
     def __getitem__(self, _: Any) -> Tensor:
-        return torch.from_numpy(numpy.array(self.read(), dtype=numpy.float32, order="C"))
+        values = self.read()
+        of_file = isinstance(values, numpy.memmap)  # float32 is not widened
+        return torch.from_numpy(values.astype(numpy.float32, order="C", copy=of_file))
 
 
 class GgufFile:
@@ -201,8 +210,8 @@ class GgufFile:
                 if [*filter((1).__ne__, expected)] != [*filter((1).__ne__, _shape(tensor))]:
                     raise _other_size(tensor, expected, target)
                 _check_widened([tensor])
-                self.others[target] = LazyTensor(functools.partial(_processed, tensor, process))
-            elif name not in NOT_USED:
+                self.others[target] = LazyTensor(functools.partial(_processed, tensor, process, expected))
+            else:
                 raise ValueError(
                     f"from_pretrained: expected a GGUF file whose tensors {type(model).__name__} has, got {name!r}"
                 )
@@ -262,6 +271,8 @@ class GgufFile:
 
 def _equal(value: Any, expected: Any) -> bool:
     """Return whether an entry of a configuration is that of the metadata, which may be of any type if it is damaged."""
+    if isinstance(value, str):
+        return bool(value == expected)
     return all(isinstance(one, int | float) for one in (value, expected)) and math.isclose(
         value, expected, rel_tol=1e-6
     )
@@ -293,8 +304,8 @@ def _check_widened(tensors: Iterable[Any]) -> None:
             ) from error
 
 
-def _processed(tensor: Any, process: Callable[[Any, str], Any]) -> Any:
-    return process(_values(tensor), tensor.name)
+def _processed(tensor: Any, process: Callable[[Any, str], Any], shape: tuple[int, ...]) -> Any:
+    return process(_values(tensor), tensor.name).reshape(shape)
 
 
 def _values(tensor: Any) -> numpy.ndarray[Any, Any]:

@@ -228,7 +228,7 @@ def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
 
 
 def gguf_metadata(path: str) -> dict[str, Any]:
-    """Return the metadata of a GGUF file. The file is as long as its header says; damaged ones raise anything."""
+    """Return the metadata of a GGUF file. For a damaged header it raises one of ``gguf_files.DAMAGED``."""
     from transformers.integrations.gguf import read_gguf_metadata
 
     found: dict[str, Any] = read_gguf_metadata(path)[0]

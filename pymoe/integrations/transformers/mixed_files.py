@@ -12,6 +12,7 @@ from pymoe._common.types import FORMATS
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.gguf_blocks import Format
 from pymoe.integrations.transformers.quantized import stacked_weights
+from pymoe.integrations.transformers.stored_format import opened
 from pymoe.nn import QuantizedLinear
 
 ENDING = ".sizes"
@@ -29,13 +30,10 @@ def formats_in(files: Iterable[str], model: Any, weights: Iterable[str]) -> dict
     Raises:
         ValueError: a weight has no sizes, or a number that is not in ``FORMATS``.
     """
-    from safetensors import safe_open
-
     numbers: dict[str, int] = {}
-    for file in (file for file in files if str(file).endswith(".safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if name.endswith(ENDING)]  # noqa: SIM118
-            numbers |= {name.removesuffix(ENDING): int(tensors.get_tensor(name).flatten()[0]) for name in names}
+    for file in opened(files):
+        names = [name for name in list(file.keys()) if name.endswith(ENDING)]
+        numbers |= {name.removesuffix(ENDING): int(file.get_tensor(name).flatten()[0]) for name in names}
     numbers = {name: numbers[own] for own, name in interface.names_in_model(model, numbers).items()}
     kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
     found: dict[str, Format] = {}

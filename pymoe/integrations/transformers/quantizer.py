@@ -142,7 +142,7 @@ class PymoeQuantizer(HfQuantizer):
                 )
         if not self.pre_quantized:
             check_rounded("from_pretrained", config.format)
-        if self.pre_quantized:
+        else:
             self._place_layers(model, checkpoint_files or ())
             if self.dense and not self.stored:
                 quantize_linears(model, config.linear_bits, select=lambda name, _: name in self.dense)
@@ -252,10 +252,12 @@ class PymoeQuantizer(HfQuantizer):
             is_dense = name.removesuffix(quantized_dense.ENDING) in self.dense
             tensor = name + self.stored.ending if self.stored and not is_dense else name
             self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
-        biases = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
+        needed = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
         if isinstance(self.stored, StoredRows):  # a part of a name may have kept transformers from renaming it
-            biases |= {name for name, _ in model.named_parameters() if name.endswith(quantized_dense.ENDING)}
-        for name in sorted((self.missing & biases) - interface.tied(model) - self.faults.keys()):
+            body = "" if model.base_model is model else f"{model.base_model_prefix}."  # the files may lack a new head
+            weights = (name for name, _ in model.named_parameters() if name.endswith(quantized_dense.ENDING))
+            needed |= {name for name in weights if name.startswith(body)}
+        for name in sorted((self.missing & needed) - interface.tied(model) - self.faults.keys()):
             self.faults[name] = f"expected the checkpoint to have {name!r}, got none"
         if self.faults:
             first, *others = self.faults.values()
@@ -418,7 +420,8 @@ class TakeFromGguf(_Takes):
     ) -> Tensor:
         """Return the packed bytes of the tensors of the file."""
         assert self.hf_quantizer.gguf is not None
-        return self.hf_quantizer.gguf.stacked[name].packed(name, layer)
+        (operand,) = tensors[source_patterns[0]]  # empty, on the device that the weight shall be on
+        return self.hf_quantizer.gguf.stacked[name].packed(name, layer).to(operand.device)
 
 
 class _WithParts(_Known):

@@ -134,7 +134,8 @@ class StoredRows(StoredFormat, ABC):
     def sources(self, weights: Iterable[str], *, of_experts: bool = False) -> list[str]:
         """Return patterns for the names of weights' tensors, from those for the names of the weights."""
         parts = self.parts + (self.of_experts if of_experts else ())
-        return [_pattern(weight, part) for part in parts for weight in weights]
+        # "weight" is last: before transformers 5.23 its pattern, if it has no ``$``, matches "weight_scale_inv", too.
+        return [_pattern(weight, part) for part in reversed(parts) for weight in weights]
 
     def collected(
         self, tensors: Mapping[str, list[Tensor]], weights: Iterable[str]
@@ -188,14 +189,14 @@ class StoredRows(StoredFormat, ABC):
             )
 
 
-def names_and_dtypes(files: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the tensors of those files that are safetensors: their names, and their dtypes as these files say them."""
+def opened(files: Iterable[str]) -> Iterator[Any]:
+    """Yield those files that are safetensors, open."""
     from safetensors import safe_open
 
-    for file in (file for file in files if str(file).endswith(".safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in list(tensors.keys()):
-                yield name, tensors.get_slice(name).get_dtype()
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                yield tensors
 
 
 def _pattern(weight: str, part: str) -> str:
