@@ -1,7 +1,7 @@
 """Measure quantised experts that are mapped from files and do not all fit into memory, with and without prefetching.
 
-    python -m benchmarks.mapped_experts [--layers N] [--shares PERCENT,...] [--tokens N] [--threads N] [--sizes HIDDEN,FFN]
-                                        [--files DIR] [--output DIR]
+    python -m benchmarks.mapped_experts [--layers N] [--shares PERCENT,...] [--tokens N] [--threads N]
+                                        [--sizes HIDDEN,FFN] [--files DIR] [--output DIR]
 
 A stack of MoE layers computes one token after another. A share of all experts may stay in memory, those used last:
 after each token the benchmark itself drops the others from memory (``MADV_DONTNEED`` and ``POSIX_FADV_DONTNEED``),

@@ -21,6 +21,7 @@ from benchmarks.models.configurations import MODELS, PUBLISHED
 from benchmarks.models.contenders import CONTENDERS, Contender, waves
 from benchmarks.models.files import Files
 from benchmarks.models.systems import Transformers, ids_of, shares
+from benchmarks.models.worker import Worker
 from pymoe.nn import quantize_experts, quantize_linears
 
 ROOT = Path(__file__).parents[2]
@@ -203,6 +204,15 @@ def test_without_npm_llama_cpp_is_left_out(tmp_path, monkeypatch, capsys):
     assert whole_models.library(options) == (None, "npm cannot be run: No such file or directory")
     assert "llama.cpp is left out" in capsys.readouterr().err
     assert whole_models.library(argparse.Namespace(contenders=re.compile(OURS))) == (None, "not asked for")
+
+
+def test_a_model_without_sdpa_keeps_its_attention(tmp_path):
+    """GPT-OSS raised an error when it was asked for "sdpa", which transformers does not have for it."""
+    write_checkpoint(tmp_path / "whole", MODELS["tiny-gptoss"].build(2))
+    worker = Worker(1)
+    worker.load(str(tmp_path / "whole"))
+    assert worker.check("pymoe", {}) == {}
+    assert worker.system.model.config._attn_implementation == "eager"
 
 
 def test_weights_that_do_not_fit_are_left_out(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from specs.quantized_weight import FORMATS
 from torch import nn
 
 from pymoe import ops
-from pymoe.nn import load_quantized, prefetch_experts, quantize_experts, quantize_linears, save_quantized
+from pymoe.nn import MoE, load_quantized, prefetch_experts, quantize_experts, quantize_linears, save_quantized
 
 pytestmark = pytest.mark.only_on("cpu")
 HERE = Path(__file__).parent
@@ -80,6 +80,14 @@ def test_what_is_in_memory_is_not_asked_for(recorded):
 @pytest.mark.parametrize("how", ["off", "off again", "a copy"])
 def test_nothing_is_asked_for_without_the_option_nor_by_copies_in_memory(how, recorded):
     assert recorded["asked"][how] == []
+
+
+def test_shared_memory_is_no_file():
+    layer = MoE(64, 32, 4, 2).eval()
+    quantize_experts(layer, 4)
+    layer.share_memory()
+    with pytest.raises(ValueError, match="all in memory"):
+        prefetch_experts(layer)
 
 
 def test_all_of_them_have_the_same_bits(recorded):

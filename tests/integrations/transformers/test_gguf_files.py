@@ -384,6 +384,18 @@ CHANGES = {
         lambda t, m: m.update({"qwen3moe.rope.scaling.factor": 4.0}),
         "a config that agrees with qwen3moe.rope.scaling.factor = 4.0 of the GGUF file, got 1.0",
     ),
+    "other scales of rotary embeddings": (
+        lambda t, m: m.update({"qwen3moe.rope.scaling.type": "yarn"}),
+        "a config that agrees with qwen3moe.rope.scaling.type = yarn of the GGUF file, got none",
+    ),
+    "fewer turned features": (
+        lambda t, m: m.update({"qwen3moe.rope.dimension_count": 32}),
+        "a config that agrees with qwen3moe.rope.dimension_count = 32 of the GGUF file, got 64",
+    ),
+    "factors of rotary embeddings": (
+        lambda t, m: t.update({"rope_freqs.weight": t["output_norm.weight"]}),
+        "a GGUF file whose tensors Qwen3MoeForCausalLM has, got 'rope_freqs.weight'",
+    ),
     "a part of a model": (lambda t, m: m.update({"split.count": 2}), "that holds a whole model, got one of 2"),
     "another architecture": (lambda t, m: "llama", "of the architecture 'qwen2moe', .*, got 'llama'"),
     "another known architecture": (lambda t, m: "gpt-oss", "a model of type 'gpt_oss' .*, got 'qwen3_moe'"),
@@ -466,6 +478,28 @@ def test_the_command_takes_such_a_file(described, tmp_path, capfd):
     assert (tmp_path / "out" / "tokenizer.json").exists() == described
     assert not list((tmp_path / "out").glob("*.gguf"))
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), read(path, config))
+
+
+def test_the_command_names_the_way_around_metadata_that_transformers_cannot_read(tmp_path, capsys):
+    """Reading a GPT-OSS without config.json, transformers 5.23 raises a TypeError for the rotary embeddings of GPT-OSS as llama.cpp writes them."""
+    path = tmp_path / "x.gguf"
+    gguf_models.write(path, "gpt-oss", "MXFP4", num_hidden_layers=1)
+    entries = {"gpt-oss.rope.scaling.type": "yarn", "gpt-oss.rope.scaling.factor": 32.0}
+    path = rewritten(path, lambda _, metadata: metadata.update(entries), "gpt-oss")
+    assert main([str(path), str(tmp_path / "out")]) == 1
+    assert "metadata transformers can read, or config.json next to it, got" in capsys.readouterr().err
+
+
+def test_a_folder_may_be_called_as_such_a_file(tmp_path, capsys):
+    (tmp_path / "x.gguf").mkdir()
+    assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 1
+    assert "expected a folder with config.json" in capsys.readouterr().err
+
+
+def test_experts_are_put_on_the_device_that_is_asked_for(tmp_path):
+    config, _, _ = gguf_models.write(tmp_path / "x.gguf", "qwen3moe", "Q4_K", num_hidden_layers=1)
+    model = read(tmp_path / "x.gguf", config, device_map={"": "meta"})
+    assert {layer.packed.device.type for layer in layers_of(model).values()} == {"meta"}
 
 
 def test_the_command_refuses_damaged_files_and_formats(tmp_path, capsys):
