@@ -481,7 +481,7 @@ def test_the_command_takes_such_a_file(described, tmp_path, capfd):
 
 
 def test_the_command_names_the_way_around_metadata_that_transformers_cannot_read(tmp_path, capsys):
-    """Reading a GPT-OSS without config.json, transformers 5.23 raises a TypeError for the rotary embeddings of GPT-OSS as llama.cpp writes them."""
+    """As llama.cpp writes the rotary embeddings of GPT-OSS, transformers 5.23 raises a TypeError for them."""
     path = tmp_path / "x.gguf"
     gguf_models.write(path, "gpt-oss", "MXFP4", num_hidden_layers=1)
     entries = {"gpt-oss.rope.scaling.type": "yarn", "gpt-oss.rope.scaling.factor": 32.0}
