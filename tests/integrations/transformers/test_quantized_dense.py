@@ -202,8 +202,8 @@ def test_other_bits_are_refused(value, error):
 Q = "model.layers.1.self_attn.q_proj.weight"
 EDITS = {
     "a missing weight": (lambda t: [t.pop(Q), t.pop(f"{Q}.sizes")], f"to have '{Q}', got none"),
-    "missing bytes": (lambda t: t.pop(Q), rf"'{Q}' with bits.*, got \[8, 64, 64\]$"),
-    "missing sizes": (lambda t: t.pop(f"{Q}.sizes"), rf"'{Q}' with bits.*, got \[1, 1, "),
+    "missing bytes": (lambda t: t.pop(Q), rf"'{Q}' with its format's number.*, got \[8, 64, 64\]$"),
+    "missing sizes": (lambda t: t.pop(f"{Q}.sizes"), rf"'{Q}' with its format's number.*, got \[1, 1, "),
     "other sizes": (lambda t: t.update({f"{Q}.sizes": torch.tensor([8, 64, 63])}), r"got \[8, 64, 63, 1, 1, "),
     "another dtype": (lambda t: t.update({Q: t[Q].float()}), Q),
     "no bias": (lambda t: t.pop(Q.replace("weight", "bias")), f"to have '{Q.replace('weight', 'bias')}', got none"),
