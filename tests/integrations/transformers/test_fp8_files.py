@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from test_quantizer import logits
+from test_quantizer import assert_dense_layers_are_rounded, logits
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
-from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_linears
+from pymoe.nn import QuantizedLinear
 from pymoe.quantize import main
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -128,14 +128,7 @@ def test_it_is_saved_and_mapped(folders, tmp_path):
 def test_dense_layers_are_rounded_with_linear_bits(folders):
     published, plain = folders
     model = read(published, PymoeConfig(bits=8, format="fp", linear_bits=8))
-    expected = AutoModelForCausalLM.from_pretrained(plain, experts_implementation="pymoe").eval()
-    quantize_linears(expected, 8)
-    compared = 0
-    for name, layer in expected.named_modules():
-        if isinstance(layer, QuantizedDenseLinear):
-            assert_same_bits(model.get_submodule(name).packed, layer.packed, name)
-            compared += 1
-    assert compared == 4 * 2 + 3 + 1
+    assert assert_dense_layers_are_rounded(model, plain) == 4 * 2 + 3 + 1
 
 
 def test_the_command_converts_a_folder(folders, tmp_path):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pymoe.integrations.transformers import PymoeConfig
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.nn import MoE, QuantizedLinear, prefetch_experts, quantize_experts
+from pymoe.nn import MoE, QuantizedDenseLinear, QuantizedLinear, prefetch_experts, quantize_experts, quantize_linears
 
 pytestmark = pytest.mark.only_on("cpu")
 
@@ -46,6 +46,16 @@ def everything(model):
 def logits(model):
     """Return what a copy computes: torch's products may round otherwise where tensors are mapped from files."""
     return tiny_models_output(copy.deepcopy(model))
+
+
+def assert_dense_layers_are_rounded(model, plain):
+    """Compare dense layers with those of the model in a folder, rounded to 8 bits; return how many there are."""
+    expected = transformers.AutoModelForCausalLM.from_pretrained(plain, experts_implementation="pymoe").eval()
+    quantize_linears(expected, 8)
+    layers = {name: one for name, one in expected.named_modules() if isinstance(one, QuantizedDenseLinear)}
+    for name, layer in layers.items():
+        assert_same_bits(model.get_submodule(name).packed, layer.packed, name)
+    return len(layers)
 
 
 @torch.no_grad()
