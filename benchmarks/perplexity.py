@@ -1,6 +1,6 @@
 """Measure the perplexity of a trained model with weights in every format, of pymoe and of llama.cpp.
 
-    python -m benchmarks.perplexity [--steps N] [--output DIR]
+    python -m benchmarks.perplexity [--steps N] [--contenders REGEX] [--output DIR]
 
 A small OLMoE is trained on the text of this repository, byte by byte. It is then rounded in several ways, and each
 variant's logits for text that it has not seen are compared with the logits of the float32 weights. llama.cpp reads the
@@ -11,6 +11,7 @@ model in bfloat16 and rounds it by itself; where it cannot be had, its rows are 
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections
 from benchmarks.models import llama_cpp
+from benchmarks.models.contenders import LLAMA
 from benchmarks.models.gguf_files import write_gguf
 from pymoe._common.types import WeightFormat
 from pymoe.bench.report import Table
@@ -45,8 +47,10 @@ def main() -> int:
     """Measure, write and show the table."""
     parser = parser_of("perplexity", __doc__ or "")
     parser.add_argument("--steps", type=int, default=3000, metavar="N", help="of training (default: %(default)s)")
+    parser.add_argument("--contenders", type=re.compile, default=re.compile(""), metavar="REGEX", help="default: all")
     options = parser.parse_args()
-    run = Run("perplexity", options.output, {"steps": options.steps}, accuracy=accuracy(options.steps))
+    found = accuracy(options.steps, options.contenders)
+    run = Run("perplexity", options.output, {"steps": options.steps}, accuracy=found)
     run.keep(markdown)
     show_sections(sections(run.result))
     return 0
@@ -66,8 +70,8 @@ def olmoe(**sizes: int) -> Any:
     return model
 
 
-def accuracy(steps: int) -> list[Record]:
-    """Return a trained model's loss in float32, then the loss and the error of each way to round the model."""
+def accuracy(steps: int, wanted: re.Pattern[str]) -> list[Record]:
+    """Return a trained model's loss in float32, then the loss and the error of each wanted way to round the model."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 256}
     model = olmoe(**sizes, max_position_embeddings=LENGTH)
@@ -77,7 +81,7 @@ def accuracy(steps: int) -> list[Record]:
     unseen = text[split : split + 64 * LENGTH].view(-1, LENGTH)
     expected = logits(model, unseen)
     found = [{"way": "float32", "loss": loss(expected, unseen)}]
-    for way, got in (*by_pymoe(model, unseen), *by_llama_cpp(model, unseen)):
+    for way, got in (*by_pymoe(model, unseen, wanted), *by_llama_cpp(model, unseen, wanted)):
         divergence = nn.functional.kl_div(
             got.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none"
         )
@@ -93,11 +97,14 @@ def accuracy(steps: int) -> list[Record]:
     return found
 
 
-def by_pymoe(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
+def by_pymoe(model: Any, ids: Tensor, wanted: re.Pattern[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the logits of the model in bfloat16, and of each way in which pymoe rounds it."""
-    yield "bfloat16", logits(copy.deepcopy(model).bfloat16(), ids)
+    if wanted.search("bfloat16"):
+        yield "bfloat16", logits(copy.deepcopy(model).bfloat16(), ids)
     for experts, (bits, format) in EXPERTS.items():
         for dense, linear_bits in DENSE.items():
+            if not wanted.search(experts + dense):
+                continue
             rounded = copy.deepcopy(model)
             quantize_experts(rounded, bits, format)
             if linear_bits is not None:
@@ -105,8 +112,11 @@ def by_pymoe(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield experts + dense, logits(rounded, ids)
 
 
-def by_llama_cpp(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
+def by_llama_cpp(model: Any, ids: Tensor, wanted: re.Pattern[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the logits of the model in each of llama.cpp's formats, or nothing if it cannot be had."""
+    forms = [form for form in ("BF16", *llama_cpp.TYPES) if wanted.search(f"{LLAMA} {form}")]
+    if not forms:
+        return
     try:
         library = llama_cpp.LlamaCpp(llama_cpp.install(), torch.get_num_threads())
     except llama_cpp.Missing as error:
@@ -118,7 +128,7 @@ def by_llama_cpp(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
         copy.deepcopy(model).bfloat16().save_pretrained(folder, max_shard_size="1MB")
         whole = Path(place) / "BF16.gguf"
         write_gguf(folder, whole, model.config.num_hidden_layers, llama_cpp.gguf())
-        for form in ("BF16", *llama_cpp.TYPES):
+        for form in forms:
             file = whole.with_stem(form)
             if form != "BF16":
                 library.quantize(whole, file, form)
@@ -128,7 +138,7 @@ def by_llama_cpp(model: Any, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
                 context.clear()
                 context.compute(one[None], 0, range(LENGTH))
                 rows.append(np.stack([context.logits(index) for index in range(LENGTH)]))
-            yield f"llama.cpp {form}", torch.from_numpy(np.stack(rows)).double()
+            yield f"{LLAMA} {form}", torch.from_numpy(np.stack(rows)).double()
 
 
 def corpus() -> Tensor:

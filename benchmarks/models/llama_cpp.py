@@ -11,7 +11,6 @@ import ctypes as c
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,8 +43,7 @@ def install(home: Path = HOME) -> Path:
         with tempfile.TemporaryDirectory(dir=home) as folder:
             _run("npm", "pack", "--silent", "--pack-destination", folder, PACKAGE)
             for archive in Path(folder).glob("*.tgz"):
-                with tarfile.open(archive) as files:
-                    files.extractall(folder, filter="data")
+                shutil.unpack_archive(archive, folder, "gztar")
             found = next(Path(folder).glob("package/bins/*"), None)
             if found is None:
                 raise Missing(f"{PACKAGE} has no libraries")
