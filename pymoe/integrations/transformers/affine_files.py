@@ -98,16 +98,15 @@ class _Integers(StoredRows):
         if not torch.equal(offsets.double(), -products):
             raise ValueError("expected zero points times scales to be float32 without rounding, which they are not")
         outputs, inputs = codes.shape
-        size = GROUPS[self.bits]
-        groups = up(inputs, size) // size
-        repeats = groups if self.group is None else self.group // size
+        groups = self._own_groups(inputs)
+        repeats = groups if self.group is None else self.group // GROUPS[self.bits]
         ends = (end.repeat_interleave(repeats, dim=1)[:, :groups].contiguous() for end in (scales, offsets))
         return torch.cat([codes, *(end.view(torch.uint8).view(outputs, 4 * groups) for end in ends)], dim=1)
 
     def packed_weight(self, name: str, rows: Tensor, layer: QuantizedLinear) -> Tensor:
         """Return the packed bytes of a stacked weight, with every code, scale and offset as it is."""
         inputs = layer.input_features
-        groups = up(inputs, GROUPS[self.bits]) // GROUPS[self.bits]
+        groups = self._own_groups(inputs)
         self.check_rows(name, rows, layer, inputs + 8 * groups)
         ends = rows[..., inputs:].contiguous().view(torch.float32)
         scales, offsets = ends.split(groups, dim=2) if groups else (ends, ends)
@@ -132,7 +131,12 @@ class _Integers(StoredRows):
             raise ValueError("expected scales to be numbers, got NaN or an infinity")
         return codes, scales, zeros
 
+    def _own_groups(self, inputs: int) -> int:
+        """Return the number of groups of inputs in the format "affine"."""
+        return up(inputs, GROUPS[self.bits]) // GROUPS[self.bits]
+
     def _groups(self, inputs: int) -> int:
+        """Return the number of groups of inputs in the files."""
         return 1 if self.group is None else up(inputs, self.group) // self.group
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
@@ -248,8 +252,9 @@ def _gptq(entries: Mapping[str, Any]) -> StoredRows:
     if layout not in ("gptq", "gptq_v2"):
         raise _refused("GPTQ", "checkpoint_format 'gptq' or 'gptq_v2'", layout)
     ordered = bool(entries.get("desc_act")) and entries.get("group_size") != -1
-    named = {"ordered": ordered, "less": 1 if layout == "gptq" else 0}
-    return _of_kind(_Gptq, "gptq", "GPTQ", entries.get("bits"), entries.get("group_size"), named)
+    less = 1 if layout == "gptq" else 0
+    bits, group = entries.get("bits"), entries.get("group_size")
+    return _of_kind(_Gptq, "gptq", "GPTQ", bits, group, ordered=ordered, less=less)
 
 
 def _awq(entries: Mapping[str, Any]) -> StoredRows:
@@ -260,7 +265,7 @@ def _awq(entries: Mapping[str, Any]) -> StoredRows:
         raise _refused("AWQ", "zero_point", entries["zero_point"])
     if entries.get("bits") != 4:
         raise _refused("AWQ", "bits of 4", entries.get("bits"))
-    return _of_kind(_Awq, "awq", "AWQ", 4, entries.get("group_size"), {"ordered": False})
+    return _of_kind(_Awq, "awq", "AWQ", 4, entries.get("group_size"), ordered=False)
 
 
 def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
@@ -291,16 +296,14 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
     if len(set(kinds)) != 1:
         raise _refused(name, "config_groups with the same bits, groups and symmetry", kinds)
     bits, group, symmetric, ordered = kinds[0]
-    return _of_kind(_CompressedTensors, name, name, bits, group, {"symmetric": symmetric, "ordered": ordered})
+    return _of_kind(_CompressedTensors, name, name, bits, group, symmetric=symmetric, ordered=ordered)
 
 
 STORED = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
 """The format of a folder as a function of its configuration, by the name of the method; they raise ValueError."""
 
 
-def _of_kind(
-    kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, named: dict[str, Any]
-) -> StoredRows:
+def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, **named: Any) -> StoredRows:
     """Return a format with the least bits that keep such codes."""
     if code_bits not in (4, 8):
         raise _refused(name, "bits of 4 or 8", code_bits)

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe._common.types import FORMATS, GROUP, SUPER, QuantizedWeight, WeightFormat, packed_shape
+from pymoe._common.types import FORMATS, GROUP, SUPER, QuantizedWeight, packed_shape
 from pymoe.integrations.transformers.mxfp4_files import NAN
+from pymoe.integrations.transformers.stored_format import Format
 from pymoe.ops import pack_weight, quantize_weight
 from pymoe.reference.quantized_weight import fields_of_q4_k, pack_q4_k
-
-Format = tuple[WeightFormat, int]
-"""A format's name and bits, as the keys of ``FORMATS``."""
 
 ROUNDED: Format = ("int", 8)
 """The format of weights whose type has none."""

@@ -23,9 +23,8 @@ from torch import Tensor
 from pymoe._common.types import ClampedSwiglu, up
 from pymoe.integrations.transformers import gguf_blocks, interface
 from pymoe.integrations.transformers.activations import fused_activation
-from pymoe.integrations.transformers.gguf_blocks import Format
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
+from pymoe.integrations.transformers.stored_format import AS_STORED, Format, StoredFormat
 from pymoe.nn import QuantizedLinear
 
 STORED = StoredFormat("gguf", "GGUF", None, AS_STORED, "", transposed=None, layout="")

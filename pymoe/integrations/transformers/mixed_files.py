@@ -10,9 +10,8 @@ from typing import Any
 
 from pymoe._common.types import FORMATS
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.gguf_blocks import Format
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import opened
+from pymoe.integrations.transformers.stored_format import Format, opened
 from pymoe.nn import QuantizedLinear
 
 ENDING = ".sizes"

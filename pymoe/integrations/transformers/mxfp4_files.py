@@ -24,14 +24,13 @@ ENDINGS = ("_blocks", "_scales")
 
 STORED = StoredFormat("mxfp4", "MXFP4", 4, "mxfp", ENDINGS[0], transposed=True, layout="(E, in, out), as GPT-OSS has,")
 
+NAN = 255
+"""The scale that is not a number."""
+
 
 def stored(_: Mapping[str, Any]) -> StoredFormat:
     """Return the format of a folder with any configuration of this method."""
     return STORED
-
-
-NAN = 255
-"""The scale that is not a number."""
 
 
 def sources(name: str) -> list[str]:

@@ -19,6 +19,9 @@ from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import interface
 from pymoe.nn import QuantizedLinear
 
+Format = tuple[WeightFormat, int]
+"""A format's name and bits, as the keys of ``FORMATS``."""
+
 WEIGHT = "weight"
 """The end of the name of a weight that is not quantised."""
 
@@ -190,12 +193,20 @@ class StoredRows(StoredFormat, ABC):
 
 
 def opened(files: Iterable[str]) -> Iterator[Any]:
-    """Yield those files that are safetensors, open."""
-    from safetensors import safe_open
+    """Yield those files that are safetensors, open.
+
+    Raises:
+        ValueError: a file is cut short.
+    """
+    from safetensors import SafetensorError, safe_open
 
     for file in files:
         if str(file).endswith(".safetensors"):
-            with safe_open(file, framework="pt") as tensors:
+            try:
+                tensors = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"from_pretrained: expected a whole safetensors file, got {file}: {error}") from error
+            with tensors:
                 yield tensors
 
 
