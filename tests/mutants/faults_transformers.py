@@ -87,7 +87,7 @@ FAULTS = [
         "zero points of GPTQ's first version are read as they are",
         f"{PACKAGE}/affine_files.py",
         'less = 1 if layout == "gptq" else 0',
-        'less = 0',
+        "less = 0",
         (f"{TESTS}/test_affine_files.py", "-k", "every_code and gptq"),
     ),
     Fault(
