@@ -4,6 +4,7 @@ The files are made up: experts of random codes and scales, written by the packag
 is the other side of the comparisons.
 """
 
+import gc
 import json
 import random
 import shutil
@@ -22,6 +23,7 @@ from pymoe.integrations.transformers import PymoeConfig, gguf_blocks
 from pymoe.integrations.transformers.gguf_files import MODELS, GgufFile
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
+from pymoe.nn.prefetch import mappings
 from pymoe.quantize import main
 
 gguf = pytest.importorskip("gguf")
@@ -388,6 +390,10 @@ CHANGES = {
         lambda t, m: m.update({"qwen3moe.rope.scaling.type": "yarn"}),
         "a config that agrees with qwen3moe.rope.scaling.type = yarn of the GGUF file, got none",
     ),
+    "another original context": (
+        lambda t, m: m.update({"qwen3moe.rope.scaling.original_context_length": 77}),
+        r"a config that agrees with qwen3moe.rope.scaling.original_context_length = 77 of the GGUF file, got \d+",
+    ),
     "fewer turned features": (
         lambda t, m: m.update({"qwen3moe.rope.dimension_count": 32}),
         "a config that agrees with qwen3moe.rope.dimension_count = 32 of the GGUF file, got 64",
@@ -494,6 +500,26 @@ def test_a_folder_may_be_called_as_such_a_file(tmp_path, capsys):
     (tmp_path / "x.gguf").mkdir()
     assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 1
     assert "expected a folder with config.json" in capsys.readouterr().err
+
+
+def test_a_tensor_may_have_a_dimension_of_1_more(tmp_path):
+    config, _, _ = gguf_models.write(tmp_path / "x.gguf", "qwen2moe", "Q4_K", num_hidden_layers=1)
+    expected = read(tmp_path / "x.gguf", config)
+
+    def change(tensors, _):
+        name = "blk.0.ffn_gate_inp_shexp.weight"
+        tensors[name] = (tensors[name][0].reshape(1, -1), tensors[name][1])
+
+    assert_same_model(read(rewritten(tmp_path / "x.gguf", change, "qwen2moe"), config), expected)
+
+
+def test_no_part_of_the_file_stays_mapped(tmp_path):
+    """A model that holds a tensor of the file would change, or end the program, when the file is replaced."""
+    config, _, _ = gguf_models.write(tmp_path / "x.gguf", "qwen3moe", "Q4_K", num_hidden_layers=1)
+    model = read(tmp_path / "x.gguf", config)
+    gc.collect()
+    assert not [one for one in mappings() if one.path == str(tmp_path / "x.gguf")]
+    assert model.lm_head.weight.isfinite().all()
 
 
 def test_experts_are_put_on_the_device_that_is_asked_for(tmp_path):
