@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import whole_models
+from benchmarks import large_checkpoint, whole_models
 from benchmarks.common.children import ChildError
 from benchmarks.layers.checkpoints import write_checkpoint
 from benchmarks.models import gguf_files, llama_cpp, report
@@ -204,6 +204,30 @@ def test_without_npm_llama_cpp_is_left_out(tmp_path, monkeypatch, capsys):
     assert whole_models.library(options) == (None, "npm cannot be run: No such file or directory")
     assert "llama.cpp is left out" in capsys.readouterr().err
     assert whole_models.library(argparse.Namespace(contenders=re.compile(OURS))) == (None, "not asked for")
+
+
+def test_a_compiled_token_is_left_out_where_each_would_need_a_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(Files, "make_whole", lambda _: None)
+    monkeypatch.setattr(Files, "make", lambda *_: None)
+    for name, compiled in (("tiny-olmoe", True), ("tiny-gptoss", False)):
+        files = Files(tmp_path, MODELS[name], 2, 0, 1, None)
+        found = whole_models.prepared(files, re.compile(OURS), "", {"absent": {}})
+        assert any(one.compiled for one in found) == compiled, name
+        assert len(found) > 5
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "words"),
+    [
+        (whole_models, ["--rounds", "24"], "--rounds: expected at most 23, got 24"),
+        (large_checkpoint, ["--tokens", "1"], "--tokens: expected at least 2, got 1"),
+    ],
+)
+def test_numbers_that_would_fail_after_hours_are_refused_at_once(program, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    with pytest.raises(SystemExit):
+        program.parse()
+    assert words in capsys.readouterr().err
 
 
 def test_a_model_without_sdpa_keeps_its_attention(tmp_path):

@@ -274,15 +274,28 @@ def test_tensors_that_do_not_fit_are_refused(published, change, match):
         read(published)
 
 
+@each("gptq", "gptq-32", "compressed-8-bits")
+def test_the_format_of_the_files_need_not_be_known(published):
+    quantization = PymoeConfig(format="stored")
+    model = AutoModelForCausalLM.from_pretrained(published, quantization_config=quantization, dtype=torch.float32)
+    bits = {layer.bits for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+    (bits,) = bits
+    assert_same_bits(logits(model), logits(read(published, bits)), "logits")
+    assert quantization.bits is None, "the configuration that was passed stays as it is"
+
+
 @each("compressed")
-def test_an_order_of_minus_one_is_none(published):
-    """compressed-tensors fills the groups of inputs with -1 until an order is set, and reads them so."""
+@pytest.mark.parametrize("count", [1, None])
+def test_an_order_of_minus_one_is_none(published, count):
+    """compressed-tensors fills the groups of inputs with -1 until an order is set, and takes one -1 for none."""
     expected = logits(read(published))
 
     def with_indices(tensors):
         for name in [name for name in tensors if ".experts." in name and name.endswith("_packed")]:
             inputs = int(tensors[name.replace("_packed", "_shape")][1])
-            tensors[name.replace("_packed", "_g_idx")] = torch.full((inputs,), -1, dtype=torch.int32)
+            index = torch.zeros(inputs, dtype=torch.int32)
+            index[:count] = -1
+            tensors[name.replace("_packed", "_g_idx")] = index
 
     changed(published, with_indices)
     assert_same_bits(logits(read(published)), expected, "logits")

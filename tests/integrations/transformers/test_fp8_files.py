@@ -125,6 +125,11 @@ def test_it_is_saved_and_mapped(folders, tmp_path):
     assert_same_bits(logits(again), logits(model), "logits")
 
 
+def test_the_format_of_the_files_need_not_be_known(folders):
+    published, _ = folders
+    assert_same_bits(logits(read(published, PymoeConfig(format="stored"))), logits(read(published)), "logits")
+
+
 def test_dense_layers_are_rounded_with_linear_bits(folders):
     published, plain = folders
     model = read(published, PymoeConfig(bits=8, format="fp", linear_bits=8))

@@ -496,6 +496,16 @@ def test_the_command_names_the_way_around_metadata_that_transformers_cannot_read
     assert "metadata transformers can read, or config.json next to it, got" in capsys.readouterr().err
 
 
+def test_a_wrong_configuration_next_to_it_is_not_taken_for_wrong_metadata(tmp_path, capsys):
+    path = tmp_path / "x.gguf"
+    gguf_models.write(path, "qwen3moe", "Q4_K", num_hidden_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody"}))
+    assert main([str(path), str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "nobody" in said
+    assert "metadata" not in said
+
+
 def test_a_folder_may_be_called_as_such_a_file(tmp_path, capsys):
     (tmp_path / "x.gguf").mkdir()
     assert main([str(tmp_path / "x.gguf"), str(tmp_path / "out")]) == 1

@@ -64,6 +64,10 @@ def distance(got, expected):
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
+def test_the_format_of_the_files_need_not_be_known(published):
+    assert_same_bits(logits(read(published, PymoeConfig(format="stored"))), logits(read(published)), "logits")
+
+
 def test_every_code_and_scale_is_kept_and_so_is_all_else(published):
     """So are scales that rounding would not choose, as of groups whose largest code is 1/2."""
     tensors = load_file(published / FILE)
