@@ -6,6 +6,11 @@
 // slot -1 adds nothing. The order is the same for every element, so a result depends neither on the instruction set nor
 // on the number of threads. One pass: K rows are read and one is written, no (T, K, H) temporary.
 //
+// With biases, y[s] + bias[e] takes the place of y[s], for the expert e that owns row s (core/expert_of_row.h); the sum
+// is not rounded, and a row without an expert gets no bias. The CPU twin checks the offsets as grouped_linear does.
+// With offsets that do not keep their contract the CUDA twin adds the bias of any expert, and touches no memory outside
+// of the tensors.
+//
 // combine_backward, in one pass over y and grad:
 //
 //     dy[slot[t, k]] = round(weights[t, k] * grad[t]);  dy[s] = 0 for s >= *used
@@ -27,19 +32,21 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/expert_of_row.h"
 
 namespace pymoe {
 
 // The common arguments of forward and backward.
 struct CombineInput {
-  const void* y;        // (S, H); read by the backward for dweights only
-  const int32_t* slot;  // (T, K)
-  const void* weights;  // (T, K) in accumulate type, or null: every weight is one; read by the backward for dy only
-  int64_t tokens;       // T
-  int64_t choices;      // K
-  int64_t rows;         // S; T * K or any other number
-  int64_t hidden;       // H
-  DType dtype;          // dtype of everything except weights and dweights
+  const void* y;          // (S, H); read by the backward for dweights only
+  const int32_t* slot;    // (T, K)
+  const void* weights;    // (T, K) in accumulate type, or null: every weight is one; read by the backward for dy only
+  int64_t tokens;         // T
+  int64_t choices;        // K
+  int64_t rows;           // S; T * K or any other number
+  int64_t hidden;         // H
+  DType dtype;            // dtype of everything except weights and dweights
+  ExpertBiases biases{};  // as wide as y; read by the backward for dweights only
 };
 
 struct CombineArguments : CombineInput {

@@ -8,6 +8,8 @@
 // down; the warps in turn. The number of threads depends only on H and the dtype, and a chunk has 16 bytes for any
 // alignment of the tensors, so a result depends on neither grid nor address.
 //
+// With biases, those of the choices' experts are loaded with the chunks of y and added to these before the products.
+//
 // Bytes: (T + 2 S) rows, each once (998 MB for T 4096, K 8, H 7168 in bf16). Two blocks of 256 threads with 144 bytes
 // in flight per thread are 72 KB per SM, and as much again to store; some 25 KB are needed (combine_cuda.cu). Up to two
 // and up to four choices have separate kernels, with fewer loads per thread and more blocks. An element costs six to
@@ -27,11 +29,11 @@ template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
 // load_chunk and store_chunk move a chunk of a row by accesses of kBytes. If these are narrower than the chunk, the row
-// may end within it, and only `count` elements are touched.
-template <int kBytes, typename T>
+// may end within it, and only `count` elements are touched. kOnce: true if nobody else reads the chunk.
+template <int kBytes, bool kOnce = true, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
-    return load_pack_streaming<Chunk<T>>(from);
+    return kOnce ? load_pack_streaming<Chunk<T>>(from) : load_pack<Chunk<T>>(from);
   } else {
     Chunk<T> chunk{};
     for (int i = 0; i < kChunk<T>; ++i) {
@@ -103,6 +105,7 @@ struct Rows {
   int64_t tokens, choices, rows, hidden;
   int64_t row_chunks;  // chunks per row; the last may be partial
   int group;           // threads per token
+  ExpertBiases biases;
 };
 
 // Clears the unused rows of dy that belong to `token`.
@@ -124,8 +127,8 @@ inline constexpr int kResident = kAtOnce <= 2                                   
                                  : kAtOnce <= 4 && sizeof(T) < 8 && kBytes == 16 ? 3
                                                                                  : 2;
 
-template <typename T, int kBytes, int kAtOnce>
-__global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
+template <typename T, int kBytes, int kAtOnce, bool kBiased>
+__global__ void __launch_bounds__(kRowThreads, (kBiased ? 1 : kResident<T, kBytes, kAtOnce>))
     combine_backward_kernel(const Rows<T> a) {
   using S = accumulate_t<T>;
   constexpr int kWarps = kRowThreads / kWarp;
@@ -149,16 +152,24 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) row[k] = row[k] < a.rows ? row[k] : -1;
+    const T* of_expert[kAtOnce];  // the bias of the row's expert, or null
+#pragma unroll
+    for (int k = 0; k < (kBiased ? kAtOnce : 0); ++k) {
+      of_expert[k] = row[k] >= 0 ? bias_of_row<T>(a.biases, row[k], a.hidden) : nullptr;
+    }
     for (int64_t chunk = there ? lane : a.row_chunks; chunk < a.row_chunks; chunk += a.group) {
       const int64_t column = chunk * kChunk<T>;
       const int count = static_cast<int>(min(a.hidden - column, int64_t{kChunk<T>}));
       const Chunk<T> of_grad = load_chunk<kBytes>(grad + column, count);
-      Chunk<T> of_y[kAtOnce];
+      Chunk<T> of_y[kAtOnce], of_bias[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         // Reads grad again if there is nothing to read: a load behind a branch would not be issued with the others.
         const T* const from = with_weights && row[k] >= 0 ? a.y + static_cast<uint32_t>(row[k]) * a.hidden : grad;
         of_y[k] = load_chunk<kBytes>(from + column, count);
+        if constexpr (kBiased) {
+          of_bias[k] = load_chunk<kBytes, false>((of_expert[k] != nullptr ? of_expert[k] : grad) + column, count);
+        }
       }
       S g[kChunk<T>];
       widen(of_grad, g);
@@ -167,6 +178,12 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<T, kBytes, kAtOnce>))
         // Computes the sum even if it is not used: with a branch, the compiler would move the load behind it.
         S products[kChunk<T>];
         widen(of_y[k], products);
+        if constexpr (kBiased) {
+          S bias[kChunk<T>];
+          widen(of_bias[k], bias);
+#pragma unroll
+          for (int i = 0; i < kChunk<T>; ++i) products[i] = products[i] + (of_expert[k] != nullptr ? bias[i] : S{0});
+        }
 #pragma unroll
         for (int i = 0; i < kChunk<T>; ++i) products[i] = g[i] * products[i];
         const S sum = sums[k] + tree_sum(products);
@@ -224,9 +241,13 @@ void launch_combine_backward(const CombineBackwardArguments& a, void* stream) {
                      a.rows,
                      a.hidden,
                      row_chunks,
-                     group.threads};
-  launch("combine_backward", combine_backward_kernel<T, kBytes, kAtOnce>,
-         {ceil_div(std::max<int64_t>(a.tokens, 1), group.rows), group.block()}, stream, rows);
+                     group.threads,
+                     a.biases};
+  const bool biased = a.dweights != nullptr && a.biases.data != nullptr;
+  launch(
+      "combine_backward",
+      biased ? combine_backward_kernel<T, kBytes, kAtOnce, true> : combine_backward_kernel<T, kBytes, kAtOnce, false>,
+      {ceil_div(std::max<int64_t>(a.tokens, 1), group.rows), group.block()}, stream, rows);
 }
 
 }  // namespace
@@ -235,7 +256,7 @@ void combine_backward(const CombineBackwardArguments& a, void* stream) {
   if ((a.dy == nullptr && a.dweights == nullptr) || (a.rows == 0 && a.tokens * a.choices == 0)) return;
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     constexpr int kNarrow = static_cast<int>(sizeof(T));
-    if (widest_access({a.grad, a.y, a.dy}, a.hidden * kNarrow) < 16) {
+    if (widest_access({a.grad, a.y, a.dy, a.biases.data}, a.hidden * kNarrow) < 16) {
       launch_combine_backward<T, kNarrow, 4>(a, stream);
     } else if (a.choices <= 2) {
       launch_combine_backward<T, 16, 2>(a, stream);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/cpu/checked_index.h"
+#include "kernels/cpu/checked_offsets.h"
 #include "kernels/cpu/parallel.h"
 
 namespace pymoe::cpu {
@@ -16,6 +17,11 @@ namespace {
 // Returns the minimum number of tokens per thread: as many as move some 64 KiB.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
+}
+
+void check_biases(const char* operator_name, const CombineInput& a) {
+  if (a.biases.data == nullptr) return;
+  check_offsets(operator_name, a.biases.offsets, a.biases.experts, a.rows, "routing.offsets");
 }
 
 }  // namespace
@@ -29,16 +35,18 @@ namespace pymoe::cpu {
 // Stores go through the caches: stores that bypass them, as in dispatch, were no faster here, because the system has
 // just cleared new memory in the caches.
 void combine(const CombineArguments& a) {
+  check_biases("combine", a);
   if (a.tokens == 0) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);
   const auto run = PYMOE_SELECT_ISA(combine_range);
   parallel_for(0, a.tokens, grain(a.choices, row_bytes), [&](int64_t begin, int64_t end) {
-    std::vector<std::byte> scratch(static_cast<size_t>(2 * a.choices) * (sizeof(void*) + sizeof(double)));
+    std::vector<std::byte> scratch(static_cast<size_t>(2 * a.choices) * (2 * sizeof(void*) + sizeof(double)));
     run(a, begin, end, scratch.data());
   });
 }
 
 void combine_backward(const CombineBackwardArguments& a) {
+  check_biases("combine_backward", a);
   if (a.dy == nullptr && a.dweights == nullptr) return;
   const int64_t row_bytes = a.hidden * size_of(a.dtype);
   const auto run = PYMOE_SELECT_ISA(combine_backward_range);

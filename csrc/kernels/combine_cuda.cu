@@ -9,6 +9,9 @@
 // for bf16 on sm_80, 90 and 100: there a fourth block of 224 threads fits, as H 7168 makes them.) Up to two and up to
 // four choices have separate kernels, with fewer loads per thread and more blocks.
 //
+// With biases, a thread searches the offsets for the experts of its choices' rows when it reads the choices, and loads
+// the experts' biases with the rows. A bias is read for many rows, so the caches keep it.
+//
 // An element costs four to five instructions per choice, three of which are inevitable (widen, multiply, add): a third
 // of what the SMs can issue in the time that the memory takes. So there is no branch between the choices: a choice
 // without a row adds 0 * 0, which changes no sum, not even the sign of a zero, since no sum that began at +0 is -0.
@@ -24,7 +27,8 @@ namespace {
 template <typename S, int kAtOnce>
 struct Choices {
   int32_t row[kAtOnce];
-  S weight[kAtOnce];  // 0 if nothing is added: infinity times 0 would be NaN
+  int32_t expert[kAtOnce];  // whose bias is added, or -1; unused without biases
+  S weight[kAtOnce];        // 0 if nothing is added: infinity times 0 would be NaN
 };
 
 // Reads the choices from `begin` on, but no slot past the token's last.
@@ -45,18 +49,29 @@ PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, c
   }
 }
 
+// Finds the experts of the choices' rows.
+template <typename S, int kAtOnce>
+PYMOE_DEVICE void find_experts(Choices<S, kAtOnce>& now, const ExpertBiases& biases) {
+#pragma unroll
+  for (int k = 0; k < kAtOnce; ++k) {
+    const int64_t expert = expert_of_row(biases.offsets, biases.experts, now.row[k]);
+    now.expert[k] = now.row[k] >= 0 && expert < biases.experts ? static_cast<int32_t>(expert) : -1;
+  }
+}
+
 // Blocks per multiprocessor: as many registers per thread as the loads and sums need.
-template <int kAtOnce>
-inline constexpr int kResident = kAtOnce <= 2   ? 5
-                                 : kAtOnce <= 4 ? 4
-                                                : 3;
+template <int kAtOnce, bool kBiased>
+inline constexpr int kResident = (kAtOnce <= 2   ? 5
+                                  : kAtOnce <= 4 ? 4
+                                                 : 3) -
+                                 (kBiased ? 1 : 0);
 
 // kInRounds: tokens have more choices than kAtOnce, so slots and weights are read again for every column.
-template <typename T, int kBytes, int kAtOnce, bool kInRounds>
-__global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
+template <typename T, int kBytes, int kAtOnce, bool kInRounds, bool kBiased>
+__global__ void __launch_bounds__(kRowThreads, (kResident<kAtOnce, kBiased>))
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,
                    const accumulate_t<T>* PYMOE_RESTRICT weights, T* PYMOE_RESTRICT out, int64_t tokens,
-                   int64_t choices, int64_t rows, int64_t row_packs, int group) {
+                   int64_t choices, int64_t rows, int64_t row_packs, int group, const ExpertBiases biases) {
   using S = accumulate_t<T>;
   constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
   using P = Pack<T, kElements>;
@@ -66,22 +81,37 @@ __global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
   if (weights != nullptr) weights += token * choices;
 
   Choices<S, kAtOnce> now;
-  if constexpr (!kInRounds) read_choices(now, slots, weights, 0, choices, rows);
+  const auto read = [&](int64_t begin) {
+    read_choices(now, slots, weights, begin, choices, rows);
+    if constexpr (kBiased) find_experts(now, biases);
+  };
+  if constexpr (!kInRounds) read(0);
   for (int64_t column = threadIdx.x % group; column < row_packs; column += group) {
     S total[kElements] = {};
     int64_t begin = 0;
     do {
-      if constexpr (kInRounds) read_choices(now, slots, weights, begin, choices, rows);
-      P values[kAtOnce];
+      if constexpr (kInRounds) read(begin);
+      P values[kAtOnce], of_bias[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const auto row = static_cast<uint32_t>(now.row[k]);
         values[k] = load_pack_streaming_if<P>(now.row[k] >= 0, y + (row * row_packs + column) * kElements);
+        if constexpr (kBiased) {
+          const auto expert = static_cast<uint32_t>(now.expert[k]);
+          of_bias[k] = load_pack_if<P>(now.expert[k] >= 0,
+                                       static_cast<const T*>(biases.data) + (expert * row_packs + column) * kElements);
+        }
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         S value[kElements];
         widen(values[k], value);
+        if constexpr (kBiased) {
+          S bias[kElements];
+          widen(of_bias[k], bias);
+#pragma unroll
+          for (int i = 0; i < kElements; ++i) value[i] = value[i] + bias[i];
+        }
 #pragma unroll
         for (int i = 0; i < kElements; ++i) total[i] = total[i] + now.weight[k] * value[i];
       }
@@ -93,10 +123,12 @@ __global__ void __launch_bounds__(kRowThreads, kResident<kAtOnce>)
 
 template <typename T, int kBytes, int kAtOnce, bool kInRounds>
 void launch_combine(const CombineArguments& a, void* stream) {
+  const auto kernel = a.biases.data == nullptr ? combine_kernel<T, kBytes, kAtOnce, kInRounds, false>
+                                               : combine_kernel<T, kBytes, kAtOnce, kInRounds, true>;
   const int64_t row_packs = a.hidden * static_cast<int64_t>(sizeof(T)) / kBytes;
   const RowGroup group = group_for(row_packs);
-  launch("combine", combine_kernel<T, kBytes, kAtOnce, kInRounds>, {ceil_div(a.tokens, group.rows), group.block()},
-         stream, a.y, a.slot, a.weights, a.out, a.tokens, a.choices, a.rows, row_packs, group.threads);
+  launch("combine", kernel, {ceil_div(a.tokens, group.rows), group.block()}, stream, a.y, a.slot, a.weights, a.out,
+         a.tokens, a.choices, a.rows, row_packs, group.threads, a.biases);
 }
 
 }  // namespace
@@ -105,7 +137,7 @@ void combine(const CombineArguments& a, void* stream) {
   if (a.tokens == 0 || a.hidden == 0) return;
   visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
     constexpr int kNarrow = static_cast<int>(sizeof(T));
-    const int64_t width = widest_access({a.y, a.out}, a.hidden * kNarrow);
+    const int64_t width = widest_access({a.y, a.out, a.biases.data}, a.hidden * kNarrow);
     if (width < 16) {
       launch_combine<T, kNarrow, 8, true>(a, stream);
     } else if (a.choices <= 2) {

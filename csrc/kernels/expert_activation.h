@@ -10,6 +10,11 @@
 //     clamped swiglu  h (S, 2F)           g = min(gate, limit), u = min(max(up, -limit), limit)
 //                                         out = g / (1 + e^(-alpha g)) * (u + up_offset)
 //
+// With biases, h + bias[e] takes the place of h in every row, for the row's expert e (core/expert_of_row.h): the sum is
+// not rounded, and the gradient is that of h and, summed over an expert's rows, of its bias. A row without an expert
+// gets zeros. The CPU twin checks the offsets as grouped_linear does. With offsets that do not keep their contract the
+// CUDA twin adds the bias of any expert, and touches no memory outside of the tensors.
+//
 // Gate and up of the clamped swiglu may be interleaved: h = [gate 0, up 0, gate 1, up 1, ...]. A clamp has the gradient
 // 0 outside of its limits and 1 on them.
 //
@@ -24,6 +29,7 @@
 
 #include "core/activation.h"
 #include "core/dtype.h"
+#include "core/expert_of_row.h"
 
 namespace pymoe {
 
@@ -37,6 +43,7 @@ struct ExpertActivationArguments {
   DType dtype;
   SwigluClamp<double> clamp{};  // parameters of the clamped swiglu
   bool interleaved = false;     // whether gate and up of the clamped swiglu are interleaved
+  ExpertBiases biases{};        // as wide as h
 };
 
 // Returns the parameters in the type of the kernel's computation.

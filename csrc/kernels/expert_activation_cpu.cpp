@@ -2,7 +2,22 @@
 
 #include <algorithm>
 
+#include "kernels/cpu/checked_offsets.h"
 #include "kernels/cpu/parallel.h"
+
+namespace pymoe::cpu {
+namespace {
+
+// Strips of the biases of x and up, which are added to these; null for zeros, which a row without an expert gets.
+template <typename T>
+struct StripBiases {
+  bool added = false;
+  const T* x = nullptr;
+  const T* up = nullptr;
+};
+
+}  // namespace
+}  // namespace pymoe::cpu
 
 #define PYMOE_ISA_BODY "kernels/expert_activation_cpu_body.h"
 #include "kernels/cpu/for_each_isa.h"
@@ -10,12 +25,12 @@
 namespace pymoe::cpu {
 namespace {
 
-// Calls body(row, first, count) for strips of rows that together cover the (rows, features) output. Without a gate the
-// rows are consecutive and form one long row.
+// Calls body(row, first, count) for strips of rows that together cover the (rows, features) output. Rows that are
+// consecutive and need not be told apart form one long row.
 template <typename Body>
-void for_each_strip(int64_t rows, int64_t features, bool gated, const Body& body) {
+void for_each_strip(int64_t rows, int64_t features, bool apart, const Body& body) {
   constexpr int64_t kStrip = 4096;
-  if (!gated) {
+  if (!apart) {
     features *= rows;
     rows = 1;
   }
@@ -30,31 +45,48 @@ void for_each_strip(int64_t rows, int64_t features, bool gated, const Body& body
   });
 }
 
+// Returns what is added to the strip of a row from column `first` on. Interleaved biases are all in `x`.
+template <typename T>
+StripBiases<T> biases_for(const ExpertActivationArguments& a, int64_t row, int64_t first) {
+  if (a.biases.data == nullptr) return {};
+  const bool gated = is_gated(a.kind);
+  const T* bias = bias_of_row<T>(a.biases, row, a.features * (gated ? 2 : 1));
+  if (bias == nullptr) return {true};
+  if (a.interleaved) return {true, bias + 2 * first};
+  return {true, bias + first, gated ? bias + a.features + first : nullptr};
+}
+
 template <Activation kind, typename T>
 void forward(const ExpertActivationArguments& a) {
   constexpr bool gated = is_gated(kind);
+  constexpr int kParts = gated ? 2 : 1;
+  const bool biased = a.biases.data != nullptr;
   const auto clamp = clamp_of<accumulate_t<T>>(a);
   const T* h = static_cast<const T*>(a.h);
   T* out = static_cast<T*>(a.out);
   if constexpr (kind == Activation::kClampedSwiglu) {
-    if (a.interleaved) {  // consecutive rows form one long row of pairs
+    if (a.interleaved) {
       const auto activate = PYMOE_SELECT_ISA(activate_pairs<kind, T>);
-      for_each_strip(a.rows, a.features, false, [&](int64_t, int64_t first, int64_t count) {
-        activate(h + 2 * first, out + first, count, clamp);
+      for_each_strip(a.rows, a.features, biased, [&](int64_t row, int64_t first, int64_t count) {
+        const int64_t place = row * a.features + first;
+        activate(h + 2 * place, out + place, count, clamp, biases_for<T>(a, row, first));
       });
       return;
     }
   }
   const auto activate = PYMOE_SELECT_ISA(activate_strip<kind, T>);
-  for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
-    const T* x = h + row * 2 * a.features + first;
-    activate(x, gated ? x + a.features : nullptr, out + row * a.features + first, count, clamp);
+  for_each_strip(a.rows, a.features, gated || biased, [&](int64_t row, int64_t first, int64_t count) {
+    const T* x = h + row * kParts * a.features + first;
+    activate(x, gated ? x + a.features : nullptr, out + row * a.features + first, count, clamp,
+             biases_for<T>(a, row, first));
   });
 }
 
 template <Activation kind, typename T>
 void backward(const ExpertActivationArguments& a) {
   constexpr bool gated = is_gated(kind);
+  constexpr int kParts = gated ? 2 : 1;
+  const bool biased = a.biases.data != nullptr;
   const auto clamp = clamp_of<accumulate_t<T>>(a);
   const T* grad = static_cast<const T*>(a.grad);
   const T* h = static_cast<const T*>(a.h);
@@ -62,30 +94,37 @@ void backward(const ExpertActivationArguments& a) {
   if constexpr (kind == Activation::kClampedSwiglu) {
     if (a.interleaved) {
       const auto differentiate = PYMOE_SELECT_ISA(differentiate_pairs<kind, T>);
-      for_each_strip(a.rows, a.features, false, [&](int64_t, int64_t first, int64_t count) {
-        differentiate(grad + first, h + 2 * first, grad_h + 2 * first, count, clamp);
+      for_each_strip(a.rows, a.features, biased, [&](int64_t row, int64_t first, int64_t count) {
+        const int64_t place = row * a.features + first;
+        differentiate(grad + place, h + 2 * place, grad_h + 2 * place, count, clamp, biases_for<T>(a, row, first));
       });
       return;
     }
   }
   const auto differentiate = PYMOE_SELECT_ISA(differentiate_strip<kind, T>);
-  for_each_strip(a.rows, a.features, gated, [&](int64_t row, int64_t first, int64_t count) {
-    const T* x = h + row * 2 * a.features + first;
-    T* grad_x = grad_h + row * 2 * a.features + first;
+  for_each_strip(a.rows, a.features, gated || biased, [&](int64_t row, int64_t first, int64_t count) {
+    const T* x = h + row * kParts * a.features + first;
+    T* grad_x = grad_h + row * kParts * a.features + first;
     differentiate(grad + row * a.features + first, x, gated ? x + a.features : nullptr, grad_x,
-                  gated ? grad_x + a.features : nullptr, count, clamp);
+                  gated ? grad_x + a.features : nullptr, count, clamp, biases_for<T>(a, row, first));
   });
+}
+
+void check_biases(const ExpertActivationArguments& a) {
+  if (a.biases.data != nullptr) check_offsets("expert_activation", a.biases.offsets, a.biases.experts, a.rows);
 }
 
 }  // namespace
 
 void expert_activation(const ExpertActivationArguments& arguments) {
+  check_biases(arguments);
   visit_kind(arguments.kind, [&](auto kind) {
     visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { forward<kind(), T>(arguments); });
   });
 }
 
 void expert_activation_backward(const ExpertActivationArguments& arguments) {
+  check_biases(arguments);
   visit_kind(arguments.kind, [&](auto kind) {
     visit_dtype(arguments.dtype, [&]<typename T>(TypeTag<T>) { backward<kind(), T>(arguments); });
   });

@@ -7,6 +7,9 @@
 // chunk may be partial; with one, a chunk never crosses from gate to up. If the tensors or F do not allow accesses of
 // 16 bytes, elements are moved one by one.
 //
+// With biases every row is a row of its own. A thread searches the offsets for its row's expert once, and loads the
+// chunks of the expert's bias with those of h; other rows of the expert read them, too, so the caches keep them.
+//
 // A swiglu element costs 38 instructions (counted in sm_90's code for bf16; 24 for e^x, ten for the division), and
 // seven more for its share of a thread's fixed work. That is a few more than an H200's multiprocessors can issue in the
 // time in which the memory moves the element's six bytes. Therefore one_plus_exp omits steps that do not affect 1 +
@@ -49,7 +52,8 @@ struct Place {
   PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
 };
 
-template <bool kGated, typename T>
+// kApart: false if all rows form one long row.
+template <bool kApart, typename T>
 PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   const uint32_t of_rows = s.tiles == 1 ? blockIdx.x : blockIdx.x / s.tiles, tile = blockIdx.x - of_rows * s.tiles;
   const int in_block = static_cast<int>(threadIdx.x * s.inverse >> kInverseBits);
@@ -60,26 +64,27 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   place.column = static_cast<int64_t>(tile) * kShare * place.stride + lane * kChunk<T>;
   const int64_t rest = place.row < s.rows ? s.features - place.column : 0;
   place.rest = static_cast<int>(min(rest, static_cast<int64_t>(kShare) * place.stride));
-  // With a gate, `s.whole` is enough: gate and up then consist of whole chunks. Without one, the one long row may end
-  // within a chunk, so every chunk is checked.
+  // If rows are apart, `s.whole` is enough: they then consist of whole chunks, and so do gate and up. The one long row
+  // may end within a chunk, so every chunk is checked.
   place.whole = s.whole;
 #pragma unroll
-  for (int j = 0; j < (kGated ? 0 : kShare); ++j) {
+  for (int j = 0; j < (kApart ? 0 : kShare); ++j) {
     place.whole = place.whole && (place.count(j) == 0 || place.count(j) == kChunk<T>);
   }
   return place;
 }
 
 // Loads kCount of the thread's chunks into `to`, from its chunk number `first` on, with zeros past the row's end.
-// `from` is the address of its chunk 0. All loads are issued together.
-template <bool kWhole, typename T, int kCount>
+// `from` is the address of its chunk 0. All loads are issued together. kOnce: true if nobody else reads the chunks.
+template <bool kWhole, bool kOnce = true, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     const int column = (first + j) * place.stride, count = place.count(first + j);
     if constexpr (kWhole) {
-      to[j] = load_pack_streaming_if<Chunk<T>>(count > 0, from + column);
+      to[j] = kOnce ? load_pack_streaming_if<Chunk<T>>(count > 0, from + column)
+                    : load_pack_if<Chunk<T>>(count > 0, from + column);
     } else {
       to[j] = Chunk<T>{};
 #pragma unroll
@@ -112,42 +117,86 @@ PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
   for (int j = 0; j < kShare; ++j) f(std::false_type{}, std::integral_constant<int, 1>{}, j);
 }
 
-template <Activation kind, bool kWhole, int kCount, typename T>
-PYMOE_DEVICE void activate_chunks(int first, const T* of_row, T* out, const Place<T>& place, const Strips& strips,
-                                  const SwigluClamp<accumulate_t<T>>& clamp) {
+// The bias of a thread's row, from the thread's first chunk on; `place` has no elements if the row has no expert.
+template <typename T>
+struct RowBias {
+  const T* data = nullptr;
+  Place<T> place{};
+};
+
+template <bool kGated, typename T>
+PYMOE_DEVICE RowBias<T> find_bias(const ExpertBiases& biases, Place<T> place, const Strips& s) {
+  const int64_t expert = expert_of_row(biases.offsets, biases.experts, place.row);
+  const bool owned = expert < biases.experts;
+  if (!owned) place.rest = 0;
+  const T* const data = static_cast<const T*>(biases.data);
+  return {data + (owned ? expert : 0) * s.features * (kGated ? 2 : 1) + place.column * s.step, place};
+}
+
+// The chunks of gate and up that a thread works on, or of h without a gate, and those of their bias.
+template <bool kGated, bool kBiased, bool kWhole, int kCount, typename T>
+struct Inputs {
+  Chunk<T> x[kCount], up[kCount], bias_x[kCount], bias_up[kCount];
+
+  PYMOE_DEVICE Inputs(int first, const T* of_row, const Place<T>& place, const RowBias<T>& bias, const Strips& strips) {
+    load_chunks<kWhole>(of_row, place, first, strips.step, x);
+    if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
+    if constexpr (kBiased) {
+      load_chunks<kWhole, false>(bias.data, bias.place, first, strips.step, bias_x);
+      if constexpr (kGated)
+        load_chunks<kWhole, false>(bias.data + strips.to_up(), bias.place, first, strips.step, bias_up);
+    }
+  }
+
+  // Writes the values of chunk j, with their biases. Without a gate nothing is written to `of_up`.
+  PYMOE_DEVICE void widen_chunk(int j, accumulate_t<T> (&of_x)[kChunk<T>], accumulate_t<T> (&of_up)[kChunk<T>]) const {
+    widen(x[j], of_x);
+    if constexpr (kGated) widen(up[j], of_up);
+    if constexpr (kBiased) {
+      add(bias_x[j], of_x);
+      if constexpr (kGated) add(bias_up[j], of_up);
+    }
+  }
+
+  static PYMOE_DEVICE void add(const Chunk<T>& bias, accumulate_t<T> (&to)[kChunk<T>]) {
+    accumulate_t<T> values[kChunk<T>];
+    widen(bias, values);
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) to[i] = to[i] + values[i];
+  }
+};
+
+template <Activation kind, bool kBiased, bool kWhole, int kCount, typename T>
+PYMOE_DEVICE void activate_chunks(int first, const T* of_row, const RowBias<T>& bias, T* out, const Place<T>& place,
+                                  const Strips& strips, const SwigluClamp<accumulate_t<T>>& clamp) {
   using S = accumulate_t<T>;
-  constexpr bool kGated = is_gated(kind);
-  Chunk<T> x[kCount], up[kCount];
-  load_chunks<kWhole>(of_row, place, first, strips.step, x);
-  if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
+  const Inputs<is_gated(kind), kBiased, kWhole, kCount, T> inputs(first, of_row, place, bias, strips);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     if (place.count(first + j) == 0) continue;
     S of_x[kChunk<T>], of_up[kChunk<T>] = {}, results[kChunk<T>];
-    widen(x[j], of_x);
-    if constexpr (kGated) widen(up[j], of_up);
+    inputs.widen_chunk(j, of_x, of_up);
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) results[i] = activate<kind>(of_x[i], of_up[i], clamp);
     store_chunk<kWhole>(out, place, first + j, 1, narrow<T>(results));
   }
 }
 
-template <Activation kind, bool kWhole, int kCount, typename T>
-PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_row, T* grad_row, const Place<T>& place,
-                                       const Strips& strips, const SwigluClamp<accumulate_t<T>>& clamp) {
+template <Activation kind, bool kBiased, bool kWhole, int kCount, typename T>
+PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_row, const RowBias<T>& bias,
+                                       T* grad_row, const Place<T>& place, const Strips& strips,
+                                       const SwigluClamp<accumulate_t<T>>& clamp) {
   using S = accumulate_t<T>;
   constexpr bool kGated = is_gated(kind);
-  Chunk<T> g[kCount], x[kCount], up[kCount];
+  Chunk<T> g[kCount];
   load_chunks<kWhole>(of_grad, place, first, 1, g);
-  load_chunks<kWhole>(of_row, place, first, strips.step, x);
-  if constexpr (kGated) load_chunks<kWhole>(of_row + strips.to_up(), place, first, strips.step, up);
+  const Inputs<kGated, kBiased, kWhole, kCount, T> inputs(first, of_row, place, bias, strips);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     if (place.count(first + j) == 0) continue;
     S of_g[kChunk<T>], of_x[kChunk<T>], of_up[kChunk<T>] = {};
     widen(g[j], of_g);
-    widen(x[j], of_x);
-    if constexpr (kGated) widen(up[j], of_up);
+    inputs.widen_chunk(j, of_x, of_up);
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       S by_up = 0;
@@ -160,27 +209,41 @@ PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_
   }
 }
 
-template <Activation kind, typename T>
-__global__ void __launch_bounds__(kRowThreads, 4)
+// Blocks per multiprocessor: with biases a thread needs more registers.
+template <bool kBiased>
+inline constexpr int kResident = kBiased ? 3 : 4;
+template <bool kBiased>
+inline constexpr int kResidentBackward = kBiased ? 2 : 3;
+
+template <Activation kind, bool kBiased, typename T>
+__global__ void __launch_bounds__(kRowThreads, kResident<kBiased>)
     expert_activation_kernel(const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT out, const Strips strips,
-                             const SwigluClamp<accumulate_t<T>> clamp) {
-  const Place<T> place = find_place<is_gated(kind), T>(strips);
-  const T* const of_row = h + place.row * strips.features * (is_gated(kind) ? 2 : 1) + place.column * strips.step;
+                             const SwigluClamp<accumulate_t<T>> clamp, const ExpertBiases biases) {
+  constexpr bool kGated = is_gated(kind);
+  const Place<T> place = find_place < kGated || kBiased, T > (strips);
+  const T* const of_row = h + place.row * strips.features * (kGated ? 2 : 1) + place.column * strips.step;
   T* const out_row = out + place.row * strips.features + place.column;
+  RowBias<T> bias{};
+  if constexpr (kBiased) bias = find_bias<kGated>(biases, place, strips);
   each_chunk(place, [&](auto whole, auto count, int first) {
-    activate_chunks<kind, whole(), count()>(first, of_row, out_row, place, strips, clamp);
+    activate_chunks<kind, kBiased, whole(), count()>(first, of_row, bias, out_row, place, strips, clamp);
   });
 }
 
-template <Activation kind, typename T>
-__global__ void __launch_bounds__(kRowThreads, 3)
+template <Activation kind, bool kBiased, typename T>
+__global__ void __launch_bounds__(kRowThreads, kResidentBackward<kBiased>)
     expert_activation_backward_kernel(const T* PYMOE_RESTRICT grad, const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT grad_h,
-                                      const Strips strips, const SwigluClamp<accumulate_t<T>> clamp) {
-  const Place<T> place = find_place<is_gated(kind), T>(strips);
-  const int64_t base = place.row * strips.features * (is_gated(kind) ? 2 : 1) + place.column * strips.step;
+                                      const Strips strips, const SwigluClamp<accumulate_t<T>> clamp,
+                                      const ExpertBiases biases) {
+  constexpr bool kGated = is_gated(kind);
+  const Place<T> place = find_place < kGated || kBiased, T > (strips);
+  const int64_t base = place.row * strips.features * (kGated ? 2 : 1) + place.column * strips.step;
   const T* const of_grad = grad + place.row * strips.features + place.column;
+  RowBias<T> bias{};
+  if constexpr (kBiased) bias = find_bias<kGated>(biases, place, strips);
   each_chunk(place, [&](auto whole, auto count, int first) {
-    differentiate_chunks<kind, whole(), count()>(first, of_grad, h + base, grad_h + base, place, strips, clamp);
+    differentiate_chunks<kind, kBiased, whole(), count()>(first, of_grad, h + base, bias, grad_h + base, place, strips,
+                                                          clamp);
   });
 }
 
@@ -188,12 +251,12 @@ __global__ void __launch_bounds__(kRowThreads, 3)
 template <typename T>
 Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActivationArguments& a) {
   int64_t rows = a.rows, features = a.features;
-  const bool gated = is_gated(a.kind);
-  if (!gated) {  // one long row
+  const bool apart = is_gated(a.kind) || a.biases.data != nullptr;
+  if (!apart) {  // one long row
     features *= rows;
     rows = 1;
   }
-  const int64_t row_bytes = gated ? features * static_cast<int64_t>(sizeof(T)) : 16;
+  const int64_t row_bytes = apart ? features * static_cast<int64_t>(sizeof(T)) : 16;
   const int64_t chunks = ceil_div(features, kChunk<T>);
   const bool shared = chunks > kShare * kRowThreads;  // true if several blocks share a row
   const int64_t tiles = shared ? ceil_div(chunks, kShare * kRowThreads) : 1;
@@ -210,27 +273,33 @@ Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActi
           ceil_div(rows, group.rows) * tiles};
 }
 
-}  // namespace
-
-void expert_activation(const ExpertActivationArguments& a, void* stream) {
+// Calls f(the kind, whether there are biases, TypeTag of the dtype), the first two as constants.
+template <typename F>
+void visit(const ExpertActivationArguments& a, const F& f) {
   if (a.rows == 0 || a.features == 0) return;
   visit_kind(a.kind, [&](auto kind) {
-    visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
-      const Strips strips = strips_for<T>({a.h, a.out}, a);
-      launch("expert_activation", expert_activation_kernel<kind(), T>, {strips.blocks, strips.group.block()}, stream,
-             a.h, a.out, strips, clamp_of<accumulate_t<T>>(a));
+    visit_dtype(a.dtype, [&](auto type) {
+      a.biases.data == nullptr ? f(kind, std::false_type{}, type) : f(kind, std::true_type{}, type);
     });
   });
 }
 
+}  // namespace
+
+void expert_activation(const ExpertActivationArguments& a, void* stream) {
+  visit(a, [&]<typename T>(auto kind, auto biased, TypeTag<T>) {
+    const Strips strips = strips_for<T>({a.h, a.out, a.biases.data}, a);
+    launch("expert_activation", expert_activation_kernel<kind(), biased(), T>, {strips.blocks, strips.group.block()},
+           stream, a.h, a.out, strips, clamp_of<accumulate_t<T>>(a), a.biases);
+  });
+}
+
 void expert_activation_backward(const ExpertActivationArguments& a, void* stream) {
-  if (a.rows == 0 || a.features == 0) return;
-  visit_kind(a.kind, [&](auto kind) {
-    visit_dtype(a.dtype, [&]<typename T>(TypeTag<T>) {
-      const Strips strips = strips_for<T>({a.grad, a.h, a.out}, a);
-      launch("expert_activation_backward", expert_activation_backward_kernel<kind(), T>,
-             {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.out, strips, clamp_of<accumulate_t<T>>(a));
-    });
+  visit(a, [&]<typename T>(auto kind, auto biased, TypeTag<T>) {
+    const Strips strips = strips_for<T>({a.grad, a.h, a.out, a.biases.data}, a);
+    launch("expert_activation_backward", expert_activation_backward_kernel<kind(), biased(), T>,
+           {strips.blocks, strips.group.block()}, stream, a.grad, a.h, a.out, strips, clamp_of<accumulate_t<T>>(a),
+           a.biases);
   });
 }
 

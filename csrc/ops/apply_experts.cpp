@@ -15,8 +15,13 @@
 // use with gradients. They also return what the steps of a backward pass read (pymoe/nn/recorded.py), so every step has
 // memory of its own: (y, rows, inner, active, outer, slot, token, offsets), and (load, weights, experts) of the gate.
 //
+// On a GPU on which torch's grouped product multiplies bf16 rows, which adds no bias, apply_experts and
+// apply_chosen_experts leave b_in to expert_activation and b_out to combine, as pymoe/nn/apply_experts.py does. The
+// recorded calls are for the CPU (pymoe/nn/recorded.py) and add them in the products.
+//
 // Tensors are contiguous, except for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <optional>
 #include <string>
@@ -40,7 +45,18 @@ using Routing = std::tuple<Tensor, Tensor, Tensor>;
 template <typename Networks>
 Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, const Networks& networks) {
   const auto& [slot, token, offsets] = routing;
-  return combine_op::combine(networks(dispatch_op::dispatch(x, slot, offsets), offsets), slot, weights);
+  const Tensor rows = networks(dispatch_op::dispatch(x, slot, offsets), offsets);
+  return combine_op::combine(rows, slot, weights, networks.left_to_combine(rows), offsets);
+}
+
+// Returns true if the operators after the products of rows like `x` add the biases.
+bool adds_later(const Tensor& x) {
+  return on_cuda(x) && x.scalar_type() == ScalarType::BFloat16 &&
+         grouped_linear_op::torch_multiplies(x.is_cpu() ? 0 : x.get_device_index());
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& bias) {
+  return bias ? std::optional<Tensor>(torch::stable::contiguous(*bias)) : std::nullopt;
 }
 
 Routing route(const Tensor& x, const Tensor& experts, int64_t num_experts, std::optional<int64_t> capacity,
@@ -59,10 +75,17 @@ struct Networks {
   bool interleaved;
 
   Tensor operator()(const Tensor& rows, const Tensor& offsets) const {
-    const Tensor inner = grouped_linear_op::grouped_linear(rows, w_in, offsets, b_in, std::nullopt, nullptr, whole);
-    const Tensor active =
-        expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
-    return grouped_linear_op::grouped_linear(active, w_out, offsets, b_out, std::nullopt, &inner, whole);
+    const bool later = (b_in || b_out) && adds_later(rows);
+    const std::optional<Tensor> none;
+    const Tensor inner =
+        grouped_linear_op::grouped_linear(rows, w_in, offsets, later ? none : b_in, std::nullopt, nullptr, whole);
+    const Tensor active = expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved,
+                                                                  later ? contiguous(b_in) : none, offsets, &rows);
+    return grouped_linear_op::grouped_linear(active, w_out, offsets, later ? none : b_out, std::nullopt, &inner, whole);
+  }
+
+  std::optional<Tensor> left_to_combine(const Tensor& rows) const {
+    return b_out && adds_later(rows) ? contiguous(b_out) : std::nullopt;
   }
 };
 
@@ -164,10 +187,12 @@ struct QuantizedNetworks {
       for (const Tensor* weights : {&w_in, &w_out}) prefetch_chosen(*weights, offsets, Prefetch{layout[4]});
     }
     const Tensor inner = quantized_linear_op::quantized_linear(rows, w_in, &offsets, b_in, layout[0], layout[1]);
-    const Tensor active =
-        expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved, &rows);
+    const Tensor active = expert_activation_op::expert_activation(inner, kind, limit, alpha, up_offset, interleaved,
+                                                                  std::nullopt, std::nullopt, &rows);
     return quantized_linear_op::quantized_linear(active, w_out, &offsets, b_out, layout[2], layout[3], &inner);
   }
+
+  static std::optional<Tensor> left_to_combine(const Tensor&) { return std::nullopt; }
 };
 
 void require_quantized(const Tensor& w_in, const std::vector<int64_t>& layout) {

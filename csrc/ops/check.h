@@ -7,12 +7,14 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "core/dtype.h"
+#include "core/expert_of_row.h"
 #include "core/score.h"
 #include "kernels/quantized_weight.h"
 
@@ -106,6 +108,18 @@ inline const int32_t* checked_offsets(const char* operator_name, const Tensor& o
   require_tensor(operator_name, "offsets", offsets, ScalarType::Int, {-1}, like);
   require(offsets.size(0) >= 1, operator_name, "offsets must have E + 1 entries, got none");
   return static_cast<const int32_t*>(offsets.const_data_ptr());
+}
+
+// Returns the biases (E, N) of experts for an operator whose rows have `features` = N elements of the dtype of `like`;
+// none if there is no `bias`.
+inline ExpertBiases checked_biases(const char* operator_name, const std::optional<Tensor>& bias,
+                                   const std::optional<Tensor>& offsets, int64_t features, const Tensor& like) {
+  if (!bias) return {};
+  require(offsets.has_value(), operator_name, "offsets must be given with bias");
+  const int32_t* bounds = checked_offsets(operator_name, *offsets, like);
+  const int64_t experts = offsets->size(0) - 1;
+  require_tensor(operator_name, "bias", *bias, like.scalar_type(), {experts, features}, like);
+  return {bias->const_data_ptr(), bounds, experts};
 }
 
 inline DType floating_dtype(const char* operator_name, const char* argument, const Tensor& tensor) {

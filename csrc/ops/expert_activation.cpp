@@ -18,7 +18,8 @@ constexpr const char* kName = "expert_activation";
 // Checks the arguments and returns the result of the forward, or of the backward if there is a `grad`. `kind` is an
 // index into pymoe.reference.expert_activation.KINDS.
 Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
-                   int64_t kind, SwigluClamp<double> clamp, bool interleaved, const Tensor* used = nullptr) {
+                   int64_t kind, SwigluClamp<double> clamp, bool interleaved, const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& offsets, const Tensor* used = nullptr) {
   const DType dtype = floating_dtype(kName, "h", h);
   constexpr auto kLast = Activation::kClampedSwiglu;
   require(kind >= 0 && kind <= static_cast<int64_t>(kLast), kName, "kind must be in 0..", static_cast<int64_t>(kLast),
@@ -38,7 +39,8 @@ Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<T
                                             static_cast<Activation>(kind),
                                             dtype,
                                             clamp,
-                                            interleaved};
+                                            interleaved,
+                                            checked_biases(kName, bias, offsets, h.size(1), h)};
   run(twins, arguments, h);
   return out;
 }
@@ -46,28 +48,32 @@ Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<T
 }  // namespace
 
 Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved,
-                         const Tensor* used) {
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& offsets, const Tensor* used) {
   return run_checked(PYMOE_TWINS(expert_activation), std::nullopt, h, kind, {limit, alpha, up_offset}, interleaved,
-                     used);
+                     bias, offsets, used);
 }
 
 namespace {
 
-Tensor forward(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved) {
-  return expert_activation(h, kind, limit, alpha, up_offset, interleaved);
+Tensor forward(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved,
+               const std::optional<Tensor>& bias, const std::optional<Tensor>& offsets) {
+  return expert_activation(h, kind, limit, alpha, up_offset, interleaved, bias, offsets);
 }
 
 Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t kind, double limit, double alpha,
-                                  double up_offset, bool interleaved) {
-  return run_checked(PYMOE_TWINS(expert_activation_backward), grad, h, kind, {limit, alpha, up_offset}, interleaved);
+                                  double up_offset, bool interleaved, const std::optional<Tensor>& bias,
+                                  const std::optional<Tensor>& offsets) {
+  return run_checked(PYMOE_TWINS(expert_activation_backward), grad, h, kind, {limit, alpha, up_offset}, interleaved,
+                     bias, offsets);
 }
 
-PYMOE_OPERATOR(
-    "expert_activation", forward,
-    "(Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False) -> Tensor")
+PYMOE_OPERATOR("expert_activation", forward,
+               "(Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False, "
+               "Tensor? bias=None, "
+               "Tensor? offsets=None) -> Tensor")
 PYMOE_OPERATOR("expert_activation_backward", expert_activation_backward,
                "(Tensor grad, Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool "
-               "interleaved=False) -> Tensor")
+               "interleaved=False, Tensor? bias=None, Tensor? offsets=None) -> Tensor")
 
 }  // namespace
 }  // namespace pymoe::ops::expert_activation_op

@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <stdexcept>
 
 #include "kernels/grouped_linear.h"
 #include "ops/allocate.h"
@@ -139,6 +140,19 @@ Tensor grouped_linear(const Tensor& any_x, const Tensor& weight, const Tensor& o
   arguments.workspace = static_cast<int32_t*>(workspace.data());
   run(PYMOE_TWINS(grouped_linear), arguments, x);
   return y;
+}
+
+bool torch_multiplies([[maybe_unused]] int64_t device) {
+#if PYMOE_WITH_CUDA
+  if (!torch_grouped_mm::wanted()) return false;
+  try {
+    return torch_grouped_mm::takes_bfloat16(cuda::compute_capability(static_cast<int>(device)));
+  } catch (const std::runtime_error&) {  // there is no such device: tensors without values are traced
+    return false;
+  }
+#else
+  return false;
+#endif
 }
 
 namespace {

@@ -1,5 +1,5 @@
-// The Python module pymoe._ops. Importing it runs the registrations of this library; it contains only facts about its
-// build. It is written against the limited API, so one file serves every CPython from 3.10 on.
+// The Python module pymoe._ops. Importing it runs the registrations of this library; it contains facts about its build,
+// and one about a GPU. It is written against the limited API, so one file serves every CPython from 3.10 on.
 #include <pyconfig.h>
 
 // Free-threaded CPython cannot load extensions of the limited API.
@@ -8,7 +8,10 @@
 #endif
 #include <Python.h>
 
+#include <exception>
+
 #include "kernels/cpu/isa.h"
+#include "ops/operators.h"
 
 #ifndef PYMOE_BUILT_WITH_TORCH
 #define PYMOE_BUILT_WITH_TORCH "?"
@@ -36,6 +39,20 @@ int execute(PyObject* module) {
   return 0;
 }
 
+// torch_multiplies(device): see ops/operators.h. It is no operator, because it takes no tensor.
+PyObject* torch_multiplies(PyObject*, PyObject* device) {
+  const long index = PyLong_AsLong(device);
+  if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  try {
+    return PyBool_FromLong(pymoe::ops::grouped_linear_op::torch_multiplies(index));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
+}
+
+PyMethodDef methods[] = {{"torch_multiplies", torch_multiplies, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
 PyModuleDef_Slot slots[] = {
     {Py_mod_exec, reinterpret_cast<void*>(execute)},
 #if defined(Py_mod_gil) && !defined(Py_LIMITED_API)
@@ -49,7 +66,7 @@ PyModuleDef definition = {
     "_ops",
     "Operators of pymoe and the facts of their build.",
     0,
-    nullptr,
+    methods,
     slots,
     nullptr,
     nullptr,

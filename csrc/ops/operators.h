@@ -47,7 +47,11 @@ namespace grouped_linear_op {
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& order = std::nullopt, const Tensor* used = nullptr,
                       bool whole = false);
-}
+
+// Returns true if torch's grouped product multiplies bf16 rows on this CUDA device. Layers then leave the biases, which
+// that product does not add, to expert_activation and combine. False if there is no such device.
+bool torch_multiplies(int64_t device);
+}  // namespace grouped_linear_op
 
 namespace quantized_linear_op {
 // Without offsets there is one expert, to which all rows belong, and x is (..., H).
@@ -57,11 +61,13 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor* off
 
 namespace expert_activation_op {
 Tensor expert_activation(const Tensor& h, int64_t kind, double limit, double alpha, double up_offset, bool interleaved,
-                         const Tensor* used = nullptr);
+                         const std::optional<Tensor>& bias = std::nullopt,
+                         const std::optional<Tensor>& offsets = std::nullopt, const Tensor* used = nullptr);
 }
 
 namespace combine_op {
-Tensor combine(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights);
+Tensor combine(const Tensor& y, const Tensor& slot, std::optional<Tensor> weights,
+               const std::optional<Tensor>& bias = std::nullopt, const std::optional<Tensor>& offsets = std::nullopt);
 }
 
 }  // namespace pymoe::ops

@@ -4,8 +4,9 @@
 // expert's part and at most 1023 experts, and runs on the stream without the host. Everything else goes to a loop over
 // experts that copies the offsets to the host, which no CUDA graph can contain, so everything else is refused here. It
 // trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds before a bias
-// could be added; so unsorted rows and biases are refused, too. So is compute capability 10.3, on which gradients of
-// NaN are reported and unexplained (pytorch/pytorch#193633), until somebody has measured this product there. With
+// could be added; so unsorted rows and biases are refused, too. (A layer therefore leaves the biases of such products
+// to the operators after them: pymoe/nn/apply_experts.py.) So is compute capability 10.3, on which gradients of NaN are
+// reported and unexplained (pytorch/pytorch#193633), until somebody has measured this product there. With
 // PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all products.
 #pragma once
 
@@ -52,10 +53,11 @@ inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, boo
   return (by_rows || (either && by_columns)) && reinterpret_cast<uintptr_t>(m.data) % kAlignment == 0;
 }
 
+inline bool takes_bfloat16(int capability) { return wanted() && (capability == 90 || capability == 100); }
+
 inline bool takes_sizes(DType dtype, int capability, int64_t experts, int64_t rows, int64_t input, int64_t output) {
-  return wanted() && dtype == DType::kBFloat16 && (capability == 90 || capability == 100) && experts >= 1 &&
-         experts <= 1023 && rows >= 1 && rows <= std::numeric_limits<int32_t>::max() && input >= 1 && output >= 1 &&
-         aligned({input, output});
+  return dtype == DType::kBFloat16 && takes_bfloat16(capability) && experts >= 1 && experts <= 1023 && rows >= 1 &&
+         rows <= std::numeric_limits<int32_t>::max() && input >= 1 && output >= 1 && aligned({input, output});
 }
 
 }  // namespace torch_grouped_mm

@@ -250,14 +250,14 @@ def _may_overlap(x: Tensor, out: Tensor) -> bool:
     return x_begin < out_begin + out.numel() * out.element_size() and out_begin < x_end
 
 
-def check_combine(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
-    """Raise if the arguments of :func:`combine` break its contract."""
-    if _combine_fits(y, routing, weights):
+def check_combine(y: Tensor, routing: Routing, weights: Tensor | None, bias: Tensor | None = None) -> None:
+    """Raise if the arguments of :func:`combine` break its contract, except for the values of indices."""
+    if bias is None and _combine_fits(y, routing, weights):
         return
     checks.floating("combine", "y", y)
     checks.rank("combine", "y", y, "(S, H)")
     checks.routing("combine", routing, "y", y)
-    slot, token, _ = routing
+    slot, token, offsets = routing
     checks.size("combine", "y", y, 0, token.shape[0], "S of routing.token")
     if weights is not None:
         checks.floating("combine", "weights", weights)
@@ -267,6 +267,9 @@ def check_combine(y: Tensor, routing: Routing, weights: Tensor | None) -> None:
         checks.size("combine", "weights", weights, 0, slot.shape[0], "T of routing.slot")
         checks.size("combine", "weights", weights, 1, slot.shape[1], "K of routing.slot")
         checks.same_device("combine", "weights", weights, "y", y)
+    if bias is not None:
+        meanings = "E of routing.offsets", "H of y"
+        check_bias("combine", y, bias, offsets.shape[0] - 1, meanings[0], y.shape[1], meanings[1], "y")
 
 
 def _combine_fits(y: Tensor, routing: Routing, weights: Tensor | None) -> bool:
@@ -328,25 +331,32 @@ def _check_bounds(operator: str, x: Tensor, offsets: Tensor, experts: int, weigh
 
 
 def check_bias(
-    operator: str, x: Tensor, bias: Tensor, experts: int, meaning: str, outputs: int, meaning_of_outputs: str
+    operator: str,
+    x: Tensor,
+    bias: Tensor,
+    experts: int,
+    meaning: str,
+    outputs: int,
+    meaning_of_outputs: str,
+    argument: str = "x",
 ) -> None:
-    """Raise unless ``bias`` is (E, N) and fits ``x``; the meanings say where E and N come from."""
+    """Raise unless ``bias`` is (E, N) and fits ``x``, the ``argument``; the meanings say where E and N come from."""
     checks.dtype(operator, "bias", bias, x.dtype)
     checks.rank(operator, "bias", bias, "(E, N)")
     checks.size(operator, "bias", bias, 0, experts, meaning)
     checks.size(operator, "bias", bias, 1, outputs, meaning_of_outputs)
-    checks.same_device(operator, "bias", bias, "x", x)
+    checks.same_device(operator, "bias", bias, argument, x)
 
 
-def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear") -> None:
+def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear", argument: str = "offsets") -> None:
     """Raise if ``offsets`` do not partition ``rows`` rows; native kernels check the same, on CUDA in debug mode."""
     if bounds[0] != 0:
-        raise ValueError(f"{operator}: offsets must start at 0, got {bounds[0]}")
+        raise ValueError(f"{operator}: {argument} must start at 0, got {bounds[0]}")
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if end < begin:
-            raise ValueError(f"{operator}: offsets must not decrease, got {end} after {begin} at index {expert + 1}")
+            raise ValueError(f"{operator}: {argument} must not decrease, got {end} after {begin} at index {expert + 1}")
     if bounds[-1] > rows:
-        raise IndexError(f"{operator}: offsets must lie in [0, S] (S = {rows}), got {bounds[-1]}")
+        raise IndexError(f"{operator}: {argument} must lie in [0, S] (S = {rows}), got {bounds[-1]}")
 
 
 def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
@@ -383,9 +393,11 @@ def check_kind(name: str, argument: str, kind: object) -> None:
     checks.flag(name, f"{argument}.interleaved", kind.interleaved)
 
 
-def check_expert_activation(h: Tensor, kind: ActivationKind) -> None:
-    """Raise if the arguments of :func:`expert_activation` break its contract."""
-    if _expert_activation_fits(h, kind):
+def check_expert_activation(
+    h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None
+) -> None:
+    """Raise if the arguments of :func:`expert_activation` break its contract, except for the values of indices."""
+    if bias is offsets is None and _expert_activation_fits(h, kind):
         return
     name = "expert_activation"
     checks.floating(name, "h", h)
@@ -394,6 +406,16 @@ def check_expert_activation(h: Tensor, kind: ActivationKind) -> None:
     checks.rank(name, "h", h, "(S, 2F)" if gated else "(S, F)")
     if gated and h.shape[1] % 2:
         raise ValueError(f"{name}: h must have shape (S, 2F) with an even second size, got {tuple(h.shape)}")
+    if (bias is None) != (offsets is None):
+        given, missing = ("bias", "offsets") if offsets is None else ("offsets", "bias")
+        raise ValueError(f"{name}: bias and offsets must be given together, got {given} without {missing}")
+    if bias is not None and offsets is not None:
+        checks.dtype(name, "offsets", offsets, torch.int32)
+        checks.rank(name, "offsets", offsets, "(E + 1,)")
+        checks.same_device(name, "offsets", offsets, "h", h)
+        if offsets.shape[0] == 0:
+            raise ValueError(f"{name}: offsets must have shape (E + 1,), got (0,)")
+        check_bias(name, h, bias, offsets.shape[0] - 1, "E of offsets", h.shape[1], "the second size of h", "h")
 
 
 def _expert_activation_fits(h: Tensor, kind: ActivationKind) -> bool:

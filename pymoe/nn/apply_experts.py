@@ -22,6 +22,7 @@ from pymoe.nn.recorded import apply_experts_recorded, is_one_node
 from pymoe.ops import index_checks, raw
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_recorded, is_transformed
+from pymoe.ops.grouped_linear import leaves_bias
 
 APPLY_EXPERTS = torch.ops.pymoe.apply_experts.default
 APPLY_CHOSEN_EXPERTS = torch.ops.pymoe.apply_chosen_experts.default
@@ -103,6 +104,7 @@ def apply_experts(
     if not callable(activation) and is_one_call(x, weights, w_in, w_out, b_in, b_out):
         return apply_experts_fused(x, experts, weights, w_in, w_out, b_in, b_out, activation, capacity, foreign_experts)
     whole = capacity is None and not foreign_experts
+    b_out, left = bias_of_product(x, b_out)
     networks = grouped_networks(w_in, w_out, b_in, b_out, activation, whole=whole)
     number = w_in.shape[0]
     return apply_networks(
@@ -114,6 +116,7 @@ def apply_experts(
         capacity=capacity,
         foreign_experts=foreign_experts,
         operators=ops if callable(activation) else raw,
+        bias=left,
     )
 
 
@@ -358,6 +361,7 @@ def apply_networks(
     foreign_experts: bool = False,
     operators: ModuleType = ops,
     routing: Routing | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Send every token through the networks chosen for it, and sum their weighted outputs.
 
@@ -372,6 +376,7 @@ def apply_networks(
         operators: :mod:`pymoe.ops`, which checks what ``networks`` returns, :mod:`pymoe.reference`, or
             :mod:`pymoe.ops.raw` if the arguments have been checked and ``networks`` are pymoe's own.
         routing: the routing of ``experts`` with ``capacity``, if it has been built.
+        bias: (E, O), what ``combine`` adds to the rows that ``networks`` return, or None (:func:`bias_of_product`).
 
     Returns:
         (T, O), the dtype of the rows that ``networks`` returns.
@@ -381,8 +386,20 @@ def apply_networks(
             index_checks.experts_in_range("build_routing", experts, num_experts, foreign_experts)
         routing = operators.build_routing(experts, num_experts, capacity=capacity, foreign_experts=foreign_experts)
     rows = networks(operators.dispatch(x, routing), routing.offsets)
-    y: Tensor = operators.combine(rows, routing, weights)
+    y: Tensor = operators.combine(rows, routing, weights, bias)
     return y
+
+
+def bias_of_product(x: Tensor, b_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return ``b_out`` as a bias that the second product adds, and as one that is left to ``combine``; one is None.
+
+    Args:
+        x: the layer's rows, in the dtype of its products.
+        b_out: (E, O), or None.
+    """
+    if b_out is None or not leaves_bias(x):
+        return b_out, None
+    return None, cast_operands(b_out)[0]
 
 
 def grouped_networks(
@@ -400,8 +417,12 @@ def grouped_networks(
     """
 
     def networks(rows: Tensor, offsets: Tensor) -> Tensor:
-        inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
         weight, bias = w_out, b_out
+        if b_in is not None and not callable(activation) and leaves_bias(rows):
+            inner = raw.grouped_linear(rows, w_in, offsets, whole=whole)
+            inner = raw.expert_activation(inner, activation, cast_operands(b_in)[0], offsets)
+        else:
+            inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
         if callable(activation):  # the rows that it returns have not been checked
             inner, weight, bias = cast_operands(inner, w_out, b_out)  # type: ignore[assignment]
             check_grouped_linear(inner, weight, offsets, bias)

@@ -23,6 +23,7 @@ from pymoe.nn.apply_experts import (
     apply_experts_fused,
     apply_networks,
     apply_quantized_experts,
+    bias_of_product,
     check_choice,
     grouped_networks,
     is_one_call,
@@ -372,6 +373,7 @@ class MoE(nn.Module):
             return apply_quantized_experts(x_TH, experts_TK, weights_TK, *arguments)
         networks: Networks = experts
         whose = operators(self.backend)
+        left: Tensor | None = None
         if self._stands_in_for(experts, Experts):
             self._check_choice(x_TH, experts_TK, weights_TK)
             check_networks("experts", experts, (self.num_experts,), x_TH)
@@ -380,6 +382,7 @@ class MoE(nn.Module):
                 arguments = (*cast_operands(*parameters), experts.activation, capacity)
                 return apply_experts_fused(x_TH, experts_TK, weights_TK, *arguments)
             w_in, w_out, b_in, b_out = parameters
+            b_out, left = bias_of_product(x_TH, b_out)
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
             whose = raw  # operators without checks: their arguments have been checked above or are made by this method
         return apply_networks(
@@ -391,6 +394,7 @@ class MoE(nn.Module):
             capacity=capacity,
             operators=whose,
             routing=routing,
+            bias=left,
         )
 
     def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:

@@ -236,7 +236,7 @@ class _Node(torch.autograd.Function):
             dy, need_inner = None, False
         if dy is not None and (need_outer or needs.weights):
             made, dweights = run.combine_backward(
-                dy.contiguous(), outer, weights, slot, offsets, need_outer, needs.weights
+                dy.contiguous(), outer, weights, slot, offsets, need_outer, needs.weights, None
             )
             douter = _added(douter, made if need_outer else None)
             dweights = dweights if needs.weights else None

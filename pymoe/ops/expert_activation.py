@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from pymoe._common.contracts import check_expert_activation
 from pymoe._common.types import KINDS, ActivationKind, ClampedSwiglu, is_gated
+from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
+from pymoe.ops.grouped_linear import BiasGrad, rows_of_bias
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.expert_activation import clamped, gate_and_up
 from pymoe.reference.expert_activation import expert_activation as reference
@@ -48,9 +50,11 @@ _TORCH: dict[object, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
-    """Return the activation ``kind`` of ``h``, computed with torch operators, which are differentiable again."""
+def _activated(h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+    """Return the activation ``kind`` of ``h``, computed with operators that are differentiable again."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
+    if bias is not None and offsets is not None:
+        wide = wide + rows_of_bias(bias, offsets, h.shape[0]).to(wide.dtype)
     if not is_gated(kind):
         return _TORCH[kind](wide).to(h.dtype)
     gate, up = gate_and_up(wide, kind)
@@ -62,48 +66,77 @@ def _activated(h: Tensor, kind: ActivationKind) -> Tensor:
 
 class ExpertActivation(torch.autograd.Function):
     @staticmethod
-    def forward(h: Tensor, kind: int, limit: float, alpha: float, up_offset: float, interleaved: bool) -> Tensor:
+    def forward(
+        h: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor | None,
+        kind: int,
+        limit: float,
+        alpha: float,
+        up_offset: float,
+        interleaved: bool,
+    ) -> Tensor:
         # The options are named one by one, because torch.compile without gradients would pass a context, too, to a
         # forward that has *arguments.
-        return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved)
+        return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved, bias, offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        h, *ctx.options = inputs
-        ctx.save_for_backward(h)
+        h, bias, offsets, *ctx.options = inputs
+        ctx.save_for_backward(h, bias, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return activation_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * len(ctx.options)
+        h, bias, offsets = ctx.saved_tensors
+        needs_h, needs_bias = ctx.needs_input_grad[:2]
+        dh = activation_backward(grad, h, *ctx.options, bias, offsets)
+        return (
+            dh if needs_h else None,
+            call(BiasGrad, dh, offsets, None) if needs_bias else None,
+            *(None,) * (1 + len(ctx.options)),
+        )
 
 
-def activation_backward(grad: Tensor, h: Tensor, *options: Any) -> Tensor:
+def activation_backward(grad: Tensor, h: Tensor, *arguments: Any) -> Tensor:
     """Return the gradient of ``h``, given the gradient ``grad`` of the result.
 
-    If gradients are recorded, torch operators compute it, and it is differentiable; otherwise the kernel computes it.
+    If gradients are recorded, other operators compute it, and it is differentiable; otherwise the kernel computes it.
+
+    Args:
+        grad: (S, F).
+        h: (S, 2F) for gated kinds, else (S, F).
+        arguments: the five of :data:`KernelOptions`; then perhaps the bias and the offsets, or None for both.
     """
     if torch.is_grad_enabled():
-        kind = _kind_of(*options)
-        return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
-    return EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *options)  # type: ignore[no-any-return]
+        kind, (bias, offsets) = _kind_of(*arguments[:5]), arguments[5:] or (None, None)
+        if bias is None:
+            return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
+        return gradients_again(lambda values, its: _activated(values, kind, its, offsets), (h, bias), grad)[0]
+    return EXPERT_ACTIVATION_BACKWARD(grad.contiguous(), h, *arguments)  # type: ignore[no-any-return]
 
 
-def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
-    check_expert_activation(h, kind)
-    return raw(h, kind)
+def expert_activation(
+    h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None
+) -> Tensor:
+    check_expert_activation(h, kind, bias, offsets)
+    if offsets is not None:
+        index_checks.offsets_in_range("expert_activation", offsets, h.shape[0])
+    return raw(h, kind, bias, offsets)
 
 
 expert_activation.__doc__ = reference.__doc__
 
 
-def raw(h: Tensor, kind: ActivationKind) -> Tensor:
+def raw(h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """Return the result of :func:`expert_activation`, without checks of the arguments."""
-    return call(ExpertActivation, h.contiguous(), *kernel_options(kind))  # type: ignore[no-any-return]
+    if bias is not None and offsets is not None:
+        bias, offsets = bias.contiguous(), offsets.contiguous()
+    return call(ExpertActivation, h.contiguous(), bias, offsets, *kernel_options(kind))  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::expert_activation")
 def _(h: Tensor, *options: Any) -> Tensor:
-    return h.new_empty((h.shape[0], h.shape[1] // 2 if is_gated(_kind_of(*options)) else h.shape[1]))
+    return h.new_empty((h.shape[0], h.shape[1] // 2 if is_gated(_kind_of(*options[:5])) else h.shape[1]))
 
 
 @torch.library.register_fake("pymoe::expert_activation_backward")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pymoe._common.contracts import check_grouped_linear
 from pymoe._common.dtypes import cast_operands
+from pymoe._native import load_operators
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
 from pymoe.reference.grouped_linear import grouped_linear as reference
@@ -121,10 +122,14 @@ class BiasGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         offsets, order = ctx.saved_tensors
-        # Every row gets its expert's cotangent, which is the bias of a grouped linear layer without input features.
-        nothing = cotangent.new_empty((ctx.rows, 0))
-        no_weight = cotangent.new_empty((*cotangent.shape, 0))
-        return call(GroupedLinear, nothing, no_weight, offsets, cotangent, order, False), None, None
+        return rows_of_bias(cotangent, offsets, ctx.rows, order), None, None
+
+
+def rows_of_bias(bias: Tensor, offsets: Tensor, rows: int, order: Tensor | None = None) -> Tensor:
+    """Return (S, N), S = ``rows``: in every row the bias (N,) of its expert, and zeros in rows without an expert."""
+    # It is a grouped linear layer without input features.
+    nothing, no_weight = bias.new_empty((rows, 0)), bias.new_empty((*bias.shape, 0))
+    return call(GroupedLinear, nothing, no_weight, offsets, bias, order, False)  # type: ignore[no-any-return]
 
 
 def grouped_linear(
@@ -169,6 +174,24 @@ def raw(
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
+
+
+def leaves_bias(x: Tensor) -> bool:
+    """Return whether a layer leaves the biases of products of rows ``x`` to the operators after the products.
+
+    It does so where torch's grouped product, which adds no bias, multiplies such rows: in bfloat16 on GPUs of compute
+    capability 9.0 and 10.0. Then ``expert_activation`` adds the first bias and ``combine`` the second, in float32, to
+    rows that the product has rounded.
+    """
+    return x.dtype == torch.bfloat16 and not x.is_cpu and x.device.index is not None and _by_torch(x.device.index)
+
+
+def _by_torch(device: int) -> bool:
+    return load_operators().torch_multiplies(device)  # type: ignore[no-any-return]
+
+
+# Compiled code calls it once, while it is traced.
+_by_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 @torch.library.register_fake("pymoe::grouped_linear")

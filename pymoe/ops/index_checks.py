@@ -34,10 +34,10 @@ _enabled = _from_environment()
 class check_indices:
     """Check the values of index tensors on CUDA devices before every call: a debug mode, off by default.
 
-    While it is on, the operators that take indices (``build_routing``, ``dispatch``, ``combine``, ``grouped_linear``)
-    raise for values that are out of range, with the same exception and message as on the CPU. Every such call then
-    waits for the device. While it is off, CUDA kernels skip such values: memory is safe, and results that depend on
-    them are unspecified. CPU tensors are always checked.
+    While it is on, the operators that take indices (``build_routing``, ``dispatch``, ``combine``, ``grouped_linear``,
+    and ``expert_activation`` with a bias) raise for values that are out of range, with the same exception and message
+    as on the CPU. Every such call then waits for the device. While it is off, CUDA kernels skip such values: memory is
+    safe, and results that depend on them are unspecified. CPU tensors are always checked.
 
     Calling it sets the mode of the process; as a context manager it restores the former mode at the end. The
     environment variable ``PYMOE_CHECK_INDICES=1`` turns it on from the start. Code compiled by :func:`torch.compile`
@@ -104,10 +104,10 @@ def slots_in_range(operator: str, routing: Routing) -> None:
         checks.slots_in_range(operator, routing)
 
 
-def offsets_in_range(operator: str, offsets: Tensor, rows: int) -> None:
+def offsets_in_range(operator: str, offsets: Tensor, rows: int, argument: str = "offsets") -> None:
     """In debug mode, raise if offsets do not partition ``rows`` rows."""
     if _to_check(operator, offsets):
-        check_offsets(offsets.tolist(), rows, operator)
+        check_offsets(offsets.tolist(), rows, operator, argument)
 
 
 def order_in_range(operator: str, order: Tensor, offsets: Tensor) -> None:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from pymoe._common import checks
-from pymoe._common.contracts import check_combine
+from pymoe._common.contracts import check_combine, check_offsets
 from pymoe._common.dtypes import accumulate_dtype
 from pymoe._common.types import Routing
+from pymoe.reference.expert_activation import bias_rows
 from pymoe.reference.fixed_steps import spread
 
 
-def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Sum the rows of every token's choices, weighted if ``weights`` are given.
 
     ``out[t] = sum over k of weights[t, k] * y[routing.slot[t, k]]``. The sum starts from +0 and runs over k in order,
@@ -20,26 +21,39 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     dtype of ``y``. The result is exact in this sense: the same on every device and for every number of threads. A
     dropped choice adds nothing, whatever its weight.
 
+    With ``bias``, ``y[s] + bias[e]`` takes the place of ``y[s]``, for the expert e that owns row s:
+    ``routing.offsets[e] <= s < routing.offsets[e + 1]``. This sum is in the dtype of the sum over k. It is for a ``y``
+    from a product without a bias.
+
     Args:
         y: (S, H), S = ``len(routing.token)``, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
         routing: from :func:`build_routing`, or made by hand: ``slot`` names each row at most once.
         weights: (T, K), usually float32 as :func:`gate_topk` makes them; any floating dtype that widens without loss to
             the dtype of the sum (so float64 for float64 ``y`` only). ``None`` for a plain sum.
+        bias: (E, H), the dtype of ``y``, or None.
 
     Returns:
         (T, H), the dtype of ``y``. Differentiable in ``y`` (the gradient of a row is its weight times the gradient
-        of its token; zero past ``routing.offsets[-1]``, and unspecified where no choice owns a row before that) and in
-        ``weights`` (the inner product of the token's gradient and the choice's row; zero where dropped).
+        of its token; zero past ``routing.offsets[-1]``, and unspecified where no choice owns a row before that), in
+        ``weights`` (the inner product of the token's gradient and the choice's row, which includes the bias; zero where
+        dropped) and in ``bias`` (the sum of the gradient of ``y`` over the rows of the expert; so it is unspecified
+        where no choice owns one of these).
 
     Raises:
         TypeError: a dtype is not as above.
-        ValueError: a rank, size or device does not fit.
-        IndexError: a slot lies outside [-1, S).
+        ValueError: a rank, size or device does not fit; or there is a bias, and ``routing.offsets`` does not start at 0
+            or decreases.
+        IndexError: a slot lies outside [-1, S); or there is a bias, and ``routing.offsets`` ends past S.
     """
-    check_combine(y, routing, weights)
-    slot = routing[0]
+    check_combine(y, routing, weights, bias)
+    slot, _, offsets = routing
     checks.slots_in_range("combine", routing)
+    if bias is not None:
+        check_offsets(offsets.tolist(), y.shape[0], "combine", "routing.offsets")
     dtype = accumulate_dtype(y.dtype)
+    of_result = y.dtype
+    if bias is not None:
+        y = y.to(dtype) + bias_rows(bias, offsets, y.shape[0])
     if y.shape[0] == 0:  # clamped indices need at least one row
         y = torch.cat([y, y.new_zeros(1, y.shape[1])])
     weights_TK = None if weights is None else weights.to(dtype)
@@ -52,4 +66,4 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
         if weights_TK is not None:
             term = spread(weights_TK[:, choice], 1, term.shape[1]) * term
         total = torch.where(kept[:, None], total + term, total)
-    return total.to(y.dtype)
+    return total.to(of_result)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pymoe._common.contracts import check_expert_activation
+from pymoe._common.contracts import check_expert_activation, check_offsets
 from pymoe._common.types import ActivationKind, ClampedSwiglu, is_gated
 from pymoe.reference.fixed_steps import gelu, sigmoid, silu
 
@@ -23,6 +23,17 @@ def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+def bias_rows(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """Return (S, N), S = ``rows``: in every row the bias of its expert, and zeros in rows without an expert.
+
+    They are in the dtype of sums, float32 or float64.
+    """
+    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    experts = torch.searchsorted(offsets[1:].contiguous(), numbers, right=True)
+    wide = bias.to(torch.promote_types(bias.dtype, torch.float32))
+    return torch.cat((wide, wide.new_zeros(1, bias.shape[1])))[experts]
+
+
 def clamped(gate: Tensor, up: Tensor, kind: ClampedSwiglu) -> tuple[Tensor, Tensor]:
     """Return gate and up, clamped to the limits of ``kind``; ``kind.up_offset`` is then added to up.
 
@@ -33,7 +44,9 @@ def clamped(gate: Tensor, up: Tensor, kind: ClampedSwiglu) -> tuple[Tensor, Tens
     return gate, torch.where(up > kind.limit, kind.limit, up) + kind.up_offset
 
 
-def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
+def expert_activation(
+    h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None
+) -> Tensor:
     """Apply the activation between the two linear layers of an expert.
 
     Gated kinds take ``h`` (S, 2F) = [gate | up], the others ``h`` (S, F):
@@ -50,24 +63,36 @@ def expert_activation(h: Tensor, kind: ActivationKind) -> Tensor:
       DeepSeek-V4 and others have alpha 1 and no offset). A clamp has the gradient 0 outside of its limits, and 1 on
       them.
 
-    Computed in float32 (float64 for float64) from ``h`` and rounded once, forward and backward alike; the backward
-    recomputes from ``h`` and saves nothing else. NaN stays NaN; a row of the result depends on the same row of ``h``
-    alone.
+    With ``bias``, ``h[r] + bias[e]`` takes the place of ``h[r]``, for the expert e that owns row r. A row past
+    ``offsets[-1]`` has no expert, and its bias is zero. This is for a ``h`` from a product without a bias.
+
+    Computed in float32 (float64 for float64) from ``h`` and ``bias`` and rounded once, forward and backward alike; the
+    backward recomputes from these and saves nothing else. NaN stays NaN; a row of the result depends on the same row of
+    ``h`` alone, and on its bias.
 
     Args:
-        h: (S, 2F) for gated kinds, else (S, F); any floating dtype.
+        h: (S, 2F) for gated kinds, else (S, F); any floating dtype. With ``bias``, rows are sorted by expert.
         kind: see above.
+        bias: (E, 2F) for gated kinds, else (E, F), the dtype of ``h``; or None.
+        offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S, as :func:`grouped_linear` takes them: given
+            with ``bias``, else None.
 
     Returns:
-        (S, F), the dtype of ``h``. Differentiable in ``h``, any number of times.
+        (S, F), the dtype of ``h``. Differentiable in ``h`` and ``bias``, any number of times. The gradient of a bias is
+        the sum of the gradient of ``h`` over the rows of the expert.
 
     Raises:
-        TypeError: ``h`` is not a floating tensor, ``kind`` is neither a string nor a ``ClampedSwiglu``, or a field of
-            the latter is of the wrong kind.
-        ValueError: ``kind`` is unknown, one of its numbers is out of range, or the shape of ``h`` does not fit it.
+        TypeError: a tensor does not have a dtype as above, ``kind`` is neither a string nor a ``ClampedSwiglu``, or a
+            field of the latter is of the wrong kind.
+        ValueError: ``kind`` is unknown, one of its numbers is out of range, a shape or device does not fit, one of
+            ``bias`` and ``offsets`` is missing, or ``offsets`` does not start at 0 or decreases.
+        IndexError: ``offsets`` ends past S.
     """
-    check_expert_activation(h, kind)
+    check_expert_activation(h, kind, bias, offsets)
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
+    if bias is not None and offsets is not None:
+        check_offsets(offsets.tolist(), h.shape[0], "expert_activation")
+        wide = wide + bias_rows(bias, offsets, h.shape[0])
     if not is_gated(kind):
         return _activated(wide, kind).to(h.dtype)
     gate, up = gate_and_up(wide, kind)

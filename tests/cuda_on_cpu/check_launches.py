@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pretended
 from kernel_launches import GROUPED, Launches, elsewhere
 
-from pymoe.nn import MoE
-from pymoe.ops import raw
+from pymoe.nn import Experts, MoE, apply_experts
+from pymoe.ops import ClampedSwiglu, raw
 
 FORWARD = [
     "torch: mm, dtype",  # logits in float32 of operands in bfloat16
@@ -54,6 +54,18 @@ def make(tokens=20, seed=0, **options):
     layer = MoE(64, 32, 8, 2, dtype=torch.bfloat16, **options).to(pretended.DEVICE)
     x, grad = (torch.randn(tokens, 64, generator=generator).bfloat16().to(pretended.DEVICE) for _ in range(2))
     return layer, x.requires_grad_(), grad
+
+
+def make_biased(tokens=20, seed=0, **options):
+    """Return the same as :func:`make`, with experts that have biases."""
+    activation = options.pop("activation", "swiglu")
+    layer, x, grad = make(tokens, seed, **options)
+    torch.manual_seed(seed)
+    layer.experts = Experts(64, 32, 8, activation=activation, bias=True, dtype=torch.bfloat16).to(pretended.DEVICE)
+    with torch.no_grad():
+        for bias in (layer.experts.b_in, layer.experts.b_out):
+            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(seed + 1)).bfloat16())
+    return layer, x, grad
 
 
 def step(layer, x, grad):
@@ -102,6 +114,100 @@ def test_a_forward_without_gradients_launches_the_same():
 def test_options_cost_what_they_compute(options, forward, backward):
     found = step(*make(**options))
     assert (len(found[0]), len(found[1])) == (forward, backward), found[:2]
+
+
+BIAS_GRAD = ["pymoe: grouped_linear"] * 2  # the plan and the sum over each expert's rows
+WITH_BIASES = [
+    *BACKWARD[:1],
+    *BIAS_GRAD,  # b_out: sums what combine_backward wrote
+    *BACKWARD[1:6],
+    *BIAS_GRAD,  # b_in
+    *BACKWARD[6:],
+]
+
+
+def test_biases_launch_nothing_but_their_gradients():
+    """The bias of the first product is added by expert_activation, that of the second by combine; so torch makes the
+    products, which add no bias. Without this, pymoe's own kernel and its plan would make the two of the forward pass.
+    """
+    forward, backward, _ = step(*make_biased())
+    assert forward == FORWARD
+    assert sorted(backward) == sorted(WITH_BIASES)
+    layer, x, _ = make_biased()
+    with Launches() as alone, torch.no_grad():
+        layer(x)
+    assert sorted(alone.names) == sorted(FORWARD)
+
+
+def test_a_fixed_bias_launches_nothing_in_the_backward():
+    layer, x, grad = make_biased()
+    parameters = [value for name, value in layer.named_parameters() if "b_" not in name]
+    layer.experts.b_in.requires_grad_(False)
+    layer.experts.b_out.requires_grad_(False)
+    y = layer(x)
+    with Launches() as backward:
+        torch.autograd.grad(y, [x, *parameters], grad)
+    assert backward.names == BACKWARD
+
+
+def with_biases(x, experts, weights, parameters, **options):
+    w_in, w_out, b_in, b_out = parameters
+    return apply_experts(x, experts, weights, w_in, w_out, b_in=b_in, b_out=b_out, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "capability", "by_torch"),
+    [
+        ({}, 90, 2),
+        ({"capacity": 6}, 90, 2),
+        ({"foreign_experts": True}, 90, 2),
+        ({"activation": "gelu"}, 100, 2),
+        ({"activation": ClampedSwiglu(7.0, alpha=1.702, up_offset=1.0, interleaved=True)}, 90, 2),
+        ({"activation": lambda rows: rows * rows}, 90, 1),  # a function gets rows with their bias
+        ({}, 80, 0),
+        ({}, 103, 0),
+    ],
+    ids=str,
+)
+def test_biases_added_later_are_right(options, capability, by_torch):
+    """Compare outputs and all gradients with a computation in float64. An expert has no token, and if a bias were that
+    of a neighbour, were not weighted or came twice, or if a row without an expert counted, the results would be off.
+    """
+    generator = torch.Generator().manual_seed(3)
+    inner = 32 if callable(options.get("activation")) or options.get("activation") == "gelu" else 64
+    shapes = [(20, 64), (20, 2), (6, inner, 64), (6, 64, 32), (6, inner), (6, 64)]
+    values = [torch.randn(shape, generator=generator) * 0.5 for shape in shapes]
+    experts = torch.rand(20, 8 if "foreign_experts" in options else 6, generator=generator)
+    experts[:, 3] = -1
+    experts = experts.argsort(1, descending=True)[:, :2].int()
+    grad = torch.randn(20, 64, generator=generator).bfloat16()
+    x, weights, w_in, w_out, b_in, b_out = (value if i == 1 else value.bfloat16() for i, value in enumerate(values))
+    results = []
+    for device, dtype in ((pretended.DEVICE, None), ("cpu", torch.float64)):
+        tensors = [x, weights, w_in, w_out, b_in * 4, b_out * 4]
+        leaves = [value.to(device, dtype or value.dtype).requires_grad_() for value in tensors]
+        arguments = (leaves[0], experts.to(device), leaves[1], leaves[2:])
+        with Launches() as launches, elsewhere(capability, (2, 13), clears_idle_experts=capability == 90):
+            y = with_biases(*arguments, **options)
+            forward = list(launches.names)
+            with torch.no_grad():
+                again = with_biases(*arguments, **options)
+            gradients = torch.autograd.grad(y, leaves, grad.to(device, y.dtype))
+        if dtype is None:
+            assert forward.count("torch: grouped product") == by_torch, forward
+            assert torch.equal(again.inner, y.inner), "the native call and the operators differ"
+        found = (y.detach(), *gradients)
+        results.append([(value.inner if dtype is None else value).double() for value in found])
+    for found, wanted in zip(*results, strict=True):
+        assert ((found - wanted).abs().max() / wanted.abs().max()) < 0.02
+    assert not results[0][-1][3].any()
+
+
+def test_biases_have_the_bits_of_the_operators_and_of_every_run():
+    layer, x, grad = make_biased(400)
+    first, second = step(layer, x, grad)[2], step(layer, x, grad)[2]
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.inner, other.inner)
 
 
 def test_one_launch_more_is_noticed(monkeypatch):

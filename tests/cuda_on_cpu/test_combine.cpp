@@ -36,12 +36,15 @@ double tolerance(int64_t hidden) {
 // Checks |a - b| against a bound from the sum of the products' magnitudes.
 template <typename T>
 bool close_weights(const Buffer<accumulate_t<T>>& a, const Buffer<accumulate_t<T>>& b, const Buffer<T>& grad,
-                   const Buffer<T>& y, const Buffer<int32_t>& slot, const Shape& shape) {
+                   const Buffer<T>& y, const Buffer<int32_t>& slot, const Shape& shape,
+                   const ExpertBiases& biases = {}) {
   for (int64_t i = 0; i < a.size(); ++i) {
     double magnitude = 0;
+    const T* bias = biases.data != nullptr && slot[i] >= 0 ? bias_of_row<T>(biases, slot[i], shape.hidden) : nullptr;
     for (int64_t h = 0; h < shape.hidden && slot[i] >= 0; ++h) {
+      const accumulate_t<T> added = bias != nullptr ? to_accumulate(bias[h]) : 0;
       magnitude += std::abs(static_cast<double>(to_accumulate(grad[i / shape.choices * shape.hidden + h])) *
-                            static_cast<double>(to_accumulate(y[slot[i] * shape.hidden + h])));
+                            static_cast<double>(to_accumulate(y[slot[i] * shape.hidden + h]) + added));
     }
     if (std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])) > tolerance<T>(shape.hidden) * magnitude) {
       return false;
@@ -65,9 +68,11 @@ TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
       fill(weights, random, random.one_of({0.0, 0.02}));
       Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
       const void* const given = random.chance(0.8) ? weights.data() : nullptr;
+      const RandomBiases<T> biases(random, slots.used[0], shape.hidden, random.chance(0.8) ? shape.shift : 1);
       CombineArguments a{
           {y.data(), slots.slot.data(), given, shape.tokens, shape.choices, rows, shape.hidden, dtype_of<T>()},
           expected.data()};
+      if (random.chance(0.5)) a.biases = biases.of();
       cpu::combine(a);
       a.out = out.data();
       cuda::combine(a, nullptr);
@@ -100,6 +105,14 @@ TEST_CASE("combine: a slot that points outside adds nothing") {
                           shape.hidden, dtype_of<T>()},
                          out.data()};
       cuda::combine(a, nullptr);
+      RandomBiases<T> biases(random, shape.slots(), shape.hidden, shape.shift);
+      a.biases = biases.of();
+      biases.spoil(random);
+      Buffer<T> any(out.size(), shape.shift);
+      a.out = any.data();
+      cuda::combine(a, nullptr);  // reads and writes nothing outside
+      CHECK(any.intact());
+      a.biases = {};
       for (int32_t& slot : slots.slot) slot = slot < shape.slots() ? std::max(slot, -1) : -1;
       a.out = expected.data();
       cpu::combine(a);
@@ -130,6 +143,8 @@ TEST_CASE("combine_backward: the emulated kernel gives the CPU twin's dy, and dw
                                  slots.used.data(),
                                  rows ? expected_dy.data() : nullptr,
                                  sums ? expected_dweights.data() : nullptr};
+      const RandomBiases<T> biases(random, slots.used[0], shape.hidden, random.chance(0.8) ? shape.shift : 1);
+      if (random.chance(0.5)) a.biases = biases.of();
       cpu::combine_backward(a);
       a.dy = rows ? dy.data() : nullptr;
       a.dweights = sums ? dweights.data() : nullptr;
@@ -138,7 +153,7 @@ TEST_CASE("combine_backward: the emulated kernel gives the CPU twin's dy, and dw
       CHECK(dy.intact());
       CHECK(dweights.intact());
       if (!sums) return;
-      CHECK(close_weights(dweights, expected_dweights, grad, y, slots.slot, shape));
+      CHECK(close_weights(dweights, expected_dweights, grad, y, slots.slot, shape, a.biases));
 
       // The order of a sum must not depend on addresses, or on whether dy is computed.
       Buffer<T> moved(grad.size(), shape.shift + 1);
@@ -182,6 +197,15 @@ TEST_CASE("combine_backward: slots and a row count that point outside touch noth
                                  dy.data(),
                                  dweights.data()};
       cuda::combine_backward(a, nullptr);
+      RandomBiases<T> biases(random, shape.slots(), shape.hidden, shape.shift);
+      biases.spoil(random);
+      Buffer<accumulate_t<T>> any(shape.slots());
+      CombineBackwardArguments b = a;
+      b.biases = biases.of();
+      b.dy = nullptr;
+      b.dweights = any.data();
+      cuda::combine_backward(b, nullptr);
+      CHECK(any.intact());
       for (int32_t& slot : slots.slot) slot = slot < shape.slots() ? std::max(slot, -1) : -1;
       a.dy = expected_dy.data();
       a.dweights = expected_dweights.data();

@@ -3,6 +3,7 @@
 #include <random>
 
 #include "cuda_on_cpu/harness.h"
+#include "cuda_on_cpu/slots.h"
 #include "kernels/expert_activation.h"
 
 using namespace pymoe;
@@ -38,8 +39,8 @@ struct Shape {
 
   int64_t outputs() const { return rows * features; }
   template <typename T>
-  ExpertActivationArguments arguments(const T* grad, const T* h, T* out) const {
-    return {grad, h, out, rows, features, kind, dtype_of<T>(), {0.75, 1.702, 1.0}, interleaved};
+  ExpertActivationArguments arguments(const T* grad, const T* h, T* out, const ExpertBiases& biases = {}) const {
+    return {grad, h, out, rows, features, kind, dtype_of<T>(), {0.75, 1.702, 1.0}, interleaved, biases};
   }
   int64_t inputs() const { return outputs() * (is_gated(kind) ? 2 : 1); }
 
@@ -61,20 +62,59 @@ TEST_CASE("expert_activation: the emulated kernels give the CPU twin's bits, for
       const Shape shape(random);
       Buffer<T> h(shape.inputs(), shape.shift), expected(shape.outputs()), out(shape.outputs(), shape.shift);
       fill_wide(h, random);
-      cpu::expert_activation(shape.arguments<T>(nullptr, h.data(), expected.data()));
-      cuda::expert_activation(shape.arguments<T>(nullptr, h.data(), out.data()), nullptr);
+      const int64_t width = shape.features * (is_gated(shape.kind) ? 2 : 1);
+      const RandomBiases<T> random_biases(random, random.between(0, shape.rows), width,
+                                          random.chance(0.8) ? shape.shift : 1);
+      const ExpertBiases biases = random.chance(0.5) ? random_biases.of() : ExpertBiases{};
+      cpu::expert_activation(shape.arguments<T>(nullptr, h.data(), expected.data(), biases));
+      cuda::expert_activation(shape.arguments<T>(nullptr, h.data(), out.data(), biases), nullptr);
       CHECK(shape.agree(out, expected));
       CHECK(out.intact());
 
       Buffer<T> grad(shape.outputs(), random.chance(0.8) ? shape.shift : 0);
       Buffer<T> expected_h(shape.inputs()), grad_h(shape.inputs(), shape.shift);
       fill(grad, random, random.one_of({0.0, 0.05}));
-      cpu::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), expected_h.data()));
-      cuda::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), grad_h.data()), nullptr);
+      cpu::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), expected_h.data(), biases));
+      cuda::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), grad_h.data(), biases), nullptr);
       CHECK(shape.agree(grad_h, expected_h));
       CHECK(grad_h.intact());
     });
   });
+}
+
+TEST_CASE("expert_activation: with any offsets, nothing outside of the biases is read") {
+  for_cases("expert_activation hostile", 30, [](Random& random) {
+    with_random_dtype(random, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const Shape shape(random);
+      Buffer<T> h(shape.inputs(), shape.shift), out(shape.outputs(), shape.shift), grad(shape.outputs(), shape.shift);
+      Buffer<T> grad_h(shape.inputs(), shape.shift);
+      fill(h, random);
+      fill(grad, random);
+      RandomBiases<T> biases(random, shape.rows, shape.features * (is_gated(shape.kind) ? 2 : 1), shape.shift);
+      biases.spoil(random);
+      cuda::expert_activation(shape.arguments<T>(nullptr, h.data(), out.data(), biases.of()), nullptr);
+      cuda::expert_activation_backward(shape.arguments<T>(grad.data(), h.data(), grad_h.data(), biases.of()), nullptr);
+      CHECK(out.intact());
+      CHECK(grad_h.intact());
+    });
+  });
+}
+
+TEST_CASE("expert_of_row: the expert between whose offsets a row lies, whatever experts have no rows") {
+  Random random(1);
+  for (int i = 0; i < 400; ++i) {
+    const int64_t experts = random.between(0, 40), rows = random.between(0, 60);
+    Buffer<int32_t> offsets(experts + 1);
+    for (int32_t& value : offsets) value = static_cast<int32_t>(random.between(0, rows));
+    offsets[0] = 0;
+    std::sort(offsets.begin(), offsets.end());
+    for (int64_t row = 0; row < rows + 2; ++row) {
+      int64_t expected = 0;
+      while (expected < experts && !(offsets[expected] <= row && row < offsets[expected + 1])) ++expected;
+      CHECK(expert_of_row(offsets.data(), experts, row) == expected);
+    }
+  }
 }
 
 // Two rows of 96 threads share a block; 96 is the only such number that is not a power of two.

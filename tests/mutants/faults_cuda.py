@@ -10,6 +10,7 @@ from planting import CudaFault as Fault
 COMBINE = "csrc/kernels/combine_cuda.cu"
 COMBINE_BACKWARD = "csrc/kernels/combine_backward_cuda.cu"
 PACK = "csrc/kernels/cuda/pack.h"
+EXPERT_OF_ROW = "csrc/core/expert_of_row.h"
 EXPERT_ACTIVATION = "csrc/kernels/expert_activation_cuda.cu"
 ROUTER_LOSSES = "csrc/kernels/router_losses_cuda.cu"
 GROUPED_LINEAR = "csrc/kernels/grouped_linear_cuda.cu"
@@ -138,7 +139,7 @@ FAULTS = [
     Fault(
         "expert_activation does not ask whether up is aligned",
         EXPERT_ACTIVATION,
-        "gated ? features * static_cast<int64_t>(sizeof(T)) : 16",
+        "apart ? features * static_cast<int64_t>(sizeof(T)) : 16",
         "16",
         "address",
         "expert_activation",
@@ -156,6 +157,78 @@ FAULTS = [
         EXPERT_ACTIVATION,
         "ceil_div(int64_t{1} << kInverseBits, group.threads)",
         "(int64_t{1} << kInverseBits) / group.threads",
+        "values",
+        "expert_activation",
+    ),
+    Fault(
+        "a row gets the bias of the expert before its own",
+        EXPERT_OF_ROW,
+        "offsets[first + half + 1] <= row;",
+        "offsets[first + half + 1] < row;",
+        "values",
+        "expert_activation",
+    ),
+    Fault(
+        "combine: a choice gets the bias of the neighbouring expert",
+        COMBINE,
+        "(expert * row_packs + column) * kElements",
+        "((expert == 0 ? expert : expert - 1) * row_packs + column) * kElements",
+        "values",
+        "combine",
+    ),
+    Fault(
+        "combine adds the bias after the weight",
+        COMBINE,
+        "          for (int i = 0; i < kElements; ++i) value[i] = value[i] + bias[i];\n",
+        "          for (int i = 0; i < kElements; ++i) total[i] = total[i] + bias[i];\n",
+        "values",
+        "combine",
+    ),
+    Fault(
+        "combine adds a bias to rows without an expert",
+        COMBINE,
+        "now.row[k] >= 0 && expert < biases.experts ? static_cast<int32_t>(expert) : -1",
+        "now.row[k] < 0 ? -1 : static_cast<int32_t>(expert < biases.experts ? expert : biases.experts - 1)",
+        "values",
+        "combine",
+    ),
+    Fault(
+        "combine does not ask whether the biases are aligned",
+        COMBINE,
+        "widest_access({a.y, a.out, a.biases.data}",
+        "widest_access({a.y, a.out}",
+        "address",
+        "combine",
+    ),
+    Fault(
+        "combine_backward leaves the bias out of dweights",
+        COMBINE_BACKWARD,
+        "of_expert[k] != nullptr ? bias[i] : S{0}",
+        "S{0}",
+        "values",
+        "combine",
+    ),
+    Fault(
+        "expert_activation adds a bias to rows without an expert",
+        EXPERT_ACTIVATION,
+        "  if (!owned) place.rest = 0;\n",
+        "",
+        "values",
+        "expert_activation",
+    ),
+    Fault(
+        "expert_activation adds the bias of gate to up",
+        EXPERT_ACTIVATION,
+        "add(bias_up[j], of_up)",
+        "add(bias_x[j], of_up)",
+        "values",
+        "expert_activation",
+    ),
+    Fault(
+        "expert_activation: rows with biases form one long row",
+        EXPERT_ACTIVATION,
+        "is_gated(a.kind) || a.biases.data != nullptr",
+        "is_gated(a.kind)",
         "values",
         "expert_activation",
     ),

@@ -91,6 +91,20 @@ FAULTS = [
         (EQUAL, "-k", "expert_activation"),
     ),
     Fault(
+        "the gradient of the last bias counts the rows without an expert",
+        "pymoe/ops/expert_activation.py",
+        "call(BiasGrad, dh, offsets, None)",
+        "call(BiasGrad, dh, torch.cat((offsets[:-1], offsets.new_tensor([h.shape[0]]))), None)",
+        ("tests/ops/test_expert_biases.py",),
+    ),
+    Fault(
+        "combine computes no gradient of rows for a bias",
+        "pymoe/ops/combine.py",
+        "needs = (need_dy or need_dbias, need_dweights)",
+        "needs = (need_dy, need_dweights)",
+        ("tests/ops/test_gradients.py", "-k", "combine"),
+    ),
+    Fault(
         "a graph drops the tangents of an operator",
         "pymoe/ops/function_calls.py",
         "        if in_forward_mode():\n            raise",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import uniform
@@ -58,14 +59,43 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(f"rows{rows}_sum", (y, in_rows))
     none = Routing(torch.full_like(routing.slot, -1), routing.token[:0], 0 * routing.offsets)
     yield Sample("rows_none", (y[:0], none, weights))
+    yield from _biased_samples(dtype, generator)
     for k in (2, 5):
         routing = routings.Choices("", routings.skewed(1500, k, 16, generator), 16, 500).routing()
         y = uniform(1500 * k, 1024, dtype=dtype, generator=generator)
         yield Sample(f"large_K{k}", (y, routing, torch.rand(1500, k, generator=generator, dtype=wide)))
 
 
+def _biased_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
+    wide = weight_dtype(dtype)
+
+    def random_bias(experts: int, hidden: int) -> Tensor:
+        # In 16 bits the gradient of a bias is a sum of rounded terms, which tests/ops/test_expert_biases.py checks. The
+        # special values keep these samples out of the comparison with the reference's gradients.
+        bias = uniform(experts, hidden, dtype=dtype, generator=generator)
+        return sprinkled(bias, generator) if dtype.itemsize == 2 else bias
+
+    for i, choices in enumerate(routings.odd(generator)):
+        hidden, routing = HIDDEN[i % len(HIDDEN)], choices.routing()
+        y = uniform(choices.experts.numel(), hidden, dtype=dtype, generator=generator)
+        weights = uniform(*choices.experts.shape, dtype=wide, generator=generator)
+        bias = random_bias(len(routing.offsets) - 1, hidden)
+        yield Sample(f"{choices.name}_H{hidden}_bias", (y, routing, weights, bias))
+    for k in (1, 4, 8, 9):
+        routing = routings.Choices("", routings.distinct(21, k, 12, generator), 12, capacity=4 * k).routing()
+        y, bias = uniform(21 * k, 72, dtype=dtype, generator=generator), random_bias(12, 72)
+        weights = torch.rand(21, k, generator=generator, dtype=wide)
+        yield Sample(f"bias_K{k}", (y, routing, weights, bias))
+        yield Sample(f"bias_K{k}_sum", (y, routing, None, bias))
+    for name, view in layouts(bias):
+        yield Sample(f"bias_{name}", (y, routing, weights, view))
+    yield Sample("bias_special", (y, routing, weights, sprinkled(bias, generator)))
+    yield Sample("bias_of_more_rows", (torch.cat((y, y)), routings.in_rows(routing, 2 * len(y)), weights, bias))
+
+
 def error_inputs() -> Iterator[ErrorInput]:
     y, weights = torch.zeros(8, 3), torch.zeros(4, 2)
+    bias = torch.zeros(3, 3)
     routing = routings.Choices("", torch.tensor([[0, 1], [1, 0], [2, 1], [0, 2]]), 3).routing()
     slot, token, offsets = routing
 
@@ -73,6 +103,9 @@ def error_inputs() -> Iterator[ErrorInput]:
         bad = slot.clone()
         bad[2, 1] = value
         return Routing(bad, token, offsets)
+
+    def with_offsets(*values: int) -> Routing:
+        return routing._replace(offsets=torch.tensor(values, dtype=torch.int32))
 
     for name, args, error, match in (
         ("y_list", ([[1.0]], routing, weights), TypeError, "y must be a tensor, got list"),
@@ -96,6 +129,15 @@ def error_inputs() -> Iterator[ErrorInput]:
         ("slot_negative", (y, with_slot(-2), weights), IndexError, "must lie in [-1, S) (S = 8), got -2 at [2, 1]"),
         ("slot_too_large_sum", (y, with_slot(8)), IndexError, "must lie in [-1, S) (S = 8), got 8 at [2, 1]"),
         ("slot_negative_sum", (y, with_slot(-9)), IndexError, "must lie in [-1, S) (S = 8), got -9 at [2, 1]"),
+        ("bias_list", (y, routing, weights, [[1.0]]), TypeError, "bias must be a tensor, got list"),
+        ("bias_half", (y, routing, weights, bias.half()), TypeError, "bias must have dtype float32"),
+        ("bias_flat", (y, routing, weights, bias[0]), ValueError, "bias must have shape (E, N), got (3,)"),
+        ("bias_experts", (y, routing, weights, bias[1:]), ValueError, "must have size 3 (E of routing.offsets)"),
+        ("bias_wide", (y, routing, weights, torch.zeros(3, 4)), ValueError, "bias must have size 3 (H of y)"),
+        ("bias_device", (y, routing, weights, bias.to("meta")), ValueError, "bias must be on the device of y (cpu)"),
+        ("bias_no_start", (y, with_offsets(1, 3, 5, 8), weights, bias), ValueError, "offsets must start at 0, got 1"),
+        ("bias_down", (y, with_offsets(0, 4, 3, 8), None, bias), ValueError, "must not decrease, got 3 after 4"),
+        ("bias_past", (y, with_offsets(0, 3, 5, 9), None, bias), IndexError, "must lie in [0, S] (S = 8), got 9"),
     ):
         yield ErrorInput(Sample(name, args), error, match)
 
@@ -111,6 +153,11 @@ def gradient_samples(generator: torch.Generator) -> Iterator[Sample]:
         yield Sample(f"{name}_sum", (y, routing))
         y = uniform(13, 3, dtype=torch.float64, generator=generator).requires_grad_()
         yield Sample(f"{name}_in_rows", (y, routings.in_rows(routing, 13), weights.detach().requires_grad_()))
+        y, bias = (uniform(n, 3, dtype=torch.float64, generator=generator).requires_grad_() for n in (10, 3))
+        yield Sample(f"{name}_bias", (y, routing, weights, bias))
+        yield Sample(f"{name}_bias_alone", (y.detach(), routing, weights.detach(), bias))
+        yield Sample(f"{name}_bias_sum", (y, routing, None, bias))
+        yield Sample(f"{name}_fixed_bias", (y, routing, weights, bias.detach()))
 
 
 def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
@@ -125,6 +172,10 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             name = f"{dtype}_{'dy' * need[0]}{'dweights' * need[1]}"
             yield RawCall(name, "combine_backward", (grad, y, weights, slot, offsets, *need))
         yield RawCall(f"{dtype}_rows", "combine", (y[:9], slot, weights))
+        bias = uniform(4, 5, dtype=dtype, generator=generator)
+        yield RawCall(f"{dtype}_bias", "combine", (y, slot, weights, bias, offsets))
+        yield RawCall(f"{dtype}_bias_sum", "combine", (y, slot, None, bias, offsets))
+        yield RawCall(f"{dtype}_bias", "combine_backward", (grad, y, weights, slot, offsets, True, True, bias))
     yield RawCall("empty", "combine", (torch.zeros(0, 5), slot[:0], None))
 
 

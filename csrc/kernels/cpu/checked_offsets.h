@@ -7,20 +7,23 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the E + 1 offsets start at 0, do not decrease, and end within `rows`.
-inline void check_offsets(const std::string& operator_name, const int32_t* offsets, int64_t experts, int64_t rows) {
+// Throws unless the E + 1 offsets start at 0, do not decrease, and end within `rows`. `argument` is their name in
+// errors.
+inline void check_offsets(const std::string& operator_name, const int32_t* offsets, int64_t experts, int64_t rows,
+                          const std::string& argument = "offsets") {
   const auto name = [](int64_t value) { return std::to_string(value); };
   if (offsets[0] != 0) {
-    throw std::invalid_argument(operator_name + ": offsets must start at 0, got " + name(offsets[0]));
+    throw std::invalid_argument(operator_name + ": " + argument + " must start at 0, got " + name(offsets[0]));
   }
   for (int64_t expert = 0; expert < experts; ++expert) {
     if (offsets[expert + 1] < offsets[expert]) {
-      throw std::invalid_argument(operator_name + ": offsets must not decrease, got " + name(offsets[expert + 1]) +
-                                  " after " + name(offsets[expert]) + " at index " + name(expert + 1));
+      throw std::invalid_argument(operator_name + ": " + argument + " must not decrease, got " +
+                                  name(offsets[expert + 1]) + " after " + name(offsets[expert]) + " at index " +
+                                  name(expert + 1));
     }
   }
   if (offsets[experts] > rows) {
-    throw std::out_of_range(operator_name + ": offsets must lie in [0, S] (S = " + name(rows) + "), got " +
+    throw std::out_of_range(operator_name + ": " + argument + " must lie in [0, S] (S = " + name(rows) + "), got " +
                             name(offsets[experts]));
   }
 }

@@ -47,8 +47,15 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
   return bit_cast<P>(__ldcs(reinterpret_cast<const word_of<P>*>(from)));
 }
 
-// Loads a pack if `there` is true; otherwise returns zeros without reading `from`. The whole word is selected, not
-// element by element.
+// These load a pack if `there` is true; otherwise they return zeros without reading `from`. The whole word is selected,
+// not element by element.
+template <typename P, typename T>
+PYMOE_DEVICE P load_pack_if(bool there, const T* from) {
+  word_of<P> word{};
+  if (there) word = *reinterpret_cast<const word_of<P>*>(from);
+  return bit_cast<P>(word);
+}
+
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack_streaming_if(bool there, const T* from) {
   word_of<P> word{};
