@@ -209,11 +209,11 @@ PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_
   }
 }
 
-// Blocks per multiprocessor: with biases a thread needs more registers.
-template <bool kBiased>
-inline constexpr int kResident = kBiased ? 3 : 4;
-template <bool kBiased>
-inline constexpr int kResidentBackward = kBiased ? 2 : 3;
+// Blocks per multiprocessor: with biases a thread needs more registers (up to 84, in bf16).
+template <bool kBiased, bool kBackward = false>
+inline constexpr int kResident = kBiased     ? 2
+                                 : kBackward ? 3
+                                             : 4;
 
 template <Activation kind, bool kBiased, typename T>
 __global__ void __launch_bounds__(kRowThreads, kResident<kBiased>)
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kRowThreads, kResident<kBiased>)
 }
 
 template <Activation kind, bool kBiased, typename T>
-__global__ void __launch_bounds__(kRowThreads, kResidentBackward<kBiased>)
+__global__ void __launch_bounds__(kRowThreads, (kResident<kBiased, true>))
     expert_activation_backward_kernel(const T* PYMOE_RESTRICT grad, const T* PYMOE_RESTRICT h, T* PYMOE_RESTRICT grad_h,
                                       const Strips strips, const SwigluClamp<accumulate_t<T>> clamp,
                                       const ExpertBiases biases) {
