@@ -38,8 +38,8 @@ FAULTS = [
     Fault(
         "combine: more blocks on a multiprocessor than there are registers for",
         COMBINE,
-        "                                                : 3;",
-        "                                                : 6;",
+        ": 3) -\n",
+        ": 6) -\n",
         "combine_cuda.cu",
         "9.0;12.0",
         "on sm_120 spills",

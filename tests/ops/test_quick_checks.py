@@ -21,9 +21,9 @@ def of_routing(experts, num_experts, capacity=None, foreign_experts=False):
 # The arguments of each operator that its check gets.
 ARGUMENTS = {
     "build_routing": of_routing,
-    "combine": lambda y, routing, weights=None: (y, routing, weights),
+    "combine": lambda y, routing, weights=None, bias=None: (y, routing, weights, bias),
     "dispatch": lambda x, routing, out=None: (x, routing),
-    "expert_activation": lambda h, kind: (h, kind),
+    "expert_activation": lambda h, kind, bias=None, offsets=None: (h, kind, bias, offsets),
     "gate_topk": of_gate,
     "grouped_linear": lambda x, weight, offsets, bias=None, order=None: (x, weight, offsets, bias, order),
     "router_losses": lambda logits, load, score="softmax": ("router_losses", logits, load, score),
