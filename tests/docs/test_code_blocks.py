@@ -24,7 +24,7 @@ MARK = "----- a block of the page -----"
 SHELLS = {"sh", "shell", "bash", "console"}
 MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
 # Commands that pages use and that need not be installed for the tests.
-COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl"}
+COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl", "openssl"}
 
 
 def as_program(page: Path) -> str:
@@ -54,7 +54,7 @@ def differences(page: Path, said: str) -> str:
 
 
 # Reads names of programs, runs each in its own child and answers with its exit status: importing torch takes longer
-# than most pages. Their output goes to the file "said" in the same folder.
+# than most pages. What they print goes to the files "printed" and "errors" in the same folder.
 FORKS = """
 import os, runpy, signal, sys
 import torch, pymoe.nn, pymoe.pipe, pymoe.runtime
@@ -67,8 +67,8 @@ for line in sys.stdin:
 else:
     sys.exit()
 os.chdir(os.path.dirname(file))
-said = os.open("said", os.O_WRONLY | os.O_CREAT)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(said, 1), os.dup2(said, 2)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1), os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
 sys.argv = [file]
 signal.alarm(600)
 runpy.run_path(file, run_name="__main__")
@@ -87,7 +87,8 @@ def run() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
         def run_as(program: str, file: Path) -> tuple[int, str]:
             file.write_text(program)
             print(file, file=forks.stdin, flush=True)
-            return int(forks.stdout.readline()), (file.parent / "said").read_text()
+            status = int(forks.stdout.readline())
+            return status, "".join((file.parent / name).read_text() for name in ("printed", "errors"))
 
         yield run_as
 
