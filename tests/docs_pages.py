@@ -49,9 +49,7 @@ def printed_outputs(text: str) -> list[tuple[Block, Block]]:
     """Return every Python block that a block of the language ``output`` follows, with that block."""
     found = blocks(text)
     return [
-        (block, after)
-        for block, after in pairwise(found)
-        if block.language == "python" and after.language == "output"
+        (block, after) for block, after in pairwise(found) if block.language == "python" and after.language == "output"
     ]
 
 
