@@ -22,6 +22,20 @@ FAULTS = [
         (TESTS, "-k", "lose_nothing and MXFP4"),
     ),
     Fault(
+        "the first of two scales of Q6_K stands for both",
+        BLOCKS,
+        "of_scales[:, :: GROUP // 2]",
+        "of_scales[:, ::GROUP].repeat_interleave(2, dim=1)",
+        (TESTS, "-k", "any_bytes and Q6_K"),
+    ),
+    Fault(
+        "a scale at the end of a block is not looked at",
+        BLOCKS,
+        '(("Q6_K", "Q3_K"), slice(-2, None))',
+        '(("Q6_K", "Q3_K"), slice(0, 2))',
+        (TESTS, "-k", "is_not_finite and Q6_K"),
+    ),
+    Fault(
         "gate comes before up in GPT-OSS",
         FILES,
         "torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)",

@@ -8,6 +8,7 @@ WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
 REFERENCE = "pymoe/reference/quantized_weight.py"
 FP8 = "tests/ops/test_fp8_weights.py"
 AFFINE = "tests/ops/test_affine_weights.py"
+SYMMETRIC = "tests/ops/test_symmetric_weights.py"
 FP8_FILES = "tests/integrations/transformers/test_fp8_files.py"
 QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
 CONFIGURATION = "pymoe/integrations/transformers/configuration.py"
@@ -195,6 +196,27 @@ FAULTS = [
         "weight(codes >> 4, v);",
         "weight(codes & 15, v);",
         (AFFINE, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "a code of symmetric weights loses its sign",
+        FUSED,
+        "to_float(load_signed_bytes(from + v * kLanes<float>)) * scales_[v]",
+        "to_float(load_bytes(from + v * kLanes<float>)) * scales_[v]",
+        (SYMMETRIC, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "32 symmetric weights share a scale",
+        "csrc/kernels/quantized_weight.h",
+        "format == WeightFormat::kSymmetric8 ? kQuantizedGroup / 2",
+        "format == WeightFormat::kSymmetric8 ? kQuantizedGroup",
+        (SYMMETRIC, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "symmetric weights of an odd number of groups come back with a scale of padding",
+        REFERENCE,
+        "end[:, rows, :runs].contiguous()",
+        "end[:, rows].contiguous()",
+        (SYMMETRIC, "-k", "byte_by_byte"),
     ),
     Fault(
         "the reference rounds an affine weight twice",

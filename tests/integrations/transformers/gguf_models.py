@@ -32,6 +32,8 @@ HALVES = {
     "Q4_K": slice(0, 4),
     "Q5_K": slice(0, 4),
     "Q6_K": slice(208, 210),
+    "IQ4_NL": slice(0, 2),
+    "IQ4_XS": slice(0, 2),
 }
 """The float16 of a block of those types that the package gguf does not write."""
 
@@ -42,7 +44,9 @@ def config_of(architecture, **sizes):
 
 
 def rounded(values, name, random):
-    """Return the bytes of a tensor in a type and what they stand for; K types get other values of a similar size."""
+    """Return the bytes of a tensor in a type and what they stand for; the types of ``HALVES``
+    get other values of a similar size.
+    """
     kind = Type[name]
     if name in HALVES:
         inputs, size = gguf.GGML_QUANT_SIZES[kind]
