@@ -290,8 +290,11 @@ def quantized_linear_case(
         if format in PACKED_ONLY:
             codes = torch.randint(2**bits, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
             size, heads = RUNS[FORMATS[format, bits]]
-            ends = uniform(heads, experts, outputs, inputs // size, dtype=FLOAT32, generator=random).unbind()
-            packed = ops.pack_weight(codes if heads > 1 else codes.view(torch.int8), *ends, bits=bits)
+            ends = uniform(heads, experts, outputs, inputs // size, dtype=FLOAT32, generator=random)
+            if heads > 1:
+                packed = ops.pack_weight(codes, ends[0], ends[1], bits)
+            else:
+                packed = ops.pack_weight(codes.view(torch.int8), ends[0])
         else:
             weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
             packed = ops.quantize_weight(weight, bits, format)

@@ -57,6 +57,20 @@ FAULTS = [
         (TESTS, "-k", "damaged_header"),
     ),
     Fault(
+        "a part may be one of another file",
+        FILES,
+        "if part not in (None, said):",
+        "if part == said == []:",
+        (TESTS, "-k", "of_another_file"),
+    ),
+    Fault(
+        "parts may lack tensors that no model needs",
+        FILES,
+        "if total != len(self.tensors):",
+        "if total is None:",
+        (TESTS, "-k", "of_another_file"),
+    ),
+    Fault(
         "the entries of metadata do not matter",
         FILES,
         "if expected is not None and not _equal(value, expected):",

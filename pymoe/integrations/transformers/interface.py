@@ -227,11 +227,19 @@ def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
     modeling_utils.get_hf_quantizer = get_hf_quantizer
 
 
-def gguf_metadata(path: str) -> dict[str, Any]:
-    """Return the metadata of a GGUF file. For a damaged header it raises one of ``gguf_files.DAMAGED``."""
+def gguf_metadata(path: str) -> dict[str, Any] | None:
+    """Return the metadata of a GGUF file, or None if they are whole but name no architecture.
+
+    For a damaged header it raises one of ``gguf_files.DAMAGED``.
+    """
     from transformers.integrations.gguf import read_gguf_metadata
 
-    found: dict[str, Any] = read_gguf_metadata(path)[0]
+    try:
+        found: dict[str, Any] = read_gguf_metadata(path)[0]
+    except ValueError as error:
+        if "has no `general.architecture`" in str(error):  # transformers looks for it after it has read them
+            return None
+        raise
     return found
 
 

@@ -447,7 +447,10 @@ CHANGES = {
         lambda t, m: t.update({"rope_freqs.weight": t["output_norm.weight"]}),
         "a GGUF file whose tensors Qwen3MoeForCausalLM has, got 'rope_freqs.weight'",
     ),
-    "a part of a model": (lambda t, m: m.update({"split.count": 2}), "that holds a whole model, got one of 2"),
+    "a part of a model": (
+        lambda t, m: m.update({"split.no": 1, "split.count": 2}),
+        r"the first of 2 parts .* ends in '-00001-of-00002.gguf', got split.no 1: .*y\.gguf",
+    ),
     "another architecture": (lambda t, m: "llama", "of the architecture 'qwen2moe', .*, got 'llama'"),
     "another known architecture": (lambda t, m: "gpt-oss", "a model of type 'gpt_oss' .*, got 'qwen3_moe'"),
 }
@@ -461,6 +464,78 @@ def test_files_that_are_not_the_models_are_refused(name, tmp_path):
     config.tie_word_embeddings = "ties" in name
     with pytest.raises(ValueError, match=f"^from_pretrained: expected .*{words}"):
         read(rewritten(tmp_path / "x.gguf", change), config)
+
+
+def parts(folder, split=10):
+    """Write a model in parts, the first of which has no tensors; return a configuration, a model, and the parts."""
+    sizes = {"num_hidden_layers": 1}
+    config, expected, _ = gguf_models.write(folder / "x.gguf", "qwen3moe", "Q4_K", split=split, **sizes)
+    return config, expected, sorted(folder.glob("x-*.gguf"))
+
+
+def test_parts_are_one_file(tmp_path):
+    config, expected, files = parts(tmp_path)
+    assert [one.name for one in files] == ["x-00001-of-00003.gguf", "x-00002-of-00003.gguf", "x-00003-of-00003.gguf"]
+    assert not gguf.GGUFReader(files[0]).tensors
+    assert_holds(read(files[0], config), expected)
+    (tmp_path / "in").mkdir()
+    for one in files:
+        shutil.move(one, tmp_path / "in" / one.name)
+    config.save_pretrained(tmp_path / "in")
+    assert main([str(tmp_path / "in" / files[0].name), str(tmp_path / "out")]) == 0
+    assert_holds(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), expected)
+
+
+def of_another_number(files):
+    shutil.copy(files[1], files[2])
+
+
+def of_another_count(files):
+    parts(files[0].parent, split=7)
+    four = sorted(files[0].parent.glob("x-*-of-00004.gguf"))
+    shutil.copy(four[1], files[1])
+
+
+def with_a_tensor_of_another(files):
+    data = bytearray(files[1].read_bytes())
+    data[data.index(b"split.no") + 12] = 2
+    files[2].write_bytes(data)
+
+
+def with_fewer_tensors(files):
+    for one in files:
+        data = bytearray(one.read_bytes())
+        data[data.index(b"split.tensors.count") + 19 + 4] += 1
+        one.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda files: files[2].unlink(), "3 parts of a GGUF file in a folder, got no .*/x-00003-of-00003.gguf"),
+        (of_another_number, r"whose split.no, .* are \[2, 3, 15\], got \[1, 3, 15\]: .*/x-00003-of-00003.gguf"),
+        (of_another_count, r"whose split.no, .* are \[1, 3, 15\], got \[1, 4, 15\]: .*/x-00002-of-00003.gguf"),
+        (with_a_tensor_of_another, "'.*' in one part of a GGUF file, got two: .*/x-00003-of-00003.gguf"),
+        (with_fewer_tensors, "with 16 tensors, got 15: .*/x-00001-of-00003.gguf"),
+        (lambda files: shutil.move(files[1], files[0]), "the first of 3 parts .*, got split.no 1"),
+        (lambda files: files[1].write_bytes(files[1].read_bytes()[:-1]), "a whole GGUF file, got .*/x-00002-of"),
+        (lambda files: files[1].write_bytes(files[1].read_bytes()[:60]), "a whole GGUF file, got .*/x-00002-of"),
+        (lambda files: files[1].write_bytes(b""), "a whole GGUF file, got .*/x-00002-of"),
+    ],
+)
+def test_parts_that_are_missing_or_of_another_file_are_refused(change, words, tmp_path):
+    config, _, files = parts(tmp_path)
+    change(files)
+    with pytest.raises(ValueError, match=f"^from_pretrained: expected .*{words}"):
+        read(files[0], config)
+
+
+def test_a_file_without_an_architecture_is_refused(tmp_path):
+    _, _, files = parts(tmp_path)
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(files[1].read_bytes().replace(b"split.count", b"split.other"))
+    with pytest.raises(ValueError, match="a GGUF file that names its architecture, got "):
+        GgufFile(str(alone))
 
 
 def test_files_that_are_cut_short_are_refused(tmp_path):
