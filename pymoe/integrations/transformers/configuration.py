@@ -137,7 +137,8 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
         return None
     if passed.stored == gguf_files.STORED:
         return passed  # the entries are of other files of the same model
-    stored = STORED.get(entries.get("quant_method", ""))
+    method = entries.get("quant_method")
+    stored = STORED.get(method) if isinstance(method, str) else None
     return None if stored is None else _for_files(passed, stored(entries))
 
 
