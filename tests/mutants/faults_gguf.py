@@ -71,6 +71,20 @@ FAULTS = [
         (TESTS, "-k", "of_another_file"),
     ),
     Fault(
+        "heads of Qwen3.5 stay in the order of the file",
+        "pymoe/integrations/transformers/interface.py",
+        "(tensor,) = operation.convert({name: tensor}, [name], [target]).values()",
+        "pass",
+        ("tests/integrations/transformers/test_gguf_qwen35.py", "-k", "transformers_widens"),
+    ),
+    Fault(
+        "the number of heads is taken from the configuration, whatever the file says",
+        FILES,
+        'lambda config: getattr(config, "linear_num_key_heads", None)',
+        "lambda config: 1",
+        ("tests/integrations/transformers/test_gguf_qwen35.py", "-k", "contradicts"),
+    ),
+    Fault(
         "the entries of metadata do not matter",
         FILES,
         "if expected is not None and not _equal(value, expected):",

@@ -298,7 +298,7 @@ FAULTS = [
     Fault(
         "a checkpoint in FP8 may have blocks of any size",
         "pymoe/integrations/transformers/fp8_files.py",
-        "if block is None or list(block) != [BLOCK, BLOCK] or dtype",
+        "if not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK] or dtype",
         "if False and dtype",
         (FP8_FILES, "-k", "other_blocks"),
     ),

@@ -33,7 +33,13 @@ from pymoe.nn import QuantizedLinear
 
 STORED = StoredFormat("gguf", "GGUF", None, AS_STORED, "", transposed=None, layout="")
 
-MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+MODELS = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "qwen35moe": "qwen3_5_moe_text",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+}
 """transformers' names of model types, by the architectures of files."""
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """The tensors of a file in the order of the rows of a stacked weight."""
@@ -51,6 +57,9 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "rope.dimension_count": lambda config: int(
         ENTRIES["attention.key_length"](config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
     ),
+    "ssm.group_count": lambda config: getattr(config, "linear_num_key_heads", None),
+    "ssm.time_step_rank": lambda config: getattr(config, "linear_num_value_heads", None),
+    "ssm.state_size": lambda config: getattr(config, "linear_key_head_dim", None),
     "rope.scaling.type": lambda config: {"default": "none"}.get(
         config.rope_parameters["rope_type"], config.rope_parameters["rope_type"]
     ),
@@ -239,6 +248,9 @@ class GgufFile:
         for key, value_of in ENTRIES.items():
             name = f"{self.architecture}.{key}"
             value, expected = value_of(model.config), self.metadata.get(name)
+            if key == "block_count":  # with layers that predict further tokens, which models of transformers lack
+                further = self.metadata.get(f"{self.architecture}.nextn_predict_layers")
+                value += further if isinstance(further, int) else 0
             if expected is not None and not _equal(value, expected):
                 raise ValueError(
                     f"from_pretrained: expected a config that agrees with {name} = {expected} of the GGUF file, got "
@@ -247,7 +259,7 @@ class GgufFile:
         left = dict(self.tensors)
         for path, module in model.named_modules():
             self._plan_experts(path, module, left)
-        names, process = interface.gguf_names(model, self.architecture)
+        names, process = interface.gguf_names(model, self.architecture, left)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in self.stacked}
         for name, tensor in left.items():
             bare = names.get(name.removesuffix(".weight"))  # of a parameter that is not called weight
@@ -258,7 +270,7 @@ class GgufFile:
                     raise _other_size(tensor, expected, target)
                 _check_widened([tensor])
                 self.others[target] = LazyTensor(functools.partial(_processed, tensor, process, expected))
-            else:
+            elif not interface.ignores(model, target):
                 raise ValueError(
                     f"from_pretrained: expected a GGUF file whose tensors {type(model).__name__} has, got {name!r}"
                 )

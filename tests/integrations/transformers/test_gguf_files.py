@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, gguf_blocks
-from pymoe.integrations.transformers.gguf_files import MODELS, GgufFile
+from pymoe.integrations.transformers.gguf_files import GgufFile
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
 from pymoe.nn.prefetch import mappings
@@ -150,7 +150,7 @@ def test_other_types_are_rounded_to_8_bits_with_a_warning(name, tmp_path):
     assert_same_model(model, rounded)
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", gguf_models.CLASSES)
 @pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
 def test_every_architecture_computes_what_its_widened_model_does(architecture, name, tmp_path):
     """Gate and up of GPT-OSS take turns, and its weights are transposed and have biases."""
