@@ -27,11 +27,12 @@ QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4
 """Kinds of quantised weights, and the arguments of ``ops.quantize_weight`` for each."""
 AFFINE = {"affine8": (8, 32), "affine4": (4, 128)}
 """Kinds of weights that are packed as another program has rounded them: bits, and inputs of a group."""
+SYMMETRIC = "symmetric8"
 READING = 8
 """Rows per expert up to which a table gives bytes per second."""
 TORCH = "torch.mm"
 WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 4.5, "mxfp4": 4.25, "fp8": 8.25}
-WEIGHTS |= {"affine8": 10.0, "affine4": 4.5}
+WEIGHTS |= {"affine8": 10.0, "affine4": 4.5, SYMMETRIC: 10.0}
 """Kinds of weights, and bits per weight, not counting scales that are stored once per output row."""
 
 
@@ -65,6 +66,9 @@ class Calls:
                 codes = torch.randint(2**bits, weight.shape, generator=random, dtype=torch.uint8)
                 ends = torch.full((*weight.shape[:2], INPUTS // group), 2.0**-bits)
                 self.weight = ops.pack_weight(codes, ends, ends * -(2 ** (bits - 1)), bits)
+            elif kind == SYMMETRIC:
+                codes = torch.randint(-128, 128, weight.shape, generator=random, dtype=torch.int8)
+                self.weight = ops.pack_weight(codes, torch.full((*weight.shape[:2], INPUTS // 16), 2.0**-8))
             elif kind.endswith("(in, out)"):
                 self.weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
             else:

@@ -6,9 +6,9 @@
 
 FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, in FP8,
 as DeepSeek-V3, or in integers of GPTQ, AWQ or compressed-tensors stay as they are, with ``--format mxfp``, ``fp`` or
-``affine``, and are laid out for the kernels. So do those of a GGUF file, as far as pymoe has formats for its types. A
-config.json next to that file is used, and then the other files of the folder are copied, too; otherwise the file's
-metadata must do. OUT will hold the quantised model;
+``affine``, and are laid out for the kernels. So do those of a GGUF file, as far as pymoe has formats for its types; of
+a file in parts, FILE is the first. A config.json next to that file is used, and then the other files of the folder are
+copied, too; otherwise the file's metadata must do. OUT will hold the quantised model;
 ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
 are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
 layer's experts, and twice the size of OUT on the disk.

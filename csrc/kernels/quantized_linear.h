@@ -7,8 +7,9 @@
 // as integers over a block (8 bits) or a group of 32 (4 bits), and these sums are scaled and added in fp32, without
 // fused multiply-adds, in the order of the inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have
 // no order, so the bits of a result depend only on its row and its expert: not on the instruction set, the threads or
-// the rows around it. At fp8 and in the affine formats nothing is rounded to integers: fp32 fused multiply-adds add up
-// the products of a block of 128 inputs in their order, and the sums are scaled (fp8) and added as above.
+// the rows around it. At fp8 and in the affine and symmetric formats nothing is rounded to integers: fp32 fused
+// multiply-adds add up the products of a block of 128 inputs in their order, and the sums are scaled (fp8) and added as
+// above.
 //
 // Rows past offsets[E] belong to no expert: their y is zero, their x is never read. Every element of the output is
 // written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or

@@ -167,6 +167,7 @@ void quantized_linear(const QuantizedLinearArguments& arguments) {
       case WeightFormat::kFp8: return multiply<T, WeightFormat::kFp8>(arguments);
       case WeightFormat::kAffine8: return multiply<T, WeightFormat::kAffine8>(arguments);
       case WeightFormat::kAffine4: return multiply<T, WeightFormat::kAffine4>(arguments);
+      case WeightFormat::kSymmetric8: return multiply<T, WeightFormat::kSymmetric8>(arguments);
     }
   };
   switch (arguments.dtype) {

@@ -5,7 +5,7 @@
 // processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
 // one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in pairs. Many
 // rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine
-// formats are multiplied in quantized_linear_fused.h.
+// and symmetric formats are multiplied in quantized_linear_fused.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 

@@ -1,5 +1,5 @@
-// The products of quantized_linear that take fused multiply-adds, with weights in fp8 and in the affine formats (see
-// quantized_linear.h; no include guard on purpose).
+// The products of quantized_linear that take fused multiply-adds, with weights in fp8 and in the affine and symmetric
+// formats (see quantized_linear.h; no include guard on purpose).
 //
 // A vector holds the values of the codes of as many outputs as it has lanes. The sum of a block of 128 inputs starts
 // from zero and takes one fused multiply-add per input, in the order of the inputs; then y += sum, at fp8 y += sum *
@@ -7,7 +7,8 @@
 // processor. Few rows decode codes in registers; many rows share the decoded values of a block, which stay in the
 // nearest cache.
 //
-// The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset.
+// The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset. So is
+// that of a symmetric one, the rounded product of the code and its scale.
 //
 // A code of fp8 is a sign, 4 bits of exponent with bias 7, and 3 bits of mantissa; 0x7f and 0xff are NaN, and there is
 // no infinity. With its exponent and mantissa at the lower ends of those of an fp32, it is 2^-120 times its value, so
@@ -105,7 +106,7 @@ class StoredCodes {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         scales_[v] = load(scales + v * kLanes<float>);
-        offsets_[v] = load(scales + kQuantizedTile + v * kLanes<float>);
+        if constexpr (is_affine(kFormat)) offsets_[v] = load(scales + kQuantizedTile + v * kLanes<float>);
       }
       if (from_.first == 0) {
         for (int64_t line = 0; line < fused_head_bytes(kFormat); line += 64) __builtin_prefetch(run + line + kAhead);
@@ -121,6 +122,8 @@ class StoredCodes {
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (kFormat == WeightFormat::kFp8) {
         values[0][v] = decode(from + v * kLanes<float>);
+      } else if constexpr (kFormat == WeightFormat::kSymmetric8) {
+        values[0][v] = to_float(load_signed_bytes(from + v * kLanes<float>)) * scales_[v];
       } else {
         const vint32 codes = load_bytes(from + v * kLanes<float>);
         values[0][v] = weight(kInputs == 1 ? codes : codes & 15, v);
@@ -235,7 +238,7 @@ MultiplyFused multiply_fused_for(int64_t rows) {
 
 // The numbers of rows that decode in registers, beside four vectors of outputs or beside fewer, and of those that share
 // decoded values: as many sums as the registers hold, and enough that they need not wait for each other. More rows than
-// kMostDecoding share decoded values. The affine formats have scales and offsets in registers, too.
+// kMostDecoding share decoded values. The affine and symmetric formats have scales, or offsets, in registers, too.
 #if PYMOE_ISA_LEVEL == 4
 template <WeightFormat kFormat>
 inline constexpr int kMostBesideFour = kFormat == WeightFormat::kFp8 ? 6 : 4;

@@ -12,6 +12,7 @@
 //                                                                                  w = fma(scale, code, offset)
 //     affine4 for every 128 inputs: 64 scales, 64 offsets (fp32), then for every 2 inputs 64 bytes: the code of the
 //             first in the lower half, that of the second in the upper half;       w = fma(scale, code, offset)
+//     symmetric8  for every 16 inputs: 64 scales (fp32), then for every input 64 codes (int8);  w = scale * code
 //
 // The three words of an output are 96 bits, from the lowest bit of the first word on: 8 scales s and then 8 minima m of
 // 6 bits, one for each group of 32 inputs of the super-block. They are zero for groups that the last super-block lacks,
@@ -21,9 +22,9 @@
 // inputs at int4, affine8 and affine4: their code is 0, which stands for the minimum, or the offset, of the group.
 // Kernels multiply them by zeros.
 //
-// quantize_weight rounds (E, N, H) weights of any dtype and strides, but not to the affine formats, by the steps of
-// pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It throws
-// std::invalid_argument for a weight that is NaN, infinite or larger than 2^100; the output is then unspecified.
+// quantize_weight rounds (E, N, H) weights of any dtype and strides, but not to the affine and symmetric formats, by
+// the steps of pymoe/reference/quantized_weight.py: the same bytes on every processor and for any number of threads. It
+// throws std::invalid_argument for a weight that is NaN, infinite or larger than 2^100; the output is then unspecified.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +39,16 @@ inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for qua
 inline constexpr int64_t kSuperGroups = 8;      // int4: number of groups of a super-block
 
 // The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes, 20 more for
-// the affine formats.
-enum class WeightFormat : int64_t { kInt8 = 8, kInt4 = 4, kMxfp4 = 14, kFp8 = 18, kAffine8 = 28, kAffine4 = 24 };
+// the affine formats, 30 more for the symmetric one.
+enum class WeightFormat : int64_t {
+  kInt8 = 8,
+  kInt4 = 4,
+  kMxfp4 = 14,
+  kFp8 = 18,
+  kAffine8 = 28,
+  kAffine4 = 24,
+  kSymmetric8 = 38
+};
 
 constexpr int64_t bits_of(WeightFormat format) { return static_cast<int64_t>(format) % 10; }
 
@@ -50,7 +59,9 @@ constexpr bool is_affine(WeightFormat format) {
 }
 // Returns whether the products of a format are fused multiply-adds in fp32. The tiles of such a format are runs of
 // inputs, which begin with their scales, and their offsets if they are affine.
-constexpr bool is_fused(WeightFormat format) { return format == WeightFormat::kFp8 || is_affine(format); }
+constexpr bool is_fused(WeightFormat format) {
+  return format == WeightFormat::kFp8 || format == WeightFormat::kSymmetric8 || is_affine(format);
+}
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
 // The bytes of the scales of a group of inputs in a tile.
@@ -71,11 +82,13 @@ constexpr int64_t quantized_super_bytes(WeightFormat format) {
 }
 // is_fused: the inputs of a run, its bytes before the codes, its bytes, and those of a tile before the run of an input.
 constexpr int64_t fused_run(WeightFormat format) {
-  return format == WeightFormat::kAffine8 ? kQuantizedGroup : kFp8Block;
+  return format == WeightFormat::kSymmetric8 ? kQuantizedGroup / 2
+         : format == WeightFormat::kAffine8  ? kQuantizedGroup
+                                             : kFp8Block;
 }
 constexpr int64_t fused_head_bytes(WeightFormat format) { return kQuantizedTile * (is_affine(format) ? 8 : 4); }
 constexpr int64_t fused_run_bytes(WeightFormat format) {
-  return fused_head_bytes(format) + fused_run(format) / kQuantizedGroup * quantized_group_bytes(format);
+  return fused_head_bytes(format) + fused_run(format) * quantized_group_bytes(format) / kQuantizedGroup;
 }
 constexpr int64_t fused_begin(WeightFormat format, int64_t input) {
   return input / fused_run(format) * fused_run_bytes(format);
@@ -84,7 +97,8 @@ constexpr int64_t quantized_tile_bytes(WeightFormat format, int64_t inputs) {
   const int64_t groups = quantized_groups(inputs), supers = (groups + kSuperGroups - 1) / kSuperGroups;
   const int64_t bytes =
       quantized_head_bytes(format) + supers * quantized_super_bytes(format) + groups * quantized_group_bytes(format);
-  const int64_t runs = is_fused(format) ? (inputs + fused_run(format) - 1) / fused_run(format) : 0;
+  const int64_t padded = groups * kQuantizedGroup;
+  const int64_t runs = is_fused(format) ? (padded + fused_run(format) - 1) / fused_run(format) : 0;
   return bytes + runs * fused_head_bytes(format);
 }
 

@@ -479,7 +479,7 @@ def check_pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None, bit
         _check_pack_affine(codes, scales, offsets, bits)
         return
     checks.integer("pack_weight", "bits", bits, 8, 8, "8 without offsets, as codes then say their format")
-    checks.dtype("pack_weight", "codes", codes, torch.uint8, torch.float8_e4m3fn)
+    checks.dtype("pack_weight", "codes", codes, torch.uint8, torch.float8_e4m3fn, torch.int8)
     if codes.dtype == torch.uint8:
         checks.rank("pack_weight", "codes", codes, "(E, N, H / 32, 16)")
         checks.size("pack_weight", "codes", codes, 3, GROUP // 2, "bytes of 32 codes")
@@ -487,6 +487,9 @@ def check_pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None, bit
         checks.rank("pack_weight", "scales", scales, "(E, N, H / 32)")
         for dim, of in enumerate(("E", "N", "H / 32")):
             checks.size("pack_weight", "scales", scales, dim, codes.shape[dim], f"{of} of codes")
+    elif codes.dtype == torch.int8:
+        checks.rank("pack_weight", "codes", codes, "(E, N, H)")
+        _check_ends(codes, FORMATS["symmetric", 8], scales=scales)
     else:
         checks.rank("pack_weight", "codes", codes, "(E, N, H)")
         experts, outputs, inputs = codes.shape
@@ -505,11 +508,16 @@ def check_pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None, bit
 
 def _check_pack_affine(codes: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> None:
     check_format("pack_weight", bits, "affine")
-    size, _ = RUNS[FORMATS["affine", bits]]
     checks.dtype("pack_weight", "codes", codes, torch.uint8)
     checks.rank("pack_weight", "codes", codes, "(E, N, H)")
+    _check_ends(codes, FORMATS["affine", bits], scales=scales, offsets=offsets)
+
+
+def _check_ends(codes: Tensor, number: int, **named: Tensor) -> None:
+    """Raise unless there is a float32 for each output and run of inputs of a format of :data:`RUNS`."""
+    size, _ = RUNS[number]
     experts, outputs, inputs = codes.shape
-    for name, ends in (("scales", scales), ("offsets", offsets)):
+    for name, ends in named.items():
         checks.dtype("pack_weight", name, ends, torch.float32)
         checks.rank("pack_weight", name, ends, f"(E, N, H / {size})")
         checks.size("pack_weight", name, ends, 0, experts, "E of codes")

@@ -67,9 +67,9 @@ class Routing(NamedTuple):
     """(E + 1,) int32: rows ``offsets[e]`` to ``offsets[e + 1]`` belong to expert e."""
 
 
-WeightFormat = Literal["int", "mxfp", "fp", "affine"]
+WeightFormat = Literal["int", "mxfp", "fp", "affine", "symmetric"]
 """Kinds of quantised weights: integers in pymoe's own grids, floating-point codes of the OCP Microscaling formats, or
-of FP8, or integers with the scales and offsets of another program."""
+of FP8, or integers with the scales of another program, with offsets or without."""
 
 
 Prefetch = Literal[0, 1, 2]
@@ -94,10 +94,18 @@ class QuantizedWeight(NamedTuple):
     :func:`pymoe.nn.prefetch_experts`."""
 
 
-FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14, ("fp", 8): 18, ("affine", 8): 28, ("affine", 4): 24}
+FORMATS = {
+    ("int", 8): 8,
+    ("int", 4): 4,
+    ("mxfp", 4): 14,
+    ("fp", 8): 18,
+    ("affine", 8): 28,
+    ("affine", 4): 24,
+    ("symmetric", 8): 38,
+}
 """Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes, 20 more
-for "affine"."""
-PACKED_ONLY = ("affine",)
+for "affine", 30 more for "symmetric"."""
+PACKED_ONLY = ("affine", "symmetric")
 """Formats to which no weights are rounded: they hold what another program has rounded."""
 
 
@@ -122,7 +130,7 @@ GROUP = 32
 """Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
 BLOCK = 128
 """Number of inputs that share a scale in FP8, and of outputs in the files of checkpoints."""
-RUNS = {18: (BLOCK, 1), 24: (BLOCK, 2), 28: (GROUP, 2)}
+RUNS = {18: (BLOCK, 1), 24: (BLOCK, 2), 28: (GROUP, 2), 38: (GROUP // 2, 1)}
 """Formats, by number, whose tiles are runs of inputs: how many inputs, and how many float32 numbers of each output
 precede their codes, namely a scale, and an offset at "affine"."""
 SUPER = 8

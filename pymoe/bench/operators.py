@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from pymoe import ops, reference
 from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import FORMATS, RUNS, WeightFormat, is_gated, packed_shape
+from pymoe._common.types import FORMATS, PACKED_ONLY, RUNS, WeightFormat, is_gated, packed_shape
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
 
@@ -287,11 +287,14 @@ def quantized_linear_case(
 
     def make(random: torch.Generator) -> Sample:
         x = uniform(rows * experts, inputs, dtype=dtype, generator=random)
-        if format == "affine":
+        if format in PACKED_ONLY:
             codes = torch.randint(2**bits, (experts, outputs, inputs), generator=random, dtype=torch.uint8)
-            size, _ = RUNS[FORMATS[format, bits]]
-            scales, offsets = uniform(2, experts, outputs, inputs // size, dtype=FLOAT32, generator=random).unbind()
-            packed = ops.pack_weight(codes, scales, offsets, bits)
+            size, heads = RUNS[FORMATS[format, bits]]
+            ends = uniform(heads, experts, outputs, inputs // size, dtype=FLOAT32, generator=random)
+            if heads > 1:
+                packed = ops.pack_weight(codes, ends[0], ends[1], bits)
+            else:
+                packed = ops.pack_weight(codes.view(torch.int8), ends[0])
         else:
             weight = uniform(experts, outputs, inputs, dtype=dtype, generator=random, scale=inputs**-0.5)
             packed = ops.quantize_weight(weight, bits, format)
@@ -447,6 +450,7 @@ _ALL = (
             for bits in (8, 4)
             for rows in (1, 64)
         ),
+        *(quantized_linear_case("Qwen3-30B, eight experts", rows, 8, "symmetric") for rows in (1, 64)),
     ),
     _operator(
         "router_losses",

@@ -42,7 +42,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         out_features: N.
         bias: add ``bias``.
         bits: 8 or 4.
-        format: ``"int"``, ``"mxfp"``, ``"fp"`` or ``"affine"``.
+        format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the buffers.
         dtype: dtype of the bias.

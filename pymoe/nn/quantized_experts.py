@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Module):
         output_features: N.
         num_experts: E.
         bits: 8 or 4.
-        format: ``"int"``, ``"mxfp"``, ``"fp"`` or ``"affine"``, as for
+        format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``, as for
             :func:`pymoe.ops.quantize_weight` and :func:`pymoe.ops.pack_weight`.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the packed weights.
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
         packed: (E, ceil(N / 64), bytes) uint8.
 
     ``state_dict`` keys: ``packed``, and ``sizes``, (3,) int64: bits (and 10 more for ``"mxfp"`` and ``"fp"``, 20 more
-    for ``"affine"``), N and H.
+    for ``"affine"``, 30 more for ``"symmetric"``), N and H.
     Loading a state of another format or with other sizes raises :class:`RuntimeError`; a state without ``sizes`` is
     compared by the shape of ``packed`` alone.
 
@@ -206,7 +206,7 @@ class QuantizedExperts(nn.Module):
         ffn_size: F.
         num_experts: E.
         bits: 8 or 4.
-        format: ``"int"``, ``"mxfp"``, ``"fp"`` or ``"affine"``.
+        format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -380,7 +380,7 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             gradients.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
         format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`. A model on the meta device may also
-            get "affine", to which no weights are rounded, with 8 or 4 bits.
+            get "affine" with 8 or 4 bits, or "symmetric" with 8, to which no weights are rounded.
 
     Returns:
         The number of layers that were quantised, and the bytes of their weights before and after.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pymoe._common.contracts import check_offsets, check_quantized_linear
 from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import BLOCK, GROUP, RUNS, QuantizedWeight, number_of, up
+from pymoe._common.types import BLOCK, GROUP, PACKED_ONLY, RUNS, QuantizedWeight, number_of, up
 from pymoe.reference.quantized_weight import fused_multiply_add, unpack, wide_weights
 
 LARGEST_CODE = 127 * 256 + 127
@@ -40,9 +40,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     are multiplied by their scales and added in the order of the blocks, each step rounded. NaN and infinities go the
     way of this arithmetic, and a code or scale that is NaN makes its output NaN in every row.
 
-    The formats affine8 and affine4 do the same with their weights, ``scale * code + offset`` rounded once, in place of
-    values of codes, and have no scales of blocks: the sums of the blocks are added as they are. A scale or offset that
-    is NaN or infinite makes its output NaN or infinite in every row.
+    The formats affine8, affine4 and symmetric8 do the same with their weights, ``scale * code + offset`` or
+    ``scale * code`` rounded once, in place of values of codes, and have no scales of blocks: the sums of the blocks are
+    added as they are. A scale or offset that is NaN or infinite makes its output NaN or infinite in every row.
 
     The result is exact: the same bits on every processor. A row of ``y`` depends on its own row of ``x`` alone, not on
     the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
@@ -74,7 +74,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     x = x.reshape(math.prod(x.shape[:-1]), inputs)
     bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
     check_offsets(bounds, x.shape[0], "quantized_linear")
-    codes, scale, minimum = (wide_weights(weight), None, None) if weight.format == "affine" else unpack(weight)
+    codes, scale, minimum = (wide_weights(weight), None, None) if weight.format in PACKED_ONLY else unpack(weight)
     rows = x.new_zeros(x.shape[0], outputs)
     for expert in range(len(bounds) - 1):
         begin, end = bounds[expert], bounds[expert + 1]

@@ -20,6 +20,9 @@ with float32 scales and offsets of any sign, rounded once, to float32. With 8 bi
 takes 4.5 bits. No weights are rounded to these formats: they hold, without loss, what other programs have rounded.
 Q8_0, Q5_0, Q5_1, Q5_K, Q4_0 and Q4_1 of GGUF files fit into affine8, and integers of 4 bits with groups of 128 inputs
 or more, as AWQ and GPTQ have them, into affine4.
+**symmetric8**: a scale for each group of 16 inputs of an output row; ``w = scale * code`` with float32 scales of any
+sign and codes of -128 to 127, rounded once, to float32. A weight takes 10 bits in all. No weights are rounded to it,
+either. Q6_K, Q3_K, IQ4_NL and IQ4_XS of GGUF files fit into it.
 
 Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
 
@@ -32,6 +35,7 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in t
     affine8  for every 32 inputs: 64 scales, 64 offsets (float32), then for every input: 64 codes
     affine4  for every 128 inputs: 64 scales, 64 offsets (float32), then for every 2 inputs: 64 bytes, each with the
              code of the first in its lower half and that of the second in its upper half
+    symmetric8  for every 16 inputs: 64 scales (float32), then for every input: 64 codes
 
 The three words of an output are 96 bits, from the lowest bit of the first word on: 8 integers s and then 8 integers m.
 If the last super-block has fewer than 8 groups, they are zero for the others, which have no codes either.
@@ -80,6 +84,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes of mxfp4."""
 LARGEST_E4M3 = 448.0
 """Largest value of a code of fp8."""
+DTYPES = {18: torch.float8_e4m3fn, 24: torch.uint8, 28: torch.uint8, 38: torch.int8}
+"""Dtypes of the codes of formats of :data:`RUNS`."""
 
 
 def check_values(weight: Tensor) -> None:
@@ -127,7 +133,7 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
         weight: (E, N, H), any floating dtype, any strides; finite, at most 2**100 in magnitude.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
         format: "int", "mxfp" or "fp". Weights on the meta device, which have no values, may also be laid out as
-            "affine" with 8 or 4 bits.
+            "affine" with 8 or 4 bits, or as "symmetric" with 8.
 
     Returns:
         The packed weight: (E, ceil(N / 64), bytes) uint8 with N and H. Not differentiable.
@@ -161,6 +167,8 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
 
     - uint8: MXFP4 in the layout of GPT-OSS (``gate_up_proj_blocks`` and ``gate_up_proj_scales``). Byte j of a group of
       32 inputs holds the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
+    - int8: "symmetric", whose weights are ``scale * code``, with a scale for each output and 16 inputs. Larger groups
+      repeat theirs.
     - float8_e4m3fn: FP8 in the layout of DeepSeek-V3 and Qwen3 (``weight`` and ``weight_scale_inv``), with a scale for
       each block of 128 outputs and 128 inputs, of which the last may be cut short; or with a scale for each output and
       128 inputs. If there is one scale for each output, (E, N, 1), expand it to all blocks of inputs.
@@ -169,16 +177,16 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     bytes.
 
     Args:
-        codes: with offsets (E, N, H) uint8, of at most 15 with 4 bits; for MXFP4 (E, N, H / 32, 16) uint8; for FP8
-            (E, N, H) float8_e4m3fn; any strides.
+        codes: with offsets (E, N, H) uint8, of at most 15 with 4 bits; for MXFP4 (E, N, H / 32, 16) uint8; for
+            "symmetric" (E, N, H) int8; for FP8 (E, N, H) float8_e4m3fn; any strides.
         scales: with offsets (E, N, ceil(H / G)) float32; for MXFP4 (E, N, H / 32) uint8, exponents of two plus 127; for
-            FP8 (E, ceil(N / 128), ceil(H / 128)) or (E, N, ceil(H / 128)) float32, the factors of the codes' values;
-            any strides.
+            "symmetric" (E, N, ceil(H / 16)) float32; for FP8 (E, ceil(N / 128), ceil(H / 128)) or (E, N, ceil(H / 128))
+            float32, the factors of the codes' values; any strides.
         offsets: (E, N, ceil(H / G)) float32, any strides; or None.
         bits: 8 or 4 with offsets. Without them it stays 8.
 
     Returns:
-        The packed weight, with the format "affine", "mxfp" or "fp". Exact.
+        The packed weight, with the format "affine", "mxfp", "symmetric" or "fp". Exact.
 
     Raises:
         TypeError: an argument is not a tensor, its dtype is not as above, or ``bits`` is not an int.
@@ -191,6 +199,10 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
         _, outputs, inputs = codes.shape
         packed = _runs_in_tiles(FORMATS["affine", bits], (scales, offsets), codes)
         return QuantizedWeight(packed, bits, outputs, inputs, "affine")
+    if codes.dtype == torch.int8:
+        _, outputs, inputs = codes.shape
+        packed = _runs_in_tiles(FORMATS["symmetric", 8], (scales,), codes.view(torch.uint8))
+        return QuantizedWeight(packed, 8, outputs, inputs, "symmetric")
     if codes.dtype == torch.float8_e4m3fn:
         _, outputs, inputs = codes.shape
         if scales.shape[1] != outputs:
@@ -225,12 +237,13 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
     ``scales[:, ::128]``.
 
     Args:
-        weight: in the format "affine", "mxfp" or "fp".
+        weight: in the format "affine", "symmetric", "mxfp" or "fp".
 
     Returns:
         Codes, scales and, for "affine", offsets, exact. "affine": (E, N, H) uint8 and twice (E, N, ceil(H / G))
-        float32. "mxfp": (E, N, H / 32, 16) and (E, N, H / 32), both uint8; H is rounded up to a multiple of 32. "fp":
-        (E, N, H) float8_e4m3fn and (E, N, ceil(H / 128)) float32.
+        float32. "symmetric": (E, N, H) int8 and (E, N, ceil(H / 16)) float32. "mxfp": (E, N, H / 32, 16) and
+        (E, N, H / 32), both uint8; H is rounded up to a multiple of 32. "fp": (E, N, H) float8_e4m3fn and
+        (E, N, ceil(H / 128)) float32.
 
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
@@ -241,10 +254,14 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
     number, rows = number_of(weight), slice(weight.output_features)
     if number in RUNS:
         codes, *ends = _runs_of_tiles(number, weight.packed, weight.input_features)
-        codes = codes[:, rows, : weight.input_features].contiguous()
-        return codes.view(torch.float8_e4m3fn) if number == 18 else codes, *(end[:, rows].contiguous() for end in ends)
+        inputs, (size, _) = weight.input_features, RUNS[number]
+        runs = up(inputs, size) // size
+        codes = codes[:, rows, :inputs].contiguous().view(DTYPES[number])
+        return codes, *(end[:, rows, :runs].contiguous() for end in ends)
     if weight.format != "mxfp":
-        raise ValueError(f"unpack_weight: weight.format must be 'affine', 'mxfp' or 'fp', got {weight.format!r}")
+        raise ValueError(
+            f"unpack_weight: weight.format must be 'affine', 'symmetric', 'mxfp' or 'fp', got {weight.format!r}"
+        )
     heads, codes = _groups_of_tiles(weight.packed, 1)
     pairs = codes.unflatten(3, (GROUP // 2, 2))[:, rows]
     return pairs[..., 0] | pairs[..., 1] << 4, heads[:, rows, :, 0].contiguous()
@@ -320,8 +337,7 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         return values[groups.flatten(2).int()], power_of_two(heads[..., 0]), None
     if number in RUNS:
         codes, scale, *offset = _runs_of_tiles(number, packed, inputs)
-        values = codes.view(torch.float8_e4m3fn) if number == 18 else codes
-        return values.float(), scale, offset[0] if offset else None
+        return codes.view(DTYPES[number]).float(), scale, offset[0] if offset else None
     codes, factors, fields, powers = _unpack_supers(packed, inputs // GROUP)
     ends = (factors * power_of_two(powers)[..., None, None])[..., None] * fields
     scales, minima = ends.transpose(2, 3).flatten(3)[..., : inputs // GROUP].unbind(2)
@@ -467,7 +483,8 @@ def _runs_in_tiles(number: int, heads: tuple[Tensor, ...], codes: Tensor) -> Ten
         by_input = filled.view(tiles, TILE, padded).transpose(1, 2)
         if line < TILE:
             by_input = by_input[:, ::2] | by_input[:, 1::2] << 4
-        numbers = torch.stack([F.pad(head[expert], (0, 0, 0, tiles * TILE - outputs)) for head in heads])
+        more = up(padded, size) // size - heads[0].shape[2], tiles * TILE - outputs
+        numbers = torch.stack([F.pad(head[expert], (0, more[0], 0, more[1])) for head in heads])
         by_run = numbers.view(len(heads), tiles, TILE, numbers.shape[2]).permute(1, 3, 0, 2)
         parts = zip(
             _bytes(by_run.flatten(1)).split(4 * TILE * len(heads), dim=1),

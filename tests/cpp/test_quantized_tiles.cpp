@@ -1,6 +1,6 @@
 // Compares quantized_linear by tiles with quantized_linear by vectors, and its fused multiply-adds (fp8 and the affine
-// formats) with a plain loop, bit for bit; every operand lies between inaccessible pages. Runs emulated tiles, and
-// fused multiply-adds, with the loops of every instruction set of the machine, and the processor's tiles.
+// and symmetric formats) with a plain loop, bit for bit; every operand lies between inaccessible pages. Runs emulated
+// tiles, and fused multiply-adds, with the loops of every instruction set of the machine, and the processor's tiles.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -95,12 +95,13 @@ void fill_tile(std::mt19937& random, Values values, int64_t inputs, Guarded<uint
   for (int64_t i = 0; i < tile.size(); ++i) {
     tile[i] = values == Values::kLargest ? 255 : static_cast<uint8_t>(random());
   }
-  if (is_affine(kFormat)) {  // scales and offsets are usual, or any bits in special rows
-    const int64_t runs = (inputs + fused_run(kFormat) - 1) / fused_run(kFormat);
-    for (int64_t i = 0; i < runs * 2 * kQuantizedTile; ++i) {
-      uint8_t* head = tile.data() + i / (2 * kQuantizedTile) * fused_run_bytes(kFormat);
+  if (is_fused(kFormat) && kFormat != kFp8) {  // scales and offsets are usual, or any bits in special rows
+    const int64_t heads = fused_head_bytes(kFormat) / 4;
+    const int64_t runs = (quantized_groups(inputs) * kQuantizedGroup + fused_run(kFormat) - 1) / fused_run(kFormat);
+    for (int64_t i = 0; i < runs * heads; ++i) {
+      uint8_t* head = tile.data() + i / heads * fused_run_bytes(kFormat);
       const float end = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-40f;
-      if (values != Values::kSpecial) memcpy(head + i % (2 * kQuantizedTile) * 4, &end, sizeof(end));
+      if (values != Values::kSpecial) memcpy(head + i % heads * 4, &end, sizeof(end));
     }
     return;
   }
@@ -164,6 +165,11 @@ float value_of(const uint8_t* tile, int64_t input, int64_t output) {
     const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
                                       : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
     return (code & 127) == 127 ? std::nanf("") : code < 128 ? value : -value;
+  }
+  if constexpr (kFormat == kSymmetric8) {
+    float scale;
+    memcpy(&scale, run + 4 * output, sizeof(scale));
+    return static_cast<float>(static_cast<int8_t>(codes[i * kQuantizedTile + output])) * scale;
   }
   const int code = kFormat == kAffine8 ? codes[i * kQuantizedTile + output]
                                        : codes[i / 2 * kQuantizedTile + output] >> i % 2 * 4 & 15;
@@ -304,6 +310,8 @@ TEST_CASE("quantized_linear by fused multiply-adds: the bits of a plain loop, fo
   judge_many<kAffine8, BFloat16>(23, Values::kUsual);
   judge_many<kAffine4, float>(24, Values::kUsual);
   judge_many<kAffine4, Float16>(25, Values::kUsual);
+  judge_many<kSymmetric8, float>(28, Values::kUsual);
+  judge_many<kSymmetric8, BFloat16>(29, Values::kUsual);
 }
 
 TEST_CASE("quantized_linear by fused multiply-adds: NaN, infinities, subnormal numbers, and scales of any bits") {
@@ -311,6 +319,7 @@ TEST_CASE("quantized_linear by fused multiply-adds: NaN, infinities, subnormal n
   judge_many<kFp8, BFloat16>(20, Values::kSpecial);
   judge_many<kAffine8, float>(26, Values::kSpecial);
   judge_many<kAffine4, float>(27, Values::kSpecial);
+  judge_many<kSymmetric8, float>(30, Values::kSpecial);
 }
 
 TEST_CASE(
@@ -320,10 +329,12 @@ TEST_CASE(
     judge<kFp8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kAffine8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kAffine4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kSymmetric8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
   }
   for (const int64_t rows : {96, 97, 193}) {
     judge<kFp8, float>(random, rows, 40, 33, Values::kUsual);
     judge<kAffine8, float>(random, rows, 40, 33, Values::kUsual);
     judge<kAffine4, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kSymmetric8, float>(random, rows, 40, 33, Values::kUsual);
   }
 }

@@ -8,6 +8,7 @@ WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
 REFERENCE = "pymoe/reference/quantized_weight.py"
 FP8 = "tests/ops/test_fp8_weights.py"
 AFFINE = "tests/ops/test_affine_weights.py"
+SYMMETRIC = "tests/ops/test_symmetric_weights.py"
 FP8_FILES = "tests/integrations/transformers/test_fp8_files.py"
 QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
 CONFIGURATION = "pymoe/integrations/transformers/configuration.py"
@@ -197,6 +198,27 @@ FAULTS = [
         (AFFINE, "-k", "with_one_input and native"),
     ),
     Fault(
+        "a code of symmetric weights loses its sign",
+        FUSED,
+        "to_float(load_signed_bytes(from + v * kLanes<float>)) * scales_[v]",
+        "to_float(load_bytes(from + v * kLanes<float>)) * scales_[v]",
+        (SYMMETRIC, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "32 symmetric weights share a scale",
+        "csrc/kernels/quantized_weight.h",
+        "format == WeightFormat::kSymmetric8 ? kQuantizedGroup / 2",
+        "format == WeightFormat::kSymmetric8 ? kQuantizedGroup",
+        (SYMMETRIC, "-k", "with_one_input and native"),
+    ),
+    Fault(
+        "symmetric weights of an odd number of groups come back with a scale of padding",
+        REFERENCE,
+        "end[:, rows, :runs].contiguous()",
+        "end[:, rows].contiguous()",
+        (SYMMETRIC, "-k", "byte_by_byte"),
+    ),
+    Fault(
         "the reference rounds an affine weight twice",
         REFERENCE,
         "fused_multiply_add(by_input(scale[expert]), codes[expert], by_input(minimum[expert]))",
@@ -276,7 +298,7 @@ FAULTS = [
     Fault(
         "a checkpoint in FP8 may have blocks of any size",
         "pymoe/integrations/transformers/fp8_files.py",
-        "if block is None or list(block) != [BLOCK, BLOCK] or dtype",
+        "if not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK] or dtype",
         "if False and dtype",
         (FP8_FILES, "-k", "other_blocks"),
     ),

@@ -91,6 +91,27 @@ FAULTS = [
         (f"{TESTS}/test_affine_files.py", "-k", "every_code and gptq"),
     ),
     Fault(
+        "a layer of GPTQ may have other bits than its configuration says",
+        f"{PACKAGE}/affine_files.py",
+        'if (rule.get("bits", bits), rule.get("group_size", group)) != (bits, group):',
+        "if rule is None:",
+        (f"{TESTS}/test_affine_files.py", "-k", "by_their_configuration and rule"),
+    ),
+    Fault(
+        "float32 begin where no float32 does",
+        f"{PACKAGE}/stored_format.py",
+        "rows[..., inputs:].clone(memory_format=torch.contiguous_format)",
+        "rows[..., inputs:].contiguous()",
+        (f"{TESTS}/test_fp8_files.py", "-k", "single_row"),
+    ),
+    Fault(
+        "dense layers in FP8 may be NaN",
+        f"{PACKAGE}/fp8_files.py",
+        "if not bool(wide.isfinite().all()):",
+        "if not len(wide):",
+        (f"{TESTS}/test_fp8_files.py", "-k", "do_not_fit and q_proj"),
+    ),
+    Fault(
         "inputs in another order are read as neighbours",
         f"{PACKAGE}/affine_files.py",
         "        self._check_order(parts, inputs)\n        stored",

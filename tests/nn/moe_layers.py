@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from specs.quantized_weight import AFFINE, in_format
+from specs.quantized_weight import STORED, in_format
 
 from pymoe.nn import MoE, QuantizedExperts, QuantizedLinear, quantize_experts
 
@@ -59,8 +59,8 @@ OPTIONS = {
 
 
 def quantize_layer(layer, bits, format="int"):
-    """Call quantize_experts, or give the layer affine weights, to which that does not round."""
-    if (bits, format) not in AFFINE.values():
+    """Call quantize_experts, or give the layer weights in a format to which that does not round."""
+    if (bits, format) not in STORED.values():
         quantize_experts(layer, bits, format)
         return
     experts = layer.experts

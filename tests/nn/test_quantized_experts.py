@@ -8,7 +8,7 @@ import torch
 from moe_layers import BACKENDS, make_layer, quantize_layer
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import EVERY_FORMAT, in_format
+from specs.quantized_weight import EVERY_FORMAT, STORED, in_format
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -548,7 +548,7 @@ def test_the_state_of_another_format_is_refused(assign):
     [
         ({"bits": 8, "format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
         ({"format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
-        ({"format": "gguf"}, ValueError, "format must be 'int', 'mxfp', 'fp' or 'affine', got 'gguf'"),
+        ({"format": "gguf"}, ValueError, "format must be 'int', 'mxfp', 'fp', 'affine' or 'symmetric', got 'gguf'"),
         ({"format": 4}, TypeError, "format must be a str, got int"),
     ],
 )
@@ -562,11 +562,11 @@ def test_formats_that_do_not_exist_are_refused(options, error, match):
             make()
 
 
-@BITS
-def test_experts_are_not_rounded_to_affine_weights_and_stay_as_they_were(bits):
+@pytest.mark.parametrize("form", STORED.values(), ids=STORED)
+def test_experts_are_not_rounded_to_the_formats_of_others_and_stay_as_they_were(form):
     moe = layer()
-    with pytest.raises(ValueError, match="quantize_experts: format must be one to which weights are rounded, got 'aff"):
-        quantize_experts(moe, bits, "affine")
+    with pytest.raises(ValueError, match=f"experts: format must be one to which weights are rounded, got {form[1]!r}"):
+        quantize_experts(moe, *form)
     assert type(moe.experts) is Experts
 
 

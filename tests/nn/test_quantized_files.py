@@ -139,7 +139,7 @@ EDITS = {
     "another format": ({"format": "mxfp"}, "its options need, got .*layer: .*size mismatch"),
     "unknown format": (
         {"format": "fp8"},
-        "a known format, got .*layer: .*format must be 'int', 'mxfp', 'fp' or 'affine', got 'fp8'",
+        "a known format, got .*layer: .*format must be 'int', 'mxfp', 'fp', 'affine' or 'symmetric', got 'fp8'",
     ),
     "no format": ({"format": None}, "a known format, got .*layer: .*format must be a str, got NoneType"),
     "bits of another format": ({"format": "mxfp", "bits": 8}, "bits must be 4 for format 'mxfp', got 8"),

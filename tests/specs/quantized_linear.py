@@ -15,10 +15,8 @@ from pymoe.bench.operators import offsets_of, random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
 from specs.quantized_weight import (
     EVERY_FORMAT,
+    every_stored,
     in_format,
-    stored,
-    stored_affine,
-    stored_fp8,
     super_blocks,
     wrong_weights,
 )
@@ -97,7 +95,7 @@ def _samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]
         unread = torch.full((20, 140), float("nan"), dtype=dtype)
         unread[:13] = x
         yield Sample(f"nan_past_the_end_{form}", (unread, weight, offsets, bias))
-    for name, codes, *others in (*stored(generator), *stored_fp8(generator), *stored_affine(generator)):
+    for name, codes, *others in every_stored(generator):
         weight = reference.pack_weight(codes, *others)
         x = torch.randn(13, weight.input_features, generator=generator).to(dtype)
         cuts = offsets_of(random_counts(13, len(codes), generator)) if len(codes) else offsets_of([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,9 @@ SIZES = (
 
 FORMATS = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS if format not in PACKED_ONLY}
 """The formats by name to which weights are rounded: what quantize_weight is called with."""
-AFFINE = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS if format in PACKED_ONLY}
+STORED = {f"{format}{bits}": (bits, format) for format, bits in NUMBERS if format in PACKED_ONLY}
 """The formats that only hold what other programs have rounded."""
-EVERY_FORMAT = FORMATS | AFFINE
+EVERY_FORMAT = FORMATS | STORED
 
 
 def in_format(weight: Tensor, bits: int, format: str, backend: ModuleType = reference) -> QuantizedWeight:
@@ -47,6 +48,11 @@ def in_format(weight: Tensor, bits: int, format: str, backend: ModuleType = refe
     groups = F.pad(weight.float(), (0, up(inputs, size) - inputs)).view(
         experts, outputs, up(inputs, size) // size, size
     )
+    if format == "symmetric":
+        largest = groups.abs().amax(3) if inputs else groups.new_zeros(experts, outputs, 0)
+        steps = torch.where(largest > 0, largest / 127, 1)
+        codes = (groups / steps[..., None]).round().to(torch.int8)
+        return backend.pack_weight(codes.flatten(2)[:, :, :inputs], largest / 127)
     least = groups.amin(3) if inputs else groups.new_zeros(experts, outputs, 0)
     scales = (groups.amax(3) - least if inputs else least) / (2**bits - 1)
     steps = torch.where(scales > 0, scales, 1)
@@ -96,7 +102,7 @@ def _quantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterato
 def _dequantize_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for sample in _quantize_samples(dtype, generator):
         yield Sample(sample.name, (reference.quantize_weight(*sample.args),))
-    for name, *parts in (*stored(generator), *stored_fp8(generator), *stored_affine(generator)):
+    for name, *parts in every_stored(generator):
         yield Sample(f"stored_{name}", (reference.pack_weight(*parts),))
     for name, weight in super_blocks(generator):
         yield Sample(name, (weight,))
@@ -218,9 +224,41 @@ def stored_affine(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Ten
             yield f"ends_{layout}_{name}", codes, view, view, bits
 
 
+def stored_symmetric(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, codes and scales of symmetric weights, including all codes and scales of all sizes."""
+
+    def some(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(-128, 128, (experts, outputs, inputs), generator=generator, dtype=torch.int8)
+        return codes, torch.randn(experts, outputs, up(inputs, 16) // 16, generator=generator)
+
+    for sizes in ((1, 1, 1), (2, 3, 5), (1, 64, 128), (3, 65, 129), (1, 130, 257), (2, 129, 17), (1, 5, 16)):
+        yield "x".join(map(str, sizes)) + "_symmetric", *some(*sizes)
+    for empty, sizes in (("experts", (0, 3, 40)), ("outputs", (2, 0, 40)), ("inputs", (2, 3, 0))):
+        yield f"no_{empty}_symmetric", *some(*sizes)
+    codes, scales = some(2, 70, 300)
+    codes[:, :, :256] = torch.arange(-128, 128)
+    yield "all_codes_symmetric", codes, scales
+    sizes = 2.0 ** torch.linspace(-148, 120, scales.numel()).view(scales.shape)
+    yield "all_sizes_symmetric", codes, scales * sizes
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42, 3e38])
+    yield "special_scales_symmetric", codes, scales.where(scales < 1, special[torch.arange(70) % 7, None])
+    for layout, view in layouts(codes):
+        yield f"codes_{layout}_symmetric", view, scales
+    for layout, view in layouts(scales):
+        yield f"scales_{layout}_symmetric", codes, view
+
+
+def every_stored(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    """Yield name and arguments of pack_weight for each kind of weights that it takes."""
+    yield from stored(generator)
+    yield from stored_fp8(generator)
+    yield from stored_affine(generator)
+    yield from stored_symmetric(generator)
+
+
 def _pack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for turn in range(2):  # other values
-        for name, *parts in (*stored(generator), *stored_fp8(generator), *stored_affine(generator)):
+        for name, *parts in every_stored(generator):
             yield Sample(f"{name}_{turn}", tuple(parts))
 
 
@@ -230,7 +268,7 @@ def _unpack_samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[
     weight = uniform(2, 70, 45, dtype=torch.float32, generator=generator)
     yield Sample("quantised", (reference.quantize_weight(weight, 4, "mxfp"),))
     yield Sample("quantised_fp8", (reference.quantize_weight(weight, 8, "fp"),))
-    for name, options in AFFINE.items():
+    for name, options in STORED.items():
         yield Sample(f"quantised_{name}", (in_format(weight, *options),))
 
 
@@ -242,7 +280,7 @@ def _pack_errors() -> Iterator[ErrorInput]:
 
     yield wrong("codes_list", TypeError, "codes must be a tensor, got list", [1], scales)
     yield wrong("codes_none", TypeError, "codes must be a tensor", None, scales)
-    yield wrong("codes_int8", TypeError, "codes must have dtype uint8", codes.char(), scales)
+    yield wrong("codes_int16", TypeError, "codes must have dtype uint8", codes.short(), scales)
     yield wrong("codes_float", TypeError, "codes must have dtype uint8", codes.float(), scales)
     yield wrong("codes_rank", ValueError, "codes must have shape (E, N, H / 32, 16), got", codes.flatten(2), scales)
     yield wrong("codes_15", ValueError, "codes must have size 16 (bytes of 32 codes)", codes[..., 1:], scales)
@@ -256,7 +294,7 @@ def _pack_errors() -> Iterator[ErrorInput]:
     yield wrong("scales_device", ValueError, "scales must be on the device of codes", codes, scales.to("meta"))
 
     codes, scales = torch.zeros(2, 130, 140).to(torch.float8_e4m3fn), torch.ones(2, 2, 2)
-    yield wrong("fp8_codes_e5m2", TypeError, "uint8 or float8_e4m3fn", codes.to(torch.float8_e5m2), scales)
+    yield wrong("fp8_codes_e5m2", TypeError, "uint8 or float8_e4m3fn or int8", codes.to(torch.float8_e5m2), scales)
     yield wrong("fp8_codes_rank", ValueError, "codes must have shape (E, N, H), got (130, 140)", codes[0], scales)
     yield wrong("fp8_scales_double", TypeError, "scales must have dtype float32", codes, scales.double())
     yield wrong("fp8_scales_list", TypeError, "scales must be a tensor, got list", codes, [1])
@@ -267,6 +305,18 @@ def _pack_errors() -> Iterator[ErrorInput]:
     yield wrong("fp8_scales_H", ValueError, "size 2 (blocks of H of codes)", codes, scales[:, :, :1])
     yield wrong("fp8_scales_device", ValueError, "scales must be on the device of codes", codes, scales.to("meta"))
     yield wrong("fp8_bits", ValueError, "bits must be 8 without offsets", codes, scales, None, 4)
+
+    codes, ends = torch.zeros(2, 70, 140, dtype=torch.int8), torch.ones(2, 70, 9)
+    yield wrong("symmetric_codes_rank", ValueError, "codes must have shape (E, N, H), got", codes[0], ends)
+    yield wrong("symmetric_scales_half", TypeError, "scales must have dtype float32", codes, ends.half())
+    yield wrong("symmetric_scales_list", TypeError, "scales must be a tensor, got list", codes, [1])
+    yield wrong("symmetric_scales_rank", ValueError, "scales must have shape (E, N, H / 16)", codes, ends[0])
+    yield wrong("symmetric_scales_E", ValueError, "scales must have size 2 (E of codes)", codes, ends[:1])
+    yield wrong("symmetric_scales_N", ValueError, "scales must have size 70 (N of codes)", codes, ends[:, :3])
+    yield wrong("symmetric_scales_H", ValueError, "size 9 (groups of 16 of H of codes)", codes, ends[..., :5])
+    yield wrong("symmetric_device", ValueError, "scales must be on the device of codes", codes, ends.to("meta"))
+    yield wrong("symmetric_bits", ValueError, "bits must be 8 without offsets", codes, ends, None, 4)
+    yield wrong("symmetric_offsets", TypeError, "codes must have dtype uint8, got", codes, ends, ends)
 
     codes, ends = torch.zeros(2, 70, 140, dtype=torch.uint8), torch.ones(2, 70, 5)
     four = torch.ones(2, 70, 2)
@@ -295,7 +345,7 @@ def _unpack_errors() -> Iterator[ErrorInput]:
     yield from _dequantize_errors()
     for bits in (8, 4):
         weight = reference.quantize_weight(torch.ones(1, 2, 3), bits)
-        match = "weight.format must be 'affine', 'mxfp' or 'fp', got 'int'"
+        match = "weight.format must be 'affine', 'symmetric', 'mxfp' or 'fp', got 'int'"
         yield ErrorInput(Sample(f"int{bits}", (weight,)), ValueError, match)
 
 
@@ -329,12 +379,17 @@ def _quantize_errors() -> Iterator[ErrorInput]:
     yield wrong("bits_of_fp", ValueError, "bits must be 8 for format 'fp', got 4", weight, 4, "fp")
     yield wrong("bits_of_mxfp_6", ValueError, "bits must be 4 for format 'mxfp', got 6", weight, 6, "mxfp")
     yield wrong(
-        "format_unknown", ValueError, "format must be 'int', 'mxfp', 'fp' or 'affine', got 'nvfp'", weight, 4, "nvfp"
+        "format_unknown",
+        ValueError,
+        "format must be 'int', 'mxfp', 'fp', 'affine' or 'symmetric', got 'nvfp'",
+        weight,
+        4,
+        "nvfp",
     )
     yield wrong("format_none", TypeError, "format must be a str, got NoneType", weight, 4, None)
-    match = "format must be one to which weights are rounded, got 'affine', which only holds weights"
-    for bits in (8, 4):
-        yield wrong(f"format_affine{bits}", ValueError, match, weight, bits, "affine")
+    for name, (bits, form) in STORED.items():
+        match = f"format must be one to which weights are rounded, got {form!r}, which only holds weights"
+        yield wrong(f"format_{name}", ValueError, match, weight, bits, form)
 
 
 def wrong_weights() -> Iterator[tuple[str, object, type[Exception], str]]:

@@ -108,7 +108,7 @@ class _Integers(StoredRows):
         inputs = layer.input_features
         groups = self._own_groups(inputs)
         self.check_rows(name, rows, layer, inputs + 8 * groups)
-        ends = rows[..., inputs:].contiguous().view(torch.float32)
+        ends = self.numbers_after(rows, inputs)
         scales, offsets = ends.split(groups, dim=2) if groups else (ends, ends)
         return pack_weight(rows[..., :inputs], scales, offsets, bits=self.bits).packed
 
@@ -251,9 +251,15 @@ def _gptq(entries: Mapping[str, Any]) -> StoredRows:
         layout = "marlin"
     if layout not in ("gptq", "gptq_v2"):
         raise _refused("GPTQ", "checkpoint_format 'gptq' or 'gptq_v2'", layout)
-    ordered = bool(entries.get("desc_act")) and entries.get("group_size") != -1
     less = 1 if layout == "gptq" else 0
     bits, group = entries.get("bits"), entries.get("group_size")
+    rules = [entries]  # of GPTQModel, for layers by their names; those with "-:" are not quantised
+    dynamic = _mapping("GPTQ", entries, "dynamic")
+    for pattern in (one for one in dynamic if not one.startswith("-:")):
+        rules.append(rule := _mapping("GPTQ", dynamic, pattern))
+        if (rule.get("bits", bits), rule.get("group_size", group)) != (bits, group):
+            raise _refused("GPTQ", "the same bits and group_size for all layers", f"{dict(rule)} for {pattern!r}")
+    ordered = any(bool(rule.get("desc_act")) for rule in rules) and group != -1
     return _of_kind(_Gptq, "gptq", "GPTQ", bits, group, ordered=ordered, less=less)
 
 
@@ -270,19 +276,20 @@ def _awq(entries: Mapping[str, Any]) -> StoredRows:
 
 def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
     name = "compressed-tensors"
-    groups = entries.get("config_groups") or {}
-    formats = {_text(entries, "format"), *(_text(one, "format") for one in groups.values() if one.get("format"))}
+    by_name = _mapping(name, entries, "config_groups")
+    groups = [_mapping(name, by_name, key) for key in by_name]
+    formats = {_text(entries, "format"), *(_text(one, "format") for one in groups if one.get("format"))}
     if formats != {"pack-quantized"}:
         raise _refused(name, "format 'pack-quantized'", sorted(map(str, formats)))
-    sparsity = entries.get("sparsity_config") or {}
+    sparsity = _mapping(name, entries, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise _refused(name, "weights without sparsity", sparsity["format"])
     for key in ("transform_config", "kv_cache_scheme"):
         if entries.get(key):
             raise _refused(name, f"no {key}", entries[key])
     kinds = []
-    for one in groups.values():
-        weights = one.get("weights") or {}
+    for one in groups:
+        weights = _mapping(name, one, "weights")
         if rounded := [key for key in ("input_activations", "output_activations") if one.get(key)]:
             raise _refused(name, "rows that are not quantised", rounded[0])
         strategy, group = _text(weights, "strategy"), weights.get("group_size")
@@ -293,7 +300,7 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
         group = -1 if strategy == "channel" else group
         ordered = weights.get("actorder") is True or _text(weights, "actorder") in ("group", "dynamic")
         kinds.append((weights.get("num_bits"), group, weights.get("symmetric", True) is True, ordered))
-    if len(set(kinds)) != 1:
+    if not kinds or any(kind != kinds[0] for kind in kinds):
         raise _refused(name, "config_groups with the same bits, groups and symmetry", kinds)
     bits, group, symmetric, ordered = kinds[0]
     return _of_kind(_CompressedTensors, name, name, bits, group, symmetric=symmetric, ordered=ordered)
@@ -305,7 +312,7 @@ STORED = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
 
 def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, **named: Any) -> StoredRows:
     """Return a format with the least bits that keep such codes."""
-    if code_bits not in (4, 8):
+    if not isinstance(code_bits, int) or code_bits not in (4, 8):
         raise _refused(name, "bits of 4 or 8", code_bits)
     if not isinstance(group, int) or group < -1 or group == 0 or (group > 0 and group % GROUPS[8]):
         raise _refused(name, f"group_size -1 or a multiple of {GROUPS[8]}", group)
@@ -313,6 +320,14 @@ def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, grou
     bits = code_bits if of_row or group % GROUPS[code_bits] == 0 else 8
     named |= {"code_bits": code_bits, "group": None if of_row else group}
     return kind(method, name, bits, "affine", "", transposed=False, layout="(E, out, in)", **named)
+
+
+def _mapping(name: str, entries: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an entry that is an object of JSON; nothing if it is null or missing."""
+    entry = entries.get(key)
+    if entry is not None and not isinstance(entry, Mapping):
+        raise _refused(name, f"an object for {key}", repr(entry))
+    return entry or {}
 
 
 def _text(entries: Mapping[str, Any], *keys: str) -> str | None:

@@ -59,9 +59,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
-        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` for integers
-            of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the format of the files.
-            Configurations of earlier versions do not have it: theirs is ``"int"``.
+        format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` or
+            ``"symmetric"`` for integers of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the
+            format of the files. Configurations of earlier versions do not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
@@ -137,7 +137,8 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
         return None
     if passed.stored == gguf_files.STORED:
         return passed  # the entries are of other files of the same model
-    stored = STORED.get(entries.get("quant_method", ""))
+    method = entries.get("quant_method")
+    stored = STORED.get(method) if isinstance(method, str) else None
     return None if stored is None else _for_files(passed, stored(entries))
 
 

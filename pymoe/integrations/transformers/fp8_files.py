@@ -32,7 +32,7 @@ def stored(entries: Mapping[str, Any]) -> StoredRows:
         ValueError: the blocks have other sizes, or the experts are in FP4.
     """
     block, dtype = entries.get("weight_block_size"), entries.get("expert_dtype") or STORED.method
-    if block is None or list(block) != [BLOCK, BLOCK] or dtype != STORED.method:
+    if not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK] or dtype != STORED.method:
         raise ValueError(
             f"from_pretrained: expected a checkpoint in FP8 whose weight_block_size is [{BLOCK}, {BLOCK}], got {block} "
             f"and experts in {dtype}"
@@ -79,17 +79,20 @@ class _Blocks(StoredRows):
         """Return the packed bytes of a stacked weight, with every code and scale as it is."""
         inputs = layer.input_features
         self.check_rows(name, rows, layer, inputs + 4 * (up(inputs, BLOCK) // BLOCK))
-        codes, scales = rows[..., :inputs], rows[..., inputs:].contiguous().view(torch.float32)
+        codes, scales = rows[..., :inputs], self.numbers_after(rows, inputs)
         if bool(((codes & 127) == 127).any()) or not bool(scales.isfinite().all()):
             raise ValueError(f"expected {name!r} to be numbers, got NaN or an infinity among its codes and scales")
         return pack_weight(codes.view(torch.float8_e4m3fn), scales).packed
 
     def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return a weight of another layer as (N, H) float32."""
+        """Return a weight of another layer as (N, H) float32, whose numbers are finite."""
         rows, inputs = self.joined(parts)[None], parts[WEIGHT].shape[-1]
-        by_output = rows[..., inputs:].contiguous().view(torch.float32)
+        by_output = self.numbers_after(rows, inputs)
         weight: QuantizedWeight = pack_weight(rows[..., :inputs].view(torch.float8_e4m3fn), by_output)
-        return dequantize_weight(weight)[0]
+        wide = dequantize_weight(weight)[0]
+        if not bool(wide.isfinite().all()):
+            raise ValueError("expected numbers, got NaN or an infinity among codes, scales or their products")
+        return wide
 
 
 STORED = _Blocks("fp8", "FP8", 8, "fp", "", transposed=False, layout="(E, out, in)")

@@ -4,6 +4,7 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 
 - Q4_K and MXFP4 have a format of their own: integers of 4 bits, and "mxfp".
 - Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
+- Q6_K, Q3_K, IQ4_NL and IQ4_XS are signed codes with a scale for 16 or 32 inputs, as "symmetric" has.
 - All others, floating point included, are widened and rounded to integers of 8 bits, one expert after another.
 """
 
@@ -23,8 +24,22 @@ from pymoe.reference.quantized_weight import fields_of_q4_k, pack_q4_k
 
 ROUNDED: Format = ("int", 8)
 """The format of weights whose type has none."""
-HALVES = {"Q4_K": 2, "Q5_K": 2, "Q8_0": 1, "Q5_1": 2, "Q5_0": 1, "Q4_1": 2, "Q4_0": 1}
-"""Numbers of float16 at the beginning of a block."""
+HALVES = {
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q5_1", "Q4_1"), slice(0, 4)),
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS"), slice(0, 2)),
+    **dict.fromkeys(("Q6_K", "Q3_K"), slice(-2, None)),
+}
+"""Where a block has its float16."""
+ONE = b"\x00\x3c"
+"""The bytes of 1 in float16."""
+ONES = {
+    "Q6_K": (128 * b"\x11" + 64 * b"\xaa" + 16 * b"\x01" + ONE, slice(0, 192)),
+    "Q3_K": (32 * b"\xff" + 64 * b"\x55" + 8 * b"\x11" + 4 * b"\xaa" + ONE, slice(0, 96)),
+    "IQ4_NL": (ONE + 16 * b"\x88", slice(2, 18)),
+    "IQ4_XS": (ONE + 2 * b"\xaa" + 4 * b"\x11" + 128 * b"\x88", slice(8, 136)),
+}
+"""Types whose values are products of codes and scales: a block where each of them is 1, and where it has its codes."""
+Join = Callable[[list[Tensor]], Tensor]
 
 
 def format_of(types: Iterable[str]) -> Format:
@@ -35,7 +50,7 @@ def format_of(types: Iterable[str]) -> Format:
     return found.pop() if len(found) == 1 else ROUNDED
 
 
-def packed_weight(tensors: Sequence[Any], format: Format, join: Callable[[list[Tensor]], Tensor], gguf: Any) -> Tensor:
+def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any) -> Tensor:
     """Return the packed bytes of a stacked weight, one expert after another.
 
     Args:
@@ -57,7 +72,7 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Callable[[list[T
             weight = quantize_weight(join(wide)[None], ROUNDED[1])
         else:
             blocks = [(name, _blocks(name, torch.from_numpy(data), gguf)) for name, data in parts]
-            weight = _PACK[format](blocks, join)
+            weight = _PACK[format](blocks, join, gguf)
         packed[expert] = weight.packed[0]
     return packed
 
@@ -66,16 +81,16 @@ def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:
     """Return the blocks (N, blocks, bytes) of rows (N, bytes), whose scales are finite."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     blocks = rows.unflatten(1, (rows.shape[1] // size, size))
-    bad = blocks[..., 0] == NAN if name == "MXFP4" else ~_halves(blocks, HALVES[name]).isfinite().all(dim=-1)
+    bad = blocks[..., 0] == NAN if name == "MXFP4" else ~_halves(blocks, name).isfinite().all(dim=-1)
     if bool(bad.any()):
         place = ", ".join(str(int(i)) for i in bad.nonzero()[0])
         raise ValueError(f"expected scales that are finite, got another one in {name} at block [{place}]")
     return blocks
 
 
-def _halves(blocks: Tensor, count: int) -> Tensor:
-    """Return the float16 at the beginning of blocks, as float32."""
-    return blocks[..., : 2 * count].contiguous().view(torch.float16).float()
+def _halves(blocks: Tensor, name: str) -> Tensor:
+    """Return the float16 of blocks, as float32."""
+    return blocks[..., HALVES[name]].contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: Tensor, run: int) -> Tensor:
@@ -84,17 +99,17 @@ def _nibbles(codes: Tensor, run: int) -> Tensor:
     return torch.cat([runs & 15, runs >> 4], dim=-1).flatten(-2)
 
 
-def _pack_int4(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> QuantizedWeight:
+def _pack_int4(blocks: list[tuple[str, Tensor]], join: Join, _: Any) -> QuantizedWeight:
     return pack_q4_k(join([one for _, one in blocks])[None])
 
 
-def _pack_mxfp4(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> QuantizedWeight:
+def _pack_mxfp4(blocks: list[tuple[str, Tensor]], join: Join, _: Any) -> QuantizedWeight:
     rows = join([one for _, one in blocks])
     codes = _nibbles(rows[..., 1:], GROUP // 2)
     return pack_weight((codes[..., ::2] | codes[..., 1::2] << 4)[None], rows[None, ..., 0].contiguous())
 
 
-def _pack_affine(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> QuantizedWeight:
+def _pack_affine(blocks: list[tuple[str, Tensor]], join: Join, _: Any) -> QuantizedWeight:
     parts = zip(*(_affine(name, one) for name, one in blocks), strict=True)
     codes, scales, offsets = (join(list(part))[None] for part in parts)
     return pack_weight(codes, scales, offsets, bits=8)
@@ -102,8 +117,8 @@ def _pack_affine(blocks: list[tuple[str, Tensor]], join: Callable[[list[Tensor]]
 
 def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes (N, H) uint8, scales and offsets (N, H / 32) float32 for which blocks stand. Exact."""
-    halves = _halves(blocks, HALVES[name])
-    rest = blocks[..., 2 * HALVES[name] :]
+    halves = _halves(blocks, name)
+    rest = blocks[..., HALVES[name].stop :]
     if name in ("Q4_K", "Q5_K"):
         scales, minima = (halves[..., None] * fields_of_q4_k(rest[..., :12])).unbind(-2)
         codes = _nibbles(rest[..., -128:], GROUP)
@@ -119,12 +134,40 @@ def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bits = rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
         codes, zero = codes + (bits.flatten(-2) << 4), 16
     scales = halves[..., 0]
-    return codes.flatten(1), scales, halves[..., 1] if HALVES[name] == 2 else -zero * scales
+    return codes.flatten(1), scales, halves[..., 1] if halves.shape[-1] == 2 else -zero * scales
 
 
-_PACK = {("int", 4): _pack_int4, ("mxfp", 4): _pack_mxfp4, ("affine", 8): _pack_affine}
+def _pack_symmetric(blocks: list[tuple[str, Tensor]], join: Join, gguf: Any) -> QuantizedWeight:
+    parts = zip(*(_symmetric(name, one, gguf) for name, one in blocks), strict=True)
+    codes, scales = (join(list(part))[None] for part in parts)
+    return pack_weight(codes, scales)
+
+
+def _symmetric(name: str, blocks: Tensor, gguf: Any) -> tuple[Tensor, Tensor]:
+    """Return the codes (N, H) int8 and scales (N, H / 16) float32 for which blocks stand. Exact.
+
+    The package widens blocks whose scales are 1, and blocks whose codes are.
+    """
+    block, codes = ONES[name]
+    ones = torch.tensor(list(block), dtype=torch.uint8)
+    no_scales, no_codes = ones.expand(blocks.shape).clone(), blocks.clone()
+    no_scales[..., codes], no_codes[..., codes] = blocks[..., codes], ones[codes]
+    of_codes, of_scales = (
+        torch.from_numpy(gguf.dequantize(one.flatten(1).numpy(), gguf.GGMLQuantizationType[name]))
+        for one in (no_scales, no_codes)
+    )
+    return of_codes.to(torch.int8), of_scales[:, :: GROUP // 2]
+
+
+_PACK = {
+    ("int", 4): _pack_int4,
+    ("mxfp", 4): _pack_mxfp4,
+    ("affine", 8): _pack_affine,
+    ("symmetric", 8): _pack_symmetric,
+}
 KEPT: dict[str, Format] = {
-    **{name: ("affine", 8) for name in HALVES},
+    **dict.fromkeys(HALVES, ("affine", 8)),
+    **dict.fromkeys(ONES, ("symmetric", 8)),
     "Q4_K": ("int", 4),
     "MXFP4": ("mxfp", 4),
 }

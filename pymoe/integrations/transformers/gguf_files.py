@@ -1,5 +1,8 @@
 """GGUF files, as llama.cpp has them: the experts out of one, and lazily the other tensors under the model's names.
 
+llama-gguf-split cuts a file into parts, ``NAME-00001-of-00003.gguf`` and so on: each is a GGUF file with some of the
+tensors, and the first has the metadata.
+
 Layer N has its experts in ``blk.N.ffn_gate_exps.weight``, ``ffn_up_exps`` and ``ffn_down_exps``, (E, out, in) each; the
 model has one weight for gate and up. Of all other tensors transformers' own tables say the names, and what is done to
 them. Every tensor of the file must be one of the model's, and the other way round.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import struct
 import warnings
@@ -29,7 +33,13 @@ from pymoe.nn import QuantizedLinear
 
 STORED = StoredFormat("gguf", "GGUF", None, AS_STORED, "", transposed=None, layout="")
 
-MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+MODELS = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "qwen35moe": "qwen3_5_moe_text",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+}
 """transformers' names of model types, by the architectures of files."""
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """The tensors of a file in the order of the rows of a stacked weight."""
@@ -47,6 +57,9 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "rope.dimension_count": lambda config: int(
         ENTRIES["attention.key_length"](config) * config.rope_parameters.get("partial_rotary_factor", 1.0)
     ),
+    "ssm.group_count": lambda config: getattr(config, "linear_num_key_heads", None),
+    "ssm.time_step_rank": lambda config: getattr(config, "linear_num_value_heads", None),
+    "ssm.state_size": lambda config: getattr(config, "linear_key_head_dim", None),
     "rope.scaling.type": lambda config: {"default": "none"}.get(
         config.rope_parameters["rope_type"], config.rope_parameters["rope_type"]
     ),
@@ -57,6 +70,8 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 }
 """Entries of the metadata, after the architecture's name, that say what sizes of tensors do not, and their places in
 configurations."""
+SPLIT = ("split.no", "split.count", "split.tensors.count")
+"""Entries of the metadata of parts: the number of the part, the number of parts, and that of all parts' tensors."""
 DAMAGED = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError, struct.error)
 """What readers of headers raise for damaged ones."""
 
@@ -123,47 +138,28 @@ class LazyTensor:
 
 
 class GgufFile:
-    """A file whose header has been read and whose tensors are where they must be.
+    """A file whose header has been read and whose tensors are where they must be, or the parts of one.
 
     Args:
-        path: path of the file.
+        path: path of the file, or of its first part.
 
     Raises:
         ImportError: the package gguf is not installed.
         OSError: there is no such file.
-        ValueError: the header is damaged, a tensor is not where llama.cpp would look for it, the file is cut short, is
-            one of several, or is of an architecture that pymoe does not read.
+        ValueError: a header is damaged, a tensor is not where llama.cpp would look for it, a file is cut short, a part
+            is missing or is one of another file, or the architecture is one that pymoe does not read.
     """
 
     def __init__(self, path: str) -> None:
-        gguf = package()
-        try:
-            # The second reader trusts lengths, for which the first one looks whether the file has as many bytes.
-            metadata = interface.gguf_metadata(path)
-            reader = gguf.GGUFReader(path, "c")
-        except DAMAGED as error:
-            raise ValueError(f"from_pretrained: expected a whole GGUF file, got {path}: {error}") from error
-        self.tensors: dict[str, Any] = {one.name: one for one in reader.tensors}
-        expected = reader.data_offset
-        for name, one in self.tensors.items():
-            size, shape = gguf.GGML_QUANT_SIZES[one.tensor_type][0], one.shape
-            if one.data_offset != expected or not len(shape) or int(shape[0]) % size or 0 in shape:
-                raise ValueError(
-                    f"from_pretrained: expected a GGUF file with whole blocks of {name!r} at byte {expected}, got "
-                    f"shape {shape.tolist()} in {one.tensor_type.name} at byte {one.data_offset} of {path}"
-                )
-            expected = up(expected + int(one.n_bytes), int(reader.alignment))
-        if len(reader.data) > expected:
-            raise ValueError(
-                f"from_pretrained: expected a GGUF file of {expected} bytes, got {len(reader.data)}: {path}"
-            )
+        self.tensors: dict[str, Any] = {}
+        metadata, said = self._read(path)
+        count = said[1]
+        if count not in (None, 0, 1):
+            self._read_parts(path, said)
+        if metadata is None:
+            raise ValueError(f"from_pretrained: expected a GGUF file that names its architecture, got {path}")
         self.metadata = metadata
         self.architecture = str(metadata["general.architecture"])
-        if metadata.get("split.count", 1) not in (0, 1):
-            raise ValueError(
-                f"from_pretrained: expected a GGUF file that holds a whole model, got one of {metadata['split.count']} "
-                f"(llama-gguf-split --merge joins them): {path}"
-            )
         if self.architecture not in MODELS:
             raise ValueError(
                 f"from_pretrained: expected a GGUF file of the architecture {', '.join(map(repr, MODELS))}, got "
@@ -173,6 +169,67 @@ class GgufFile:
         """Stacked weights by their names in the model, from :meth:`plan`."""
         self.others: dict[str, LazyTensor] = {}
         """All other tensors."""
+
+    def _read(self, path: str, part: list[Any] | None = None) -> tuple[dict[str, Any] | None, list[Any]]:
+        """Add the tensors of a file; return its metadata, if they name an architecture, and its entries of ``SPLIT``.
+
+        Args:
+            path: path of the file.
+            part: the entries that it must have, or None if it may have any.
+        """
+        gguf = package()
+        try:
+            # The second reader trusts lengths, for which the first one looks whether the file has as many bytes.
+            metadata = interface.gguf_metadata(path)
+            reader = gguf.GGUFReader(path, "c")
+            said = [reader.fields[key].contents() if key in reader.fields else None for key in SPLIT]
+        except DAMAGED as error:
+            raise ValueError(f"from_pretrained: expected a whole GGUF file, got {path}: {error}") from error
+        if part not in (None, said):
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file whose {', '.join(SPLIT)} are {part}, got {said}: {path}"
+            )
+        expected = reader.data_offset
+        for one in reader.tensors:
+            size, shape = gguf.GGML_QUANT_SIZES[one.tensor_type][0], one.shape
+            if one.data_offset != expected or not len(shape) or int(shape[0]) % size or 0 in shape:
+                raise ValueError(
+                    f"from_pretrained: expected a GGUF file with whole blocks of {one.name!r} at byte {expected}, got "
+                    f"shape {shape.tolist()} in {one.tensor_type.name} at byte {one.data_offset} of {path}"
+                )
+            expected = up(expected + int(one.n_bytes), int(reader.alignment))
+            if one.name in self.tensors:
+                raise ValueError(f"from_pretrained: expected {one.name!r} in one part of a GGUF file, got two: {path}")
+            self.tensors[one.name] = one
+        if len(reader.data) > expected:
+            raise ValueError(
+                f"from_pretrained: expected a GGUF file of {expected} bytes, got {len(reader.data)}: {path}"
+            )
+        return metadata, said
+
+    def _read_parts(self, path: str, said: list[Any]) -> None:
+        """Add the tensors of all parts but the first.
+
+        Args:
+            path: path of the first part.
+            said: its entries of ``SPLIT``.
+        """
+        number, count, total = said
+        ending = f"-00001-of-{count!s:0>5}.gguf"
+        if number != 0 or not isinstance(count, int) or not path.endswith(ending):
+            raise ValueError(
+                f"from_pretrained: expected the first of {count} parts of a GGUF file, split.no 0 in a file whose name "
+                f"ends in {ending!r}, got split.no {number}: {path}"
+            )
+        for number in range(1, count):
+            part = path.removesuffix(ending) + f"-{number + 1:05}-of-{count:05}.gguf"
+            if not os.path.isfile(part):
+                raise ValueError(f"from_pretrained: expected {count} parts of a GGUF file in a folder, got no {part}")
+            self._read(part, [number, count, total])
+        if total != len(self.tensors):
+            raise ValueError(
+                f"from_pretrained: expected parts of a GGUF file with {total} tensors, got {len(self.tensors)}: {path}"
+            )
 
     def plan(self, model: Any) -> None:
         """Find the tensors of a model's weights, before its experts are replaced.
@@ -191,6 +248,9 @@ class GgufFile:
         for key, value_of in ENTRIES.items():
             name = f"{self.architecture}.{key}"
             value, expected = value_of(model.config), self.metadata.get(name)
+            if key == "block_count":  # with layers that predict further tokens, which models of transformers lack
+                further = self.metadata.get(f"{self.architecture}.nextn_predict_layers")
+                value += further if isinstance(further, int) else 0
             if expected is not None and not _equal(value, expected):
                 raise ValueError(
                     f"from_pretrained: expected a config that agrees with {name} = {expected} of the GGUF file, got "
@@ -199,7 +259,7 @@ class GgufFile:
         left = dict(self.tensors)
         for path, module in model.named_modules():
             self._plan_experts(path, module, left)
-        names, process = interface.gguf_names(model, self.architecture)
+        names, process = interface.gguf_names(model, self.architecture, left)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in self.stacked}
         for name, tensor in left.items():
             bare = names.get(name.removesuffix(".weight"))  # of a parameter that is not called weight
@@ -210,7 +270,7 @@ class GgufFile:
                     raise _other_size(tensor, expected, target)
                 _check_widened([tensor])
                 self.others[target] = LazyTensor(functools.partial(_processed, tensor, process, expected))
-            else:
+            elif not interface.ignores(model, target):
                 raise ValueError(
                     f"from_pretrained: expected a GGUF file whose tensors {type(model).__name__} has, got {name!r}"
                 )

@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 NAME = "pymoe"
@@ -227,28 +229,66 @@ def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
     modeling_utils.get_hf_quantizer = get_hf_quantizer
 
 
-def gguf_metadata(path: str) -> dict[str, Any]:
-    """Return the metadata of a GGUF file. For a damaged header it raises one of ``gguf_files.DAMAGED``."""
+def gguf_metadata(path: str) -> dict[str, Any] | None:
+    """Return the metadata of a GGUF file, or None if they are whole but name no architecture.
+
+    For a damaged header it raises one of ``gguf_files.DAMAGED``.
+    """
     from transformers.integrations.gguf import read_gguf_metadata
 
-    found: dict[str, Any] = read_gguf_metadata(path)[0]
+    try:
+        found: dict[str, Any] = read_gguf_metadata(path)[0]
+    except ValueError as error:
+        if "has no `general.architecture`" in str(error):  # transformers looks for it after it has read them
+            return None
+        raise
     return found
 
 
-def gguf_names(model: Any, architecture: str) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
+def gguf_names(model: Any, architecture: str, names: Iterable[str]) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
     """Return the model's names of tensors of GGUF files, and what makes a tensor of the model of such a tensor.
+
+    transformers has two generations of tables, and an architecture is in one of them.
 
     Args:
         model: the model; its names of experts are not right.
         architecture: the file's name of the architecture.
+        names: names of tensors of the file.
 
     Returns:
         Names by those in files, and a function of a tensor's values and its name in the file.
     """
+    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+
+    if architecture in GGUF_ARCHS:
+        return _gguf_transforms(GGUF_ARCHS[architecture](model.config), names)
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     return get_gguf_hf_weights_map(model, processor), lambda values, name: processor.process(values, name).weights
+
+
+def _gguf_transforms(transforms: list[Any], names: Iterable[str]) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found = {name: rename_source_key(name, renamings, converters) for name in names}
+
+    def process(values: Any, name: str) -> Any:
+        target, pattern = found[name]
+        tensor = torch.tensor(values)
+        for operation in by_pattern[pattern].operations if pattern is not None else ():
+            (tensor,) = operation.convert({name: tensor}, [name], [target]).values()
+        return tensor.numpy()
+
+    return {name: target for name, (target, _) in found.items()}, process
+
+
+def ignores(model: Any, name: str) -> bool:
+    """Return whether a model of transformers does without a tensor that files may have, by the name it would have."""
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def converter(sources: list[str], target: str, *operations: Any) -> Any:

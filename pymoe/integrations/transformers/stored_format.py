@@ -124,6 +124,12 @@ class StoredRows(StoredFormat, ABC):
                 f"scales"
             )
 
+    @staticmethod
+    def numbers_after(rows: Tensor, inputs: int) -> Tensor:
+        """Return the float32 of rows of bytes that come after codes of a byte for each input."""
+        # A copy: if there is one row, what is contiguous may still begin at a byte where no float32 does.
+        return rows[..., inputs:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+
     @abstractmethod
     def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return a weight of another layer as (N, H) float32; errors are those of :meth:`joined`."""

@@ -32,6 +32,8 @@ HALVES = {
     "Q4_K": slice(0, 4),
     "Q5_K": slice(0, 4),
     "Q6_K": slice(208, 210),
+    "IQ4_NL": slice(0, 2),
+    "IQ4_XS": slice(0, 2),
 }
 """The float16 of a block of those types that the package gguf does not write."""
 
@@ -42,7 +44,9 @@ def config_of(architecture, **sizes):
 
 
 def rounded(values, name, random):
-    """Return the bytes of a tensor in a type and what they stand for; K types get other values of a similar size."""
+    """Return the bytes of a tensor in a type and what they stand for; the types of ``HALVES``
+    get other values of a similar size.
+    """
     kind = Type[name]
     if name in HALVES:
         inputs, size = gguf.GGML_QUANT_SIZES[kind]
@@ -95,7 +99,7 @@ def parts_of(name, weight, config):
     )
 
 
-def write(path, architecture, experts, dense="F32", **sizes):
+def write(path, architecture, experts, dense="F32", split=0, **sizes):
     """Write a tiny model with random weights.
 
     Args:
@@ -103,6 +107,7 @@ def write(path, architecture, experts, dense="F32", **sizes):
         architecture: a key of ``CLASSES``.
         experts: a function of a tensor's name that returns the type of experts' weights, or a type.
         dense: the type of other matrices.
+        split: most tensors of a part, ``NAME-00001-of-00003.gguf`` and so on; 0 for one file.
         sizes: of the configuration.
 
     Returns:
@@ -112,7 +117,7 @@ def write(path, architecture, experts, dense="F32", **sizes):
     config = config_of(architecture, **sizes)
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES[architecture])(copy.deepcopy(config)).eval()
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split, small_first_shard=split > 0)
     for key, value in gguf_files.facts(config.to_dict(), config.num_hidden_layers).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](key if key.startswith("tokenizer") else f"{architecture}.{key}", value)

@@ -19,7 +19,7 @@ from transformers import (
 
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, affine_files, fp8_files
-from pymoe.integrations.transformers.configuration import STORED
+from pymoe.integrations.transformers.configuration import STORED, configuration_for
 from pymoe.nn import QuantizedLinear
 from pymoe.quantize import main
 
@@ -410,6 +410,25 @@ ENTRIES = {
         "config_groups with the same bits, groups and symmetry",
     ),
     "none": ("compressed", {"config_groups": {}}, "config_groups with the same bits"),
+    "bits of a rule": (
+        "gptq",
+        {"dynamic": {"-:.*gate.*": {}, "+:.*down.*": {"bits": 8}}},
+        r"the same bits and group_size for all layers, got \{'bits': 8\} for '\+:.\*down.\*'",
+    ),
+    "groups of a rule": ("gptq", {"dynamic": {".*down.*": {"group_size": 32}}}, "got {'group_size': 32} for '.*down"),
+    "a list of rules": ("gptq", {"dynamic": ["-:.*gate.*"]}, "of GPTQ with an object for dynamic, got "),
+    "a number for a rule": ("gptq", {"dynamic": {".*down.*": 8}}, "of GPTQ with an object for .*down.*, got 8"),
+    "fractions of bits": ("gptq", {"bits": 4.0}, "of GPTQ with bits of 4 or 8, got 4.0"),
+    "text for groups": ("awq", {"group_size": "128"}, "multiple of 32, got 128"),
+    "a list of groups": ("compressed", {"config_groups": [WEIGHTS]}, "with an object for config_groups, got"),
+    "a list for a group": ("compressed", {"config_groups": {"a": [1]}}, "with an object for a, got"),
+    "text for weights": ("compressed", {"config_groups": {"a": {"weights": "int4"}}}, "object for weights, got 'int4'"),
+    "text for sparsity": ("compressed", {"sparsity_config": "2:4"}, "with an object for sparsity_config, got '2:4'"),
+    "a list of bits": (
+        "compressed",
+        {"config_groups": {"group_0": {"weights": WEIGHTS["weights"] | {"num_bits": [4]}}}},
+        r"with bits of 4 or 8, got \[4\]",
+    ),
 }
 
 
@@ -418,6 +437,37 @@ def test_other_layouts_are_refused_by_their_configuration(kind, change, match):
     entries = configuration(kind, 4, 128) | change
     with pytest.raises(ValueError, match=f"from_pretrained: expected a checkpoint .*{match}"):
         STORED[entries["quant_method"]](entries)
+
+
+def test_rules_that_change_nothing_are_honoured():
+    """Layers that are not quantised have a weight in the files, and layers in another order the groups of inputs."""
+    entries = configuration("gptq", 4, 128)
+    rules = {"-:.*gate.*": {"bits": 8}, "+:.*up.*": {"bits": 4, "sym": False}, ".*down.*": {}}
+    assert STORED["gptq"](entries | {"dynamic": rules}) == STORED["gptq"](entries)
+    of_order = STORED["gptq"](entries | {"dynamic": {".*down.*": {"desc_act": True}}})
+    assert of_order == STORED["gptq"](entries | {"desc_act": True})
+    assert of_order.ordered
+
+
+@pytest.mark.parametrize("method", [["gptq"], {"gptq": 1}, 4])
+def test_a_method_that_is_no_text_is_left_to_transformers(method):
+    assert configuration_for({"quant_method": method}, PymoeConfig(format="stored")) is None
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a_single_row_of_any_number_of_inputs(kind):
+    """Its scales follow the codes, at a byte that is no multiple of 4."""
+    outputs, inputs = (8, 33) if kind == "awq" else (1, 40)
+    q = numpy.arange(outputs * inputs).reshape(outputs, inputs) % 16
+    z, s = numpy.full((outputs, 1), 8), torch.rand(outputs, 1).half()
+    stored = STORED[configuration(kind, 4, -1)["quant_method"]](configuration(kind, 4, -1))
+    parts = PACKERS[kind](q, z, s, 4, -1)
+    if kind.startswith("compressed"):
+        q, inputs = q[:, :33], 33
+        parts |= {"weight_shape": torch.tensor([1, 33])}
+    layer = QuantizedLinear(inputs, 1, 1, bits=4, format="affine")
+    layer.packed = stored.packed_weight("weight", stored.joined(parts)[None, :1], layer)
+    assert torch.equal(ops.dequantize_weight(layer.weight)[0], dequantised(q, z, s, inputs)[:1])
 
 
 @pytest.mark.parametrize(

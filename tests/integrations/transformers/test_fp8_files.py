@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from pymoe import ops
-from pymoe.integrations.transformers import PymoeConfig
+from pymoe.integrations.transformers import PymoeConfig, fp8_files
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
 from pymoe.nn import QuantizedLinear
 from pymoe.quantize import main
@@ -181,6 +181,8 @@ def plain(tensors, name):
             "layers.0.mlp.up_proj.weight': expected float8_e4m3fn",
         ),
         (cut, "model.layers.0.self_attn.q_proj.weight_scale_inv", r"q_proj.weight': expected scales \(2, 2\)"),
+        (with_nan, "model.layers.0.self_attn.q_proj.weight", "q_proj.weight': expected numbers, got NaN"),
+        (infinite, "model.layers.0.self_attn.q_proj.weight_scale_inv", "q_proj.weight': expected numbers, got NaN"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(folders, change, name, match):
@@ -191,6 +193,17 @@ def test_files_that_do_not_fit_are_refused(folders, change, name, match):
         read(folders[0])
 
 
+@pytest.mark.parametrize("inputs", [1, 33, 130])
+def test_a_single_row_of_any_number_of_inputs(inputs):
+    """Its scales follow the codes, at a byte that is no multiple of 4."""
+    codes, scales = torch.randn(1, inputs).to(torch.float8_e4m3fn), torch.rand(1, -(-inputs // 128))
+    parts = {"weight": codes, "weight_scale_inv": scales}
+    layer = QuantizedLinear(inputs, 1, 1, bits=8, format="fp")
+    layer.packed = fp8_files.STORED.packed_weight("weight", fp8_files.STORED.joined(parts)[None], layer)
+    assert torch.equal(ops.dequantize_weight(layer.weight)[0], widened(codes, scales))
+    assert torch.equal(fp8_files.STORED.widened(parts, torch.float32), widened(codes, scales))
+
+
 @pytest.mark.parametrize("config", [PymoeConfig(bits=8), PymoeConfig(bits=4), PymoeConfig(bits=4, format="mxfp")])
 def test_another_format_is_refused(folders, config):
     with pytest.raises(ValueError, match=r"expected PymoeConfig\(bits=8, format='fp'\) for a checkpoint in FP8"):
@@ -198,7 +211,13 @@ def test_another_format_is_refused(folders, config):
 
 
 @pytest.mark.parametrize(
-    "change", [{"weight_block_size": [64, 64]}, {"weight_block_size": None}, {"expert_dtype": "fp4"}]
+    "change",
+    [
+        {"weight_block_size": [64, 64]},
+        {"weight_block_size": None},
+        {"weight_block_size": 128},
+        {"expert_dtype": "fp4"},
+    ],
 )
 def test_other_blocks_are_refused(folders, change):
     entries = json.loads((folders[0] / "config.json").read_text())

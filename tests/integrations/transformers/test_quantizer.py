@@ -12,7 +12,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from specs.quantized_weight import AFFINE, FORMATS, in_format
+from specs.quantized_weight import FORMATS, STORED, in_format
 from test_models import EVERY_MODEL, models
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -222,7 +222,11 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
     [
         ({"bits": 5}, ValueError, "bits must be 8 or 4, got 5"),
         ({"bits": 8, "format": "mxfp"}, ValueError, "bits must be 4 for format 'mxfp', got 8"),
-        ({"bits": 4, "format": "fp8"}, ValueError, "format must be 'int', 'mxfp', 'fp' or 'affine', got 'fp8'"),
+        (
+            {"bits": 4, "format": "fp8"},
+            ValueError,
+            "format must be 'int', 'mxfp', 'fp', 'affine' or 'symmetric', got 'fp8'",
+        ),
         ({"bits": 4, "format": None}, TypeError, "format must be a str, got NoneType"),
         ({"bits": "4"}, TypeError, "bits must be an int"),
         ({"version": 3}, ValueError, "expected files of version 2, got version 3; install a pymoe that has it"),
@@ -313,7 +317,7 @@ def test_a_configuration_that_does_not_fit_is_refused(packed):
     for entry, change, words in (
         ("bits", 8, r"expected .* \[8, 64, 40, .* got \[4, 64, 40"),
         ("format", "mxfp", r"expected .* \[14, 64, 40, .* got \[4, 64, 40"),
-        ("format", "fp8", "PymoeConfig: format must be 'int', 'mxfp', 'fp' or 'affine', got 'fp8'"),
+        ("format", "fp8", "PymoeConfig: format must be 'int', 'mxfp', 'fp', 'affine' or 'symmetric', got 'fp8'"),
         ("version", 3, "files of version 2, got version 3"),
         ("version", 1, "files of version 2, got version 1, whose integers of 4 bits have another layout"),
         ("groups", 16, "expected bits, format, linear_bits and version, got"),
@@ -363,16 +367,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
             type(model).from_pretrained(wrong, quantization_config=PymoeConfig(8))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_format_to_which_no_weights_are_rounded_is_refused(bits, tmp_path):
+@pytest.mark.parametrize("form", STORED.values(), ids=STORED)
+def test_a_format_to_which_no_weights_are_rounded_is_refused(form, tmp_path):
     cls = checkpoint("mixtral", tmp_path)
-    with pytest.raises(ValueError, match=r"^from_pretrained: format must be one to which .* rounded, got 'affine'"):
-        cls.from_pretrained(tmp_path, quantization_config=PymoeConfig(bits, "affine"))
+    with pytest.raises(ValueError, match=rf"^from_pretrained: format must be one to which .* rounded, got {form[1]!r}"):
+        cls.from_pretrained(tmp_path, quantization_config=PymoeConfig(*form))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", AFFINE.values(), ids=AFFINE)
-def test_a_model_with_affine_experts_comes_back(form, tmp_path):
+@pytest.mark.parametrize("form", STORED.values(), ids=STORED)
+def test_a_model_with_experts_that_others_rounded_comes_back(form, tmp_path):
     cls = checkpoint("mixtral", tmp_path / "whole")
     model = cls.from_pretrained(tmp_path / "whole", experts_implementation="pymoe")
     for _, experts in [*model.named_modules()]:
@@ -382,7 +386,7 @@ def test_a_model_with_affine_experts_comes_back(form, tmp_path):
             setattr(experts, name, layer)
     model.save_pretrained(tmp_path / "packed")
     got = cls.from_pretrained(tmp_path / "packed")
-    assert {layer.format for layer in got.modules() if isinstance(layer, QuantizedLinear)} == {"affine"}
+    assert {layer.format for layer in got.modules() if isinstance(layer, QuantizedLinear)} == {form[1]}
     assert_same_model(got, model)
 
 
