@@ -122,7 +122,7 @@ def is_one_call(x: Tensor, *others: Any) -> bool:
 
     This is not possible if autograd must see each operator: inside a transform, in a graph that is being compiled with
     gradients, and if gradients are needed and :func:`is_one_node` returns false. Nor is it possible if another package
-    makes the products (:func:`pymoe.ops.use_products_of`).
+    makes the products (:class:`pymoe.ops.use_products_of`).
     """
     if package_products.chosen is not None and x.device.type == package_products.DEVICE:
         return False

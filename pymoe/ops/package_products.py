@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,11 +33,11 @@ ALIGNMENT = 16
 """Bytes to which both packages need operands and their rows to be aligned, since they copy them by TMA."""
 
 chosen: Package | None = None
-"""The package that makes the products, or None; set by :func:`use_products_of`."""
+"""The package that makes the products, or None; set by :class:`use_products_of`."""
 
 
-def use_products_of(package: Package | None) -> None:
-    """Let another package make the grouped products of bfloat16 on CUDA, in this process, from now on.
+class use_products_of:
+    """Let another package make the grouped products of bfloat16 on CUDA.
 
     The package's kernels then multiply the rows of experts wherever :func:`pymoe.ops.grouped_linear` does: in ``MoE``,
     ``Experts`` and ``apply_experts`` with the native backend, with expert parallelism, and in models of transformers
@@ -51,6 +51,9 @@ def use_products_of(package: Package | None) -> None:
     a transposed view of contiguous ones, GPUs other than Hopper and Blackwell (compute capability 9 and 10), and for
     DeepGEMM a second GPU in one process, because its kernels belong to one.
 
+    Calling it sets the choice of the process; as a context manager it restores the former choice at the end. A backward
+    pass follows the choice at its own time or, in a graph of ``torch.compile``, that at the time of its forward pass.
+
     Args:
         package: ``"deep_gemm"`` for DeepGEMM: the installed module ``deep_gemm``, or else, if the package ``kernels``
             is installed, ``kernels-community/deep-gemm``, which it downloads. ``"quack"`` for QuACK (``pip install
@@ -61,17 +64,34 @@ def use_products_of(package: Package | None) -> None:
         TypeError: ``package`` is neither a string nor None.
         ValueError: ``package`` is not one of these.
         ImportError: the package is not installed, or lacks a function that is needed.
+
+    Example::
+
+        pymoe.ops.use_products_of("quack")
+        model(batch)
     """
-    global chosen
-    if package == "sonicmoe":
-        raise ValueError(
-            "use_products_of: package must be 'deep_gemm' or 'quack', got 'sonicmoe', which has functions for whole "
-            "layers but no grouped product; its products are those of 'quack'"
-        )
-    if package is not None:
-        checks.choice("use_products_of", "package", package, tuple(_LOADERS))
-        _loaded[package] = _LOADERS[package]()
-    chosen = package
+
+    def __init__(self, package: Package | None) -> None:
+        global chosen
+        if str(package) == "sonicmoe":
+            raise ValueError(
+                "use_products_of: package must be 'deep_gemm' or 'quack', got 'sonicmoe', which has functions for "
+                "whole layers but no grouped product; its products are those of 'quack'"
+            )
+        if package is not None:
+            checks.choice("use_products_of", "package", package, tuple(_LOADERS))
+            _loaded[package] = _LOADERS[package]()
+        self._former = chosen
+        chosen = package
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global chosen
+        chosen = self._former
 
 
 def product(

@@ -271,6 +271,19 @@ def test_a_package_that_is_not_there_is_refused_and_the_choice_stays(monkeypatch
     assert module.calls == [False]
 
 
+def test_as_a_context_manager_it_restores_the_former_choice(monkeypatch, machine):
+    module = installed(monkeypatch, "quack")
+    with ops.use_products_of(None):
+        assert package_products.chosen is None
+        with ops.use_products_of("quack"):
+            ops.grouped_linear(**of())
+        with pytest.raises(ZeroDivisionError), ops.use_products_of("quack"):
+            raise ZeroDivisionError
+        ops.grouped_linear(**of())
+    assert len(module.calls) == 1
+    assert package_products.chosen == "quack"
+
+
 def test_a_version_without_the_products_is_refused(monkeypatch, machine):
     """DeepGEMM 1.0.0, which the package index has, knows products of float8 alone."""
     monkeypatch.setitem(sys.modules, "deep_gemm", ModuleType("deep_gemm"))
