@@ -10,6 +10,7 @@ picture.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -57,6 +58,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 In bf16 a router that computes its logits in bf16 sends some tokens to other experts: errors near 0.1 by that alone."""
 
 
+ALWAYS = ("torch.mm, dense", "pymoe native")
+"""The contenders to which all others are compared."""
+
+
 @dataclass(frozen=True)
 class Effort:
     """Limits on the time that measuring takes."""
@@ -91,7 +96,7 @@ def main() -> int:
     result = run.result
     on_cpu = QUICK_SCENARIOS if options.quick else SCENARIOS
     for shape, dtype in CUDA_SCENARIOS if device.type == "cuda" else on_cpu:
-        scenarios.append(scenario(shape, dtype, rates, effort, timer, device))
+        scenarios.append(scenario(shape, dtype, rates, effort, timer, device, options.only))
         print(f"\n{heading(scenarios[-1])}\n{plain(table(scenarios[-1]))}", flush=True)
         for one in scenarios[-1]["absent"]:
             print(f"{one['name']}: left out, {one['reason']}")
@@ -107,15 +112,25 @@ def parse() -> argparse.Namespace:
     parser = parser_of("moe_layer", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true", help="smaller shapes, at most a minute")
+    parser.add_argument("--only", default="", metavar="REGEX", help="peers whose name matches, beside floor and pymoe")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
     parser.add_argument("--cpu-time", action="store_true", help="on one thread, count processor time (busy machines)")
     return parser.parse_args()
 
 
 def scenario(
-    shape: Shape, dtype: torch.dtype, rates: Rates, effort: Effort, timer: Timer, device: torch.device = CPU
+    shape: Shape,
+    dtype: torch.dtype,
+    rates: Rates,
+    effort: Effort,
+    timer: Timer,
+    device: torch.device = CPU,
+    only: str = "",
 ) -> dict[str, Any]:
-    """Measure all contenders on one shape; return a record with a row for each, starting with the floor."""
+    """Measure the contenders on one shape; return a record with a row for each, starting with the floor.
+
+    ``only`` is a regular expression for the names of peers. The floor and pymoe, to which all are compared, always run.
+    """
     print(f"\n{shape.name}: {shape} {name_of(dtype)}", file=sys.stderr, flush=True)
     x, grad = inputs_of(shape, dtype, device)
     layer = layer_of(shape, dtype, device)
@@ -128,6 +143,8 @@ def scenario(
     timings: dict[str, Timing] = {}
     absent: list[Absent] = []
     for one in contenders(task):
+        if one.name not in ALWAYS and not re.search(only, one.name):
+            continue
         if isinstance(one, Absent):
             absent.append(one)
             continue
@@ -210,8 +227,8 @@ def row(contender: Contender, verdict: tuple[str, float], timings: dict[str, Tim
         "version": contender.version,
         "note": contender.note,
         "seconds": asdict(mine.spread) | {"rounds": len(mine.seconds)},
-        "over_floor": ratio(mine, timings["torch.mm, dense"]),
-        "over_pymoe": ratio(mine, timings["pymoe native"]),
+        "over_floor": ratio(mine, timings[ALWAYS[0]]),
+        "over_pymoe": ratio(mine, timings[ALWAYS[1]]),
         "gflops_per_second": shape.flops / mine.median / 1e9,
         "verdict": verdict[0],
         "error": verdict[1],

@@ -74,7 +74,7 @@ def contenders(task: Task) -> Iterator[Contender | Absent]:
     yield pymoe(task, "reference")
     yield torch_alone(task)
     yield dense_ffn(task)
-    for implementation in ("eager", "grouped_mm", "batched_mm"):
+    for implementation in ("eager", "grouped_mm", "batched_mm", "sonicmoe"):
         yield made(f"transformers {implementation}", partial(transformers, task, implementation))
     yield made("torchtitan", partial(torchtitan, task))
 

@@ -59,15 +59,19 @@ def facts() -> dict[str, Any]:
     found["compiler"] = (output_of("g++", "--version").splitlines() or [None])[0]
     found["python"] = ".".join(map(str, sys.version_info[:3]))
     found["cores"] = len(os.sched_getaffinity(0))
-    smi = output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader")
-    rows = list(csv.reader(smi.splitlines()))
-    found["nvidia_smi"] = dict(zip(QUERY, (cell.strip() for cell in rows[0]), strict=False)) if rows else None
-    found["gpus"] = len(rows) if rows else None
+    found["nvidia_smi"] = nvidia_smi()
     found["commit"] = output_of("git", "rev-parse", "HEAD") or None
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "csrc", "pymoe")
     found["uncommitted"] = bool(changed)
     found["packages"] = [name for name in PACKAGES if importlib.util.find_spec(name)]
     return found
+
+
+def nvidia_smi(seconds: float = 10.0) -> dict[str, str] | None:
+    """Return what nvidia-smi says of the first GPU; None if it does not answer in time."""
+    said = output_of("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", seconds=seconds)
+    rows = list(csv.reader(said.splitlines()))
+    return dict(zip(QUERY, (cell.strip() for cell in rows[0]), strict=False)) if rows else None
 
 
 def slug(name: str) -> str:

@@ -28,6 +28,7 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
         ("Layer, forward and backward", bench(folder / "layer.json")),
         ("Operators", bench(folder / "operators.json")),
         ("Layer beside its peers", peers(folder)),
+        ("Layer beside SonicMoE", peers(folder / "sonicmoe")),
         ("What failed, in its last words", last_words(outcomes)),
     ):
         text = list(section)

@@ -91,7 +91,7 @@ def run(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
     return done.returncode, done.stdout
 
 
-def watch(tool: str, sanitizer: str, canary: str, seconds: float, run: Run) -> dict[str, Any]:
+def watch(tool: str, sanitizer: str, canary: str, seconds: float, run: Run, device: str) -> dict[str, Any]:
     """Run one tool: first on its canary, then on the grid."""
     command = [sanitizer, "--tool", tool]
     if tool == "racecheck":
@@ -100,16 +100,18 @@ def watch(tool: str, sanitizer: str, canary: str, seconds: float, run: Run) -> d
     _, planted = run([*command, canary, tool], seconds / 3)
     left = 0.95 * (seconds - (time.monotonic() - start))
     # The seconds given to the grid do not include the time a tool takes to start Python with torch.
-    grid = [sys.executable, "-m", "benchmarks.gpu.grid", "--seconds", f"{max(left / 3, 1.0):.1f}"]
+    grid = [sys.executable, "-m", "benchmarks.gpu.grid", "--device", device, "--seconds", f"{max(left / 3, 1.0):.1f}"]
     status, text = (0, "") if not reports(planted) else run([*command, *grid], left)
     return judge(tool, planted, status, text)
 
 
-def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run = run) -> list[dict[str, Any]]:
+def sanitize(
+    sanitizer: str, canary: str, seconds: float, output: Path, run: Run = run, device: str = "cuda"
+) -> list[dict[str, Any]]:
     """Run all tools in parallel, as most of their time goes into starting torch. Write the results after each."""
     records: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(len(TOOLS)) as pool:
-        for done in as_completed([pool.submit(watch, tool, sanitizer, canary, seconds, run) for tool in TOOLS]):
+        for done in as_completed([pool.submit(watch, tool, sanitizer, canary, seconds, run, device) for tool in TOOLS]):
             record = done.result()
             records[record["tool"]] = record
             write_json(output, {"tools": [records[tool] for tool in TOOLS if tool in records]})
@@ -117,14 +119,19 @@ def sanitize(sanitizer: str, canary: str, seconds: float, output: Path, run: Run
     return [records[tool] for tool in TOOLS]
 
 
+def sanitizer_program() -> str | None:
+    """Return the path of compute-sanitizer, found on PATH or in the CUDA toolkit; None if there is none."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{cuda_home()}/bin")
+
+
 def main() -> int:
     """Run the tools; return 0 if every tool works here and none reports a fault in pymoe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="for the grid")
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    start, home = time.monotonic(), cuda_home()
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+    start, home, sanitizer = time.monotonic(), cuda_home(), sanitizer_program()
     if not sanitizer or not home:
         print(f"{'compute-sanitizer' if home else 'nvcc'} was not found")
         return 1
@@ -133,7 +140,7 @@ def main() -> int:
         source = str(ROOT / "benchmarks" / "gpu/canary.cu")
         subprocess.run([f"{home}/bin/nvcc", "-O1", "-lineinfo", "-arch=native", source, "-o", canary], check=True)
         left = options.seconds - (time.monotonic() - start)
-        records = sanitize(sanitizer, canary, left, options.output)
+        records = sanitize(sanitizer, canary, left, options.output, device=options.device)
     return int(any(record["status"] != "passed" for record in records))
 
 

@@ -113,29 +113,35 @@ def run(stage: Stage, allowed: float) -> Outcome:
         status, reason = TIMED_OUT, f"after {allowed:.0f} s"
         text = stop(process)
     finally:
-        end_group(process, signal.SIGKILL)  # end any processes that the stage left behind
+        end_session(process, signal.SIGKILL)  # end any processes that the stage left behind
     tail = [scrubbed(line) for line in text.splitlines()[-TAIL_LINES:]]
     return Outcome(stage.name, stage.about, status, reason, round(time.monotonic() - start, 1), tail=tail)
 
 
 def stop(process: subprocess.Popen[str]) -> str:
     """End a process and its children; return what it printed."""
-    end_group(process, signal.SIGTERM)
+    end_session(process, signal.SIGTERM)
     try:
         return process.communicate(timeout=3)[0]
     except subprocess.TimeoutExpired:
-        end_group(process, signal.SIGKILL)
+        end_session(process, signal.SIGKILL)
     try:
         return process.communicate(timeout=3)[0]
-    except subprocess.TimeoutExpired as error:  # a process outside the group holds the pipe
+    except subprocess.TimeoutExpired as error:  # a process outside the session holds the pipe
         output = error.stdout or ""
         return output.decode(errors="replace") if isinstance(output, bytes) else output
 
 
-def end_group(process: subprocess.Popen[str], by: signal.Signals) -> None:
-    """Send a signal to the process group that ``run`` gave a stage."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, by)
+def end_session(process: subprocess.Popen[str], by: signal.Signals) -> None:
+    """Send a signal to every process of the session that ``run`` gave a stage.
+
+    A signal to the process group would miss compilers, because ninja starts each in a group of its own.
+    """
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry.name)) == process.pid:
+                    os.kill(int(entry.name), by)
 
 
 def ended(status: int) -> str:

@@ -19,7 +19,7 @@ from pymoe._common.contracts import QUANTIZED_FLOATING, ROW_LIMIT, check_grouped
 from pymoe._common.dtypes import FLOATING, accumulate_dtype, cast_operands
 from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight, Routing, is_gated, number_of
 from pymoe.nn.recorded import apply_experts_recorded, is_one_node
-from pymoe.ops import index_checks, raw
+from pymoe.ops import index_checks, package_products, raw
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_recorded, is_transformed
 from pymoe.ops.grouped_linear import leaves_bias
@@ -124,8 +124,11 @@ def is_one_call(x: Tensor, *others: Any) -> bool:
     """Return whether one native call may run the experts for rows ``x``, as one node if an argument needs a gradient.
 
     This is not possible if autograd must see each operator: inside a transform, in a graph that is being compiled with
-    gradients, and if gradients are needed and :func:`is_one_node` returns false.
+    gradients, and if gradients are needed and :func:`is_one_node` returns false. Nor is it possible if another package
+    makes the products (:class:`pymoe.ops.use_products_of`).
     """
+    if package_products.chosen is not None and x.device.type == package_products.DEVICE:
+        return False
     if is_compiling():
         return not is_recorded(x, *others)
     return not is_transformed() and (not is_differentiated(x, *others) or is_one_node(x))

@@ -26,7 +26,7 @@ from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
 from pymoe.nn.router import Router
 from pymoe.nn.router_product import is_one_node as routes
-from pymoe.ops import index_checks
+from pymoe.ops import index_checks, package_products
 from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_transformed
 
@@ -55,6 +55,8 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         and layer.backend == router.backend == experts.backend == "native"
         and _fit(layer, router, x, weight, bias)
     ):
+        return None
+    if package_products.chosen is not None and x.device.type == package_products.DEVICE:
         return None
     networks = _quantized_networks(layer, experts, x) if quantized else _networks(layer, experts, x)
     if networks is None:

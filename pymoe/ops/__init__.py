@@ -11,6 +11,7 @@ from pymoe.ops.gate_topk import gate_topk
 from pymoe.ops.gather_batch import gather_batch, split_batch
 from pymoe.ops.grouped_linear import grouped_linear
 from pymoe.ops.index_checks import check_indices
+from pymoe.ops.package_products import use_products_of
 from pymoe.ops.quantized_linear import quantized_linear
 from pymoe.ops.quantized_weight import dequantize_weight, pack_weight, quantize_weight, unpack_weight
 from pymoe.ops.router_losses import load_balancing_loss, router_losses, router_z_loss
@@ -38,6 +39,7 @@ __all__ = [
     "router_z_loss",
     "split_batch",
     "unpack_weight",
+    "use_products_of",
 ]
 
 missing_cuda.register()

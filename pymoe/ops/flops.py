@@ -113,3 +113,4 @@ def register() -> None:
     """Register the formula of every operator."""
     for name, formula in FORMULAS.items():
         register_flop_formula(getattr(torch.ops.pymoe, name))(_registered(formula))
+    register_flop_formula(torch.ops.pymoe_packages.grouped_linear)(_registered(_grouped_linear))

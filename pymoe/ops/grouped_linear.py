@@ -18,7 +18,7 @@ from torch import Tensor
 from pymoe._common.contracts import check_grouped_linear
 from pymoe._common.dtypes import cast_operands
 from pymoe._native import load_operators
-from pymoe.ops import index_checks
+from pymoe.ops import index_checks, package_products
 from pymoe.ops.function_calls import call
 from pymoe.reference.grouped_linear import grouped_linear as reference
 
@@ -37,7 +37,10 @@ class GroupedLinear(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None, whole: bool
     ) -> Tensor:
-        return GROUPED_LINEAR(x, weight, offsets, bias, order, whole)
+        package = package_products.chosen
+        if package is not None and x.device.type == package_products.DEVICE:
+            return package_products.product(package, x, weight, offsets, bias, order)
+        return GROUPED_LINEAR(x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from limits import LONG
 
 from pymoe.bench import cli
 
@@ -26,8 +25,9 @@ from benchmarks.gpu import report, sanitize  # noqa: E402
 from benchmarks.gpu.markdown import markdown  # noqa: E402
 from benchmarks.gpu.stages import Stage, run_stages, scrubbed  # noqa: E402
 
-HANG = "import subprocess, sys, time; print('begun', flush=True)\n"
-HANG += "subprocess.Popen([sys.executable, '-c', CHILD]); time.sleep(600)"
+HANG = "import os, subprocess, sys, time; print('begun', flush=True)\n"
+HANG += "subprocess.Popen([sys.executable, '-c', CHILD], preexec_fn=os.setpgrp); time.sleep(600)"
+"""The child is in a process group of its own, as every compiler is that ninja starts."""
 MACHINE = {
     "gpu": None, "torch": "2.13", "nvcc": None, "compiler": "g++", "python": "3.11.7", "cores": 2, "device": "cpu",
     "commit": None, "uncommitted": False, "date": "2026-11-21T00:00:00+00:00", "packages": ["pytest"],
@@ -159,25 +159,6 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["theirs.json"]
 
 
-@pytest.mark.slow
-def test_a_rehearsal_on_the_cpu_runs_real_stages(tmp_path):
-    """Tests and a measurement run with the same commands as on a GPU; the sanitizer reports why it cannot run."""
-    stages = "^(tests_layers|sanitizer|operators)$"
-    done = run_script("--device", "cpu", "--stages", stages, "--limit", str(4 * LONG), "--output", str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    outcomes = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("stage_*.json"))]
-    assert {one["stage"]: one["status"] for one in outcomes} == {
-        "operators": "passed", "sanitizer": "did not run", "tests_layers": "passed",
-    }, done.stdout  # fmt: skip
-    tally = json.loads((tmp_path / "tests_layers.json").read_text())
-    assert tally["finished"]
-    assert tally["counts"]["passed"] >= 4
-    text = (tmp_path / "REPORT.md").read_text()
-    assert "a rehearsal on the CPU" in text
-    assert "| build_routing T16384 K2 E64 int32 |" in text
-    assert "compute-sanitizer needs a GPU" in text
-
-
 def test_a_script_without_torch_says_what_to_name(tmp_path):
     """The script skips a Python without torch."""
     for name in ("python3", "python"):
@@ -200,9 +181,11 @@ def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):
         "packages": ["pytest", "hypothesis", "xdist"],
     }
     stages = report.all_stages("cuda", machine, tmp_path)
-    assert sum(one.reserved for one in stages) <= report.LIMIT["cuda"] <= 540
+    # The report keeps 5 s for itself; starting Python, ending the last stage and nvidia-smi take time beside the limit.
+    assert sum(one.reserved for one in stages) + 5 <= report.LIMIT["cuda"] <= 540 - 20
     names = [one.name for one in stages]
-    assert names.index("build") == 0
+    assert names[:3] == ["build", "emulator", "equality"]  # equality first; times when all else is known
+    assert all(one.reserved <= one.most for one in stages)
     assert all(set(one.after) <= set(names) for one in stages)
     for one in stages:
         for part in one.command:
@@ -304,3 +287,31 @@ def test_the_canary_has_a_fault_for_every_tool():
     for tool in sanitize.TOOLS:
         assert f"__global__ void pymoe_canary_{tool}(" in source
         assert f'std::strcmp(fault, "{tool}") == 0' in source
+
+
+def test_the_summary_names_what_failed_and_the_machine(tmp_path, capsys, monkeypatch):
+    """Stages that raise, hang or need another are named with their reasons, and later stages still run."""
+    machine = MACHINE | {"gpu": None, "packages": []}
+    planted = [
+        stage("raising", "raise ValueError('planted')"),
+        stage("hanging", "import time; time.sleep(600)", reserved=2.0, most=2.0),
+        stage("needing", "", after=("raising",)),
+        stage("last", "print('still here')"),
+    ]
+    monkeypatch.setattr(report, "facts", lambda: dict(machine))
+    monkeypatch.setattr(report, "all_stages", lambda *_: planted)
+    monkeypatch.setattr(report, "replace", lambda one, most: one)  # which gives a stage on the CPU all of the time
+    assert report.main(["--device", "cpu", "--output", str(tmp_path)]) == 1
+    end = capsys.readouterr().out.split("still here")[-1].split("\n\n")[-1].splitlines()
+    assert end[0].startswith("1 of 4 stages passed in ")
+    assert end[1:4] == [
+        "    raising failed: exit status 1",
+        "    hanging timed out: after 2 s",
+        "    needing did not run: raising failed",
+    ]
+    text = (tmp_path / "REPORT.md").read_text()
+    assert "ValueError: planted" in text
+    assert "torch 2.13 (CUDA None), nvcc None, g++, Python 3.11.7, 2 cores" in text
+    monkeypatch.setattr(report, "all_stages", lambda *_: planted[-1:])
+    assert report.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(" failed") == 0

@@ -1,0 +1,291 @@
+"""Hands grouped products on CUDA to another package if the user asks: DeepGEMM, or QuACK, whose products SonicMoE uses.
+
+Only the product of :func:`pymoe.ops.grouped_linear` is handed over, in the forward pass and for the gradient of ``x``.
+Gradients of weights, routing, activations and all other steps stay pymoe's. A product that the package does not take is
+refused: nothing falls back to another kernel without a word.
+
+Sources of the interfaces: DeepGEMM 1.0.0 (the layout of its groups) and transformers 5.23
+(``integrations/deepgemm.py``: its products of bfloat16); quack-kernels 0.6.5 (``quack/gemm_interface.py``); kernels
+0.17.2 (``get_kernel``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType, TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pymoe._common import checks
+from pymoe._common.contracts import ROW_LIMIT
+
+Package = Literal["deep_gemm", "quack"]
+
+DEVICE = "cuda"
+"""The type of the devices whose products are handed over."""
+GENERATIONS = (9, 10)
+"""Major compute capabilities for which the packages have kernels: Hopper and Blackwell."""
+ALIGNMENT = 16
+"""Bytes to which both packages need operands and their rows to be aligned, since they copy them by TMA."""
+
+chosen: Package | None = None
+"""The package that makes the products, or None; set by :class:`use_products_of`."""
+
+
+class use_products_of:
+    """Let another package make the grouped products of bfloat16 on CUDA.
+
+    The package's kernels then multiply the rows of experts wherever :func:`pymoe.ops.grouped_linear` does: in ``MoE``,
+    ``Experts`` and ``apply_experts`` with the native backend, with expert parallelism, and in models of transformers
+    with ``experts_implementation="pymoe"``. Gradients of ``x`` are the package's products, too; those of weights stay
+    pymoe's. Tensors on the CPU and quantised weights are not affected. The bits are those of the package: what
+    :func:`pymoe.ops.grouped_linear` promises of them does not hold. **No GPU has run this yet**: its tests call
+    stand-ins that compute on the CPU what the packages document.
+
+    While a package is chosen, products on CUDA must be those that it takes. The others raise: other dtypes than
+    bfloat16, biases, rows in a given order, features that are no multiple of 8, weights that are neither contiguous nor
+    a transposed view of contiguous ones, GPUs other than Hopper and Blackwell (compute capability 9 and 10), and for
+    DeepGEMM a second GPU in one process, because its kernels belong to one.
+
+    Calling it sets the choice of the process; as a context manager it restores the former choice at the end. A backward
+    pass follows the choice at its own time or, in a graph of ``torch.compile``, that at the time of its forward pass.
+
+    Args:
+        package: ``"deep_gemm"`` for DeepGEMM: the installed module ``deep_gemm``, or else, if the package ``kernels``
+            is installed, ``kernels-community/deep-gemm``, which it downloads. ``"quack"`` for QuACK (``pip install
+            quack-kernels``), whose grouped product SonicMoE uses; SonicMoE itself has only functions for whole layers.
+            ``None`` for pymoe's own choice, as at the start.
+
+    Raises:
+        TypeError: ``package`` is neither a string nor None.
+        ValueError: ``package`` is not one of these.
+        ImportError: the package is not installed, or lacks a function that is needed.
+
+    Example::
+
+        pymoe.ops.use_products_of("quack")
+        model(batch)
+    """
+
+    def __init__(self, package: Package | None) -> None:
+        global chosen
+        if str(package) == "sonicmoe":
+            raise ValueError(
+                "use_products_of: package must be 'deep_gemm' or 'quack', got 'sonicmoe', which has functions for "
+                "whole layers but no grouped product; its products are those of 'quack'"
+            )
+        if package is not None:
+            checks.choice("use_products_of", "package", package, tuple(_LOADERS))
+            _loaded[package] = _LOADERS[package]()
+        self._former = chosen
+        chosen = package
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global chosen
+        chosen = self._former
+
+
+def product(
+    package: Package, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None
+) -> Tensor:
+    """Return ``grouped_linear`` of these operands, computed by a package that has been chosen before.
+
+    Args:
+        package: the package.
+        x: (S, H) bfloat16.
+        weight: (E, N, H) bfloat16.
+        offsets: (E + 1,) int32. Values that are out of range or decrease are brought into range.
+        bias: must be None.
+        order: must be None.
+
+    Returns:
+        (S, N) bfloat16; zero past ``offsets[-1]``.
+
+    Raises:
+        TypeError: the dtype is not bfloat16.
+        ValueError: the package does not take such operands.
+        RuntimeError: the GPU is not one for which the package has kernels.
+    """
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"grouped_linear: x must have dtype bfloat16 for products of {package}, got {x.dtype}")
+    for name, value in (("bias", bias), ("order", order)):
+        if value is not None:
+            raise ValueError(f"grouped_linear: {name} must be None for products of {package}, got a tensor")
+    result: Tensor = _grouped_linear(x, weight, offsets, package)
+    return result
+
+
+# A custom operator, so that torch.compile does not look into the packages. Its namespace is its own, because operators
+# of pymoe without a CUDA kernel are given one that refuses (missing_cuda.py).
+@torch.library.custom_op("pymoe_packages::grouped_linear", mutates_args=())
+def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, package: str) -> Tensor:
+    y = x.new_zeros((x.shape[0], weight.shape[1]))
+    if y.numel() == 0 or x.shape[1] == 0:
+        return y
+    _check(package, x, weight)
+    bounds = pad(offsets[1:].clamp(0, x.shape[0]).cummax(0).values, (1, 0))
+    with torch.cuda.device_of(x):
+        return _PRODUCTS[package](_loaded[package], x.contiguous(), weight, bounds, y)
+
+
+@_grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, offsets: Tensor, package: str) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _check(package: str, x: Tensor, weight: Tensor) -> None:
+    """Raise unless the package takes these operands on this device."""
+    major, minor = torch.cuda.get_device_capability(x.device)
+    if major not in GENERATIONS:
+        raise RuntimeError(
+            f"grouped_linear: products of {package} need a GPU of compute capability 9 or 10, got {major}.{minor}"
+        )
+    for size, name in ((weight.shape[2], "H"), (weight.shape[1], "N")):
+        if size * x.element_size() % ALIGNMENT:
+            raise ValueError(f"grouped_linear: {name} must be a multiple of 8 for products of {package}, got {size}")
+    if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()) or weight.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"grouped_linear: weight must be contiguous, or a transposed view of a contiguous tensor, and aligned to "
+            f"{ALIGNMENT} bytes for products of {package}, got strides {weight.stride()} at {weight.data_ptr():#x}"
+        )
+
+
+# DeepGEMM.
+
+
+class _DeepGemm(NamedTuple):
+    """What is used of DeepGEMM."""
+
+    nt: Callable[..., None]
+    """``nt(a, b, d, layout, use_psum_layout=...)`` writes a (M, K) times the transposed b[e] of b (E, N, K) into d."""
+    nn: Callable[..., None]
+    """As ``nt``, with b (E, K, N)."""
+    alignment: int
+    """The rows of every expert begin at a multiple of this."""
+
+
+def _load_deep_gemm() -> _DeepGemm:
+    module = _deep_gemm_module()
+    names = ("m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nn_contiguous")
+    nt, nn, alignment = (_found(module, name) for name in (*names, "get_mk_alignment_for_contiguous_layout"))
+    return _DeepGemm(nt, nn, alignment())
+
+
+def _deep_gemm_module() -> ModuleType:
+    try:
+        return import_module("deep_gemm")
+    except ImportError as error:
+        try:
+            kernels: Any = import_module("kernels")
+        except ImportError:
+            raise ImportError(
+                f"use_products_of: neither the module deep_gemm nor the package kernels can be imported ({error})"
+            ) from error
+    module: ModuleType = kernels.get_kernel("kernels-community/deep-gemm", version=2)
+    return module
+
+
+class ContiguousLayout(NamedTuple):
+    """Where DeepGEMM's "contiguous layout" has the rows of every expert: from a multiple of the alignment on.
+
+    The bounds come from a tensor on the device, so the number of places is the most that may be needed.
+    """
+
+    place: Tensor
+    """(S,) int64: the place of every row. Rows of no expert are placed after all experts."""
+    experts: Tensor
+    """(places,) int32: the expert of every place, padding included; -1 for places after all experts. Every block of
+    ``alignment`` places has a single value."""
+    ends: Tensor
+    """(E,) int32: where the padded rows of every expert end."""
+
+
+def contiguous_layout(bounds: Tensor, rows: int, alignment: int) -> ContiguousLayout:
+    """Return the layout of rows that are sorted by expert.
+
+    Args:
+        bounds: (E + 1,) int32: from 0, non-decreasing, at most ``rows``.
+        rows: S.
+        alignment: the multiple at which every expert's rows begin.
+    """
+    experts = bounds.shape[0] - 1
+    blocks = -(-(rows + min(rows, experts) * (alignment - 1)) // alignment)
+    if blocks * alignment >= ROW_LIMIT:
+        raise ValueError(
+            f"grouped_linear: products of deep_gemm take fewer than {ROW_LIMIT} padded rows, got {rows} rows"
+        )
+    sizes = bounds.diff()
+    ends = ((sizes + alignment - 1) // alignment * alignment).cumsum(0, dtype=torch.int32)
+    number = torch.arange(rows, dtype=torch.int32, device=bounds.device)
+    padding = pad(ends, (1, 0)) - bounds  # (E + 1,): how far an expert's rows move; the last moves rows of no expert
+    place = number + padding[torch.searchsorted(bounds[1:], number, right=True)]
+    begin = torch.arange(0, blocks * alignment, alignment, dtype=torch.int32, device=bounds.device)
+    owner = torch.searchsorted(ends, begin, right=True)
+    owner = torch.where(owner < experts, owner, -1).int()
+    return ContiguousLayout(place.long(), owner.repeat_interleave(alignment), ends)
+
+
+_device_of_deep_gemm: list[torch.device] = []
+"""The device of the first product."""
+
+
+def _by_deep_gemm(deep_gemm: _DeepGemm, x: Tensor, weight: Tensor, bounds: Tensor, y: Tensor) -> Tensor:
+    _device_of_deep_gemm[:] = _device_of_deep_gemm or [x.device]
+    if x.device != _device_of_deep_gemm[0]:
+        raise RuntimeError(
+            f"grouped_linear: x must be on {_device_of_deep_gemm[0]}, where DeepGEMM's first product in this process "
+            f"was, because its kernels belong to one GPU, got {x.device}"
+        )
+    layout = contiguous_layout(bounds, x.shape[0], deep_gemm.alignment)
+    places = layout.experts.shape[0]
+    padded = x.new_zeros((places, x.shape[1])).index_copy_(0, layout.place, x)
+    out = y.new_zeros((places, y.shape[1]))
+    blackwell = torch.cuda.get_device_capability(x.device)[0] == 10
+    groups = layout.ends if blackwell else layout.experts  # as transformers hands them over
+    multiply, b = (deep_gemm.nt, weight) if weight.is_contiguous() else (deep_gemm.nn, weight.transpose(1, 2))
+    multiply(padded, b, out, groups, use_psum_layout=blackwell)
+    return out.index_select(0, layout.place)
+
+
+# QuACK.
+
+
+def _load_quack() -> Callable[..., Tensor]:
+    try:
+        module = import_module("quack.gemm_interface")
+    except ImportError as error:
+        raise ImportError(f"use_products_of: QuACK cannot be imported: pip install quack-kernels ({error})") from error
+    gemm: Callable[..., Tensor] = _found(module, "gemm")
+    return gemm
+
+
+def _by_quack(gemm: Callable[..., Tensor], x: Tensor, weight: Tensor, bounds: Tensor, y: Tensor) -> Tensor:
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
+    # Tuning would choose the kernel, and so the bits, by its time.
+    gemm(x, weight.transpose(1, 2), out=y, cu_seqlens_m=bounds, tuned=False)
+    return y
+
+
+def _found(module: ModuleType, name: str) -> Any:
+    found = getattr(module, name, None)
+    if found is None:
+        raise ImportError(
+            f"use_products_of: the installed {module.__name__} has no {name}; another version may have it"
+        )
+    return found
+
+
+_LOADERS: dict[str, Callable[[], Any]] = {"deep_gemm": _load_deep_gemm, "quack": _load_quack}
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {"deep_gemm": _by_deep_gemm, "quack": _by_quack}
+_loaded: dict[str, Any] = {}
+"""The functions of each package that has been chosen."""
