@@ -73,7 +73,8 @@ of FP8, or integers with the scales and offsets of another program."""
 
 
 Prefetch = Literal[0, 1, 2]
-"""Nothing, the chosen experts' weights that are not in memory, or all weights of the chosen experts."""
+"""Weights to read in advance: none (0), those of the chosen experts that are not in memory (1), or all of the chosen
+experts (2)."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -95,22 +96,23 @@ class QuantizedWeight(NamedTuple):
 
 
 FORMATS = {("int", 8): 8, ("int", 4): 4, ("mxfp", 4): 14, ("fp", 8): 18, ("affine", 8): 28, ("affine", 4): 24}
-"""Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes, 20 more
+"""Numbers that identify the formats in kernels and state dicts: the bits, and 10 more for floating-point codes, 20 more
 for "affine"."""
 PACKED_ONLY = ("affine",)
-"""Formats to which no weights are rounded: they hold what another program has rounded."""
+"""Formats to which pymoe rounds no weights: they hold weights that another program has rounded."""
 
 
 def number_of(weight: QuantizedWeight) -> int:
-    """Return the number of :data:`FORMATS` of a weight.
+    """Return the number of a weight's format in :data:`FORMATS`.
 
     Raises:
-        ValueError: there is none. ``check_quantized`` refuses such a weight of a caller, but not attributes of a layer.
+        ValueError: the format has no number. ``check_quantized`` refuses such a weight from a caller, but it does not
+            see the attributes of a layer.
     """
     weight = QuantizedWeight(*weight)
     try:
         return FORMATS[weight.format, weight.bits]
-    except (KeyError, TypeError):  # a list has no place among the keys
+    except (KeyError, TypeError):  # a list cannot be a key
         known = ", ".join(f"{kind!r} in {bits} bits" for kind, bits in FORMATS)
         got = f"{weight.format!r} in {weight.bits} bits"
         raise ValueError(f"expected a quantised weight of format {known}, got {got}") from None

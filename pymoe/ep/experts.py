@@ -90,7 +90,7 @@ class ShardedExperts(Experts):
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
-            handles: those that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
+            handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
             meanwhile: work to do after the exchange of the weights of clones has begun.
 

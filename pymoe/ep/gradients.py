@@ -54,8 +54,8 @@ def data_parallel(
             ``mesh["ep"]`` or the group of the same ranks; or that one dimension alone.
         kind: ``"ddp"`` for ``DistributedDataParallel``, in which every rank holds all other parameters; ``"fsdp"`` for
             ``fully_shard``, which cuts these over all ranks, and each expert's parameters over the ranks that have it.
-        blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; with
-            ``"fsdp"`` alone.
+        blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; only with
+            ``"fsdp"``.
         options: further arguments of ``DistributedDataParallel``, or of every call of ``fully_shard``. An ``mp_policy``
             with a ``param_dtype`` needs a mesh of two dimensions, the first of which may be 1: on one dimension nothing
             casts the experts. Where ``fully_shard`` cuts or casts experts, every rank needs some. Parameters that the

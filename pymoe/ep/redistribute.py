@@ -72,7 +72,7 @@ def redistribute(
             :func:`pymoe.ep.placement.contiguous` restores the first placement.
         optimizer: the optimizer of these experts, or several. An optimizer with state for them that is left out raises
             at its next step. One that is made later works; to load a state into it before its first step, first give it
-            to this function with the placement in force. (``set_state_dict`` makes a step before.)
+            to this function with the placement in force. (``set_state_dict`` makes such a step itself.)
 
     Returns:
         ``model``.
@@ -256,7 +256,8 @@ def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
 # Optimizers.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
-"""The optimizers whose state dicts are converted, and for each the number of moves after which its state was moved."""
+"""The optimizers whose state dicts are converted, with the number of moves of each module that their state has
+followed."""
 _hooks: list[Any] = []
 
 

@@ -55,7 +55,7 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
     # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again. It
-    # cannot trace the ``__func__`` of a module's method, and would take the comparison with it for false.
+    # cannot trace the ``__func__`` of a module's method, and would treat the comparison with it as false.
     own = module.__dict__
     forward: Any = type(module).forward
     plain = hasattr(forward, "__get__") and module.forward == forward.__get__(module)

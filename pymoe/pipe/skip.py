@@ -246,8 +246,8 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes under the names of other packages. (A property or method would hide an attribute of the
-        decorated class.)
+        """Return the attributes that torchgpipe and torch name differently. (A property or method of such a name would
+        hide an attribute of the decorated class.)
         """
         try:
             return super().__getattr__(name)

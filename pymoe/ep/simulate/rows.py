@@ -101,9 +101,10 @@ class Spread:
 
 
 def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
-    """Yield a :class:`Spread` for every layer and step of ``load``, in the way ``name``, scaled to ``tokens`` per rank.
+    """Yield a :class:`Spread` for every layer and step of ``load``, scaled to ``tokens`` per rank.
 
-    A clone is made for at least ``min_rows_to_clone`` rows of the tokens of the load.
+    ``name`` is one of :data:`SPREADS`. ``min_rows_to_clone`` is the smallest number of the load's rows for which an
+    expert is cloned.
     """
     source = source_ranks(load.tokens, ranks)
     for before, now in load.with_past():

@@ -1,4 +1,4 @@
-"""Opaque calls: of autograd Functions and modules that a graph calls unchanged instead of tracing them.
+"""Opaque calls: calls of autograd Functions and modules that a graph makes unchanged instead of tracing them.
 
 ``torch.export`` records the operators of a Function's forward and drops its backward, and it runs a module's Python
 code only once. An opaque call is one node instead. The target of the node makes the call, with everything that belongs

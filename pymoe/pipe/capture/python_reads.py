@@ -119,7 +119,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 class _Operators(TorchDispatchMode):
     """Records the addresses of the real tensors that operators get (``seen``) and of those that are converted to a
-    number (``asked``), and whether a fake tensor is converted whose value torch knows (``asked_known``).
+    number (``asked``), and whether a fake tensor whose value torch knows is converted (``asked_known``).
     """
 
     def __init__(self) -> None:

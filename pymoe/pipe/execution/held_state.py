@@ -162,8 +162,8 @@ class HeldState:
         )
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of the state that has changed since ``seen`` was made, as far as a device need not be waited
-        for.
+        """Return the names of the state that has changed since ``seen`` was made. State that only a wait for a device
+        would show is left out.
         """
         layout = seen.layout
         names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]
