@@ -43,7 +43,7 @@ constexpr int kHeldScores = 256;   // the same, if the choice or the weights nee
 struct Layout {
   int32_t tiles;       // tiles of threads / kLanes tokens
   int32_t each;        // consecutive tiles per block
-  int32_t capacity;    // room for candidates of a token; 0: choose by passes
+  int32_t capacity;    // maximum number of candidates of a token; 0: choose by passes
   int32_t group_size;  // experts per group; 0: no groups
   int64_t row_keys;    // number of keys in a token's buffer: E and one per group, or none
   int64_t row_scores;  // number of scores that a token keeps in shared memory: E and a few more, or none

@@ -1,4 +1,5 @@
-// A growing pool: it adds threads for jobs that wait for each other, none for jobs that compute, and ends them later.
+// Tests a growing pool: it adds threads for jobs that wait for each other, adds none for jobs that compute, and ends
+// added threads later.
 #include <atomic>
 #include <latch>
 #include <thread>

@@ -108,7 +108,7 @@ def checkpointed(rank, world, chunks, **way):
 
 
 def twice_backward(rank, world, **way):
-    """Return what a second pass over a kept graph changes."""
+    """Return what differs after a second pass over a kept graph."""
     layer, x, directions = prepared(rank, case(chunks=2), **way)
     loss = (layer(x) * directions).sum()
     loss.backward(retain_graph=True)

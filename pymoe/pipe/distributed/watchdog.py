@@ -170,7 +170,7 @@ class Peer:
 
 # The failure detector.
 
-PATIENCE_S = 30.0  # silence after which a rank on another host has failed
+PATIENCE_S = 30.0  # silence after which a rank on another host counts as failed
 SUSPICION_S = 3.0  # the same if a connection to the rank has broken
 GRACE_S = 3.0  # time limit for the others' first heartbeats, and for the others to read a report of a failure
 STORE_TIMEOUT_S = 30.0  # time limit of a call of the store
