@@ -182,7 +182,8 @@ def work(options: argparse.Namespace) -> Record:
 
 def generate(model: Any, count: int) -> tuple[torch.Tensor, torch.Tensor, Record]:
     """Return a prompt's logits, the ``count`` tokens that follow it, and the seconds for the prompt and for each
-    token."""
+    token.
+    """
     prompt = torch.from_numpy(ids_of(model.config.vocab_size, 1, PROMPT, 0))
     with torch.no_grad():
         logits = model(prompt).logits

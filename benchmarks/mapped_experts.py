@@ -150,7 +150,8 @@ class Layers:
 
     def drop_others(self) -> None:
         """Drop from memory all experts that may not stay, including pages of them that were read together with
-        others."""
+        others.
+        """
         for number, file in enumerate(self.files):
             for weight in self.weights(number):
                 for expert in range(EXPERTS):

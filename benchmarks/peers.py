@@ -53,7 +53,8 @@ class Absent:
 
 class LeftOut(Exception):
     """Raised when a contender is left out on purpose. This is no failure, so the message is printed without the
-    type."""
+    type.
+    """
 
 
 @dataclass(frozen=True)

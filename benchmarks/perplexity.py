@@ -114,7 +114,8 @@ def by_pymoe(model: Any, ids: Tensor, wanted: re.Pattern[str]) -> Iterator[tuple
 
 def by_llama_cpp(model: Any, ids: Tensor, wanted: re.Pattern[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the logits of the model in each of llama.cpp's formats, or nothing if llama.cpp is not
-    available."""
+    available.
+    """
     forms = [form for form in ("BF16", *llama_cpp.TYPES) if wanted.search(f"{LLAMA} {form}")]
     if not forms:
         return

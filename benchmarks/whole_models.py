@@ -166,7 +166,8 @@ def files_of(name: str, options: argparse.Namespace, libraries: Path | None) -> 
 
 def prepared(files: Files, wanted: re.Pattern[str], missing: str, record: Record) -> list[Contender]:
     """Make the files of the wanted contenders; return the contenders whose files exist, and name the others in
-    ``record``."""
+    ``record``.
+    """
     files.make_whole()
     found = []
     for one in CONTENDERS:
@@ -189,7 +190,8 @@ def prepared(files: Files, wanted: re.Pattern[str], missing: str, record: Record
 
 def measure(files: Files, contenders: list[Contender], options: argparse.Namespace, record: Record, keep: Any) -> None:
     """Measure a model's contenders: contenders that fit into memory together take turns, and rivals are kept together
-    first."""
+    first.
+    """
     groups = grouped(contenders, lambda one: one.weights)
     needs = [
         (weights, ones[0].rival or ones[0].name, files.size(ones[0]) + OVERHEAD) for weights, ones in groups.items()
@@ -248,7 +250,8 @@ def take_turns(
     record: Record,
 ) -> None:
     """Time a cell, with all layers and with fewer: one call to warm up, then rounds in which all contenders take
-    turns."""
+    turns.
+    """
     samples: dict[tuple[str, Cell], dict[str, list[float]]] = {}
     total = 0.0
     for one in contenders:

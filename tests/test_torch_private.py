@@ -52,7 +52,8 @@ def literal(name):
 
 ATTRIBUTES = [(owner, name) for owner, names in literal("ATTRIBUTES").items() for name in names]
 LAZY = list(literal("_LAZY"))
-# Beside them: of named tuples, of sys and os, and what torch.compile looks for on functions of others.
+# Further known names: those of named tuples, of sys and os, and attributes that torch.compile looks for on other
+# functions.
 KNOWN = {name for _, name in ATTRIBUTES} | {
     "_replace",
     "_getframe",

@@ -221,5 +221,6 @@ def _renamed(name: str, config: dict[str, Any]) -> str:
 
 def _turned(weight: Tensor, heads: int) -> Tensor:
     """Return the rows of queries or keys in the order of llama.cpp's rotary embeddings, in which the rows of a pair are
-    adjacent."""
+    adjacent.
+    """
     return weight.view(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)

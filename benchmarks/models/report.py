@@ -69,7 +69,8 @@ def split(model: Record, one: Record, mode: str, tokens: int) -> tuple[float, fl
 
 def floor(result: Record, model: Record, one: Record, tokens: int) -> tuple[float, float]:
     """Return the bytes of weights that a call decoding ``tokens`` tokens reads, and the seconds that reading them
-    takes."""
+    takes.
+    """
     sizes = one["loaded"]["sizes"]
     size = sizes["rest"] + sizes["experts"] * model["touched"][str(tokens)]
     return size, size / result["bandwidth"]
@@ -99,7 +100,8 @@ def sections(result: Record) -> list[tuple[str, Table]]:
 
 def times(model: Record, clock: str) -> Table:
     """Return a table with one row per contender: its times, and its speed relative to the llama.cpp contender with
-    about as many bytes."""
+    about as many bytes.
+    """
     rows = []
     for name, one in model["contenders"].items():
         cells = []

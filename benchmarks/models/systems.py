@@ -63,7 +63,8 @@ class System(Protocol):
 
 def shares(named: Iterator[tuple[str, int]]) -> dict[str, int]:
     """Return the bytes of experts and of everything else. The embedding is left out, because a token reads only one row
-    of it."""
+    of it.
+    """
     found = {"experts": 0, "rest": 0}
     for name, size in named:
         if not EMBEDDING.search(name):
@@ -134,7 +135,8 @@ class Transformers:
 
     def compiled_decoding(self, sequences: int, layers: int) -> Callable[[], object]:
         """Return a call like that of ``decoding``, but with one graph of torch.compile per token. The graph has run
-        once."""
+        once.
+        """
         texts = torch.from_numpy(ids_of(self.words, sequences, PROMPT + MOST_COMPILED, 3))
         step = self._compiled_step(texts[:, :PROMPT], layers)
         number = iter(range(PROMPT, PROMPT + MOST_COMPILED))

@@ -119,7 +119,8 @@ def next_model_number(group: dist.ProcessGroup) -> int:
 
 def register_layer(sharding: ExpertSharding) -> None:
     """Record a layer's title for error messages, and its number of counts, which determines the length of its group's
-    messages."""
+    messages.
+    """
     layer_number(sharding.title)
     state = _states.setdefault(sharding.group, _GroupState())
     state.max_counts = max(state.max_counts, sharding.num_counts)

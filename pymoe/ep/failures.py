@@ -291,7 +291,8 @@ def report_failed_backward(sharding: ExpertSharding) -> bool:
 
 class _Backward:
     """Calls ``failed`` if a backward pass raises. The object is the pass's callback, which autograd calls at the end of
-    the pass and drops on an error."""
+    the pass and drops on an error.
+    """
 
     def __init__(self, failed: Callable[[], object]) -> None:
         self._failed, self._has_ended = failed, False

@@ -414,7 +414,8 @@ class MoE(nn.Module):
 
     def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
         """Return whether one native call may do the work of quantised experts, whose weights are modules, on this
-        device."""
+        device.
+        """
         return (
             self._stands_in_for(experts, QuantizedExperts)
             and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
@@ -471,7 +472,8 @@ class MoE(nn.Module):
 
     def _weight_of_input_dtype(self) -> Tensor | None:
         """Return the parameter whose dtype and device ``x`` must have, or None if that is unknown before a part is
-        called."""
+        called.
+        """
         experts: Any = self.experts
         if is_called_plainly(experts, Experts):
             return experts.w_in  # type: ignore[no-any-return]
@@ -489,7 +491,8 @@ def _statistics(
     load: Tensor, capacity: int | None, losses: RouterLosses | None, logits_TE: Tensor | None, *how: Any
 ) -> dict[str, Tensor]:
     """Return the fields of a call's :class:`Stats`; without ``losses``, compute them from the logits. ``how`` is
-    (score, backend)."""
+    (score, backend).
+    """
     if losses is None:
         losses = _losses(logits_TE, load, *how)
     dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()

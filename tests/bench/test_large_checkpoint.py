@@ -1,5 +1,6 @@
 """Tests of a checkpoint that is larger than memory: few bytes are in memory, the saved model gives equal results, and
-the limit is enforced."""
+the limit is enforced.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """Tests that all contenders of benchmarks/moe_layer.py compute the same layer, and that one that does not is called
-WRONG."""
+WRONG.
+"""
 
 from __future__ import annotations
 

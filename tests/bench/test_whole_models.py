@@ -1,5 +1,6 @@
 """Tests of the benchmark of whole models: files hold the same weights, wrong logits are noticed, and contenders that
-fail or are missing are named."""
+fail or are missing are named.
+"""
 
 import argparse
 import json
@@ -69,7 +70,8 @@ def test_a_gguf_file_gets_every_weight_once(name, checkpoint):
 
 def test_experts_of_gpt_oss_are_taken_apart(checkpoint):
     """Columns of gate and up alternate in the checkpoint. llama.cpp has a tensor for each, with a row for every
-    output."""
+    output.
+    """
     folder = checkpoint("tiny-gptoss")
     config = json.loads((folder / "config.json").read_text())
     found = {name: read() for name, _, read in gguf_files.tensors(folder, config, 1)}
@@ -150,7 +152,8 @@ def cells(more, fewer):
 
 def test_layers_are_told_from_the_rest():
     """Seven seconds with four layers and five with two mean three seconds for the rest and one per layer: 19 seconds
-    for 16 layers."""
+    for 16 layers.
+    """
     model = {"layers": 4, "fewer": 2, "of": 16, "touched": {"4": 0.5}}
     one = {"cells": cells(7.0, 5.0), "loaded": {"sizes": {"experts": 8_000, "rest": 1_000}}}
     assert report.split(model, one, "decode", 4) == (3.0, 1.0, 19.0)

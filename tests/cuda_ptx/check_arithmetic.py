@@ -1,5 +1,6 @@
 """Tests of the interpreter's arithmetic: each instruction is compared with its definition in whole numbers and
-fractions."""
+fractions.
+"""
 
 import math
 import random
@@ -126,7 +127,8 @@ def test_bit_fields_and_bytes():
 
 def numbers(form, seed):
     """Return bits of a format: arbitrary ones, and many with close exponents, so that rounding and cancellation
-    happen."""
+    happen.
+    """
     source = random.Random(seed)
     width = form.exponent + form.fraction + 1
     special = [0, form.sign, form.infinity, form.infinity | form.sign, form.infinity + 1, 1, form.sign | 1]

@@ -1,5 +1,6 @@
 """Tests of the interpreter's errors about memory, order and collectives, with short kernels that break one rule
-each."""
+each.
+"""
 
 import sys
 from pathlib import Path
@@ -56,7 +57,8 @@ def test_accesses_of_global_memory():
 
 def test_a_parameter_lies_where_its_own_size_says():
     """``.ptr .align`` describes the memory to which the parameter points. Kernels for Blackwell used to read 4 bytes
-    too early."""
+    too early.
+    """
     array = words(1)
     run_kernel("st.global.u32 [%q1], 7;", [words(1), array], threads=1, types=[".u32", ".u64 .ptr .align 1"])
     assert array[0] == 7

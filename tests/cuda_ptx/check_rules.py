@@ -181,7 +181,8 @@ def test_a_broken_rule_is_reported_in_every_order(rule, seed):
 
 def test_barriers_of_parts_that_share_lanes_order_what_went_before():
     """Lanes 0 to 15 meet, then lanes 8 to 23. After that, earlier accesses of lane 1 are ordered for lane 20, but not
-    for lane 30."""
+    for lane 30.
+    """
     meet = (
         "setp.ge.u32 %p1, %r1, 16;\n@%p1 bra A;\nbar.warp.sync 65535;\nA:\n"
         "setp.lt.u32 %p2, %r1, 8;\n@%p2 bra B;\nsetp.ge.u32 %p3, %r1, 24;\n@%p3 bra B;\nbar.warp.sync 16776960;\nB:\n"
@@ -194,7 +195,8 @@ def test_barriers_of_parts_that_share_lanes_order_what_went_before():
 
 def test_accesses_that_order_others_are_unknown():
     """The interpreter knows only the order of barriers. Code that needs more is refused, and not treated as
-    harmless."""
+    harmless.
+    """
     array = aligned(np.arange(32, dtype=np.uint32))
     for opcode in ("ld.acquire.gpu.global.u32", "ld.relaxed.gpu.global.u32", "ld.volatile.global.u32"):
         refuses("unknown instruction", opcode + " %r1, [%q0];", [array])

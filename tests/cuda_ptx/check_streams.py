@@ -78,7 +78,8 @@ def tensors(results) -> list[Tensor]:
 @pytest.mark.parametrize("operator", sorted(CALLS))
 def test_work_goes_to_the_tensors_device_and_its_current_stream(operator):
     """The other device is current, and both have side streams, so that work on the default device or stream would
-    show."""
+    show.
+    """
     used = set()
     for i, call in enumerate(CALLS[operator]):
         stream = 5 if i % 2 == 0 else 0  # the default stream belongs to the current device
@@ -105,7 +106,8 @@ def logits(seed: int, tokens: int = 300) -> Tensor:
 
 def test_each_call_takes_the_stream_that_is_current_then():
     """The operators keep no streams: each of two streams, and then the default one, gets its own kernels and
-    memsets."""
+    memsets.
+    """
     x = on_cuda(logits(1), 0)
     with current(0, 0, 0):
         for stream in (1, 2, 0, 1):

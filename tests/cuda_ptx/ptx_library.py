@@ -45,7 +45,8 @@ def nvcc_options() -> str:
 
 def build() -> Path:
     """Build the operator library; raise RuntimeError with the compiler's output if that fails, and also if there is no
-    nvcc."""
+    nvcc.
+    """
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("there is no nvcc, whose PTX could be run")

@@ -35,7 +35,8 @@ def module_of(kernel: str) -> str:
 
 def replacements(architecture: str) -> list[tuple[str, str]]:
     """Return every running module, with its counterpart for another architecture, in which names are those of the
-    library."""
+    library.
+    """
     from architectures import texts, with_names_of
 
     own = {source: module_of(f"_{source}_cu_") for source in texts(architecture)}

@@ -53,7 +53,8 @@ def never_launched(folder: Path) -> list[str]:
 
 def narrowed(options: list[str]) -> tuple[list[str], bool]:
     """Return the options with ``-k``, however it is spelt, narrowed to tests that concern CUDA; also return whether
-    ``-k`` was among them."""
+    ``-k`` was among them.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-k", dest="words")
     own, others = parser.parse_known_args(options)

@@ -12,7 +12,8 @@ from run_ptx import ON_CUDA, narrowed, never_launched
 @pytest.mark.parametrize("spelt", [["-k", "gate or combine"], ["-k=gate or combine"], ["-kgate or combine"]])
 def test_words_are_recognised_however_they_are_spelt(spelt):
     """With ``-k=`` the words used to be passed on together with a second -k. pytest used the second one, and so all
-    tests ran."""
+    tests ran.
+    """
     options, some = narrowed(["-n", "2", *spelt, "--level=exhaustive"])
     assert options == ["-k", f"(gate or combine) and {ON_CUDA}", "-n", "2", "--level=exhaustive"]
     assert some

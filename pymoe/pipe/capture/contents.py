@@ -215,7 +215,8 @@ def dict_of(value: Any) -> Any:
 
 def _pickled(value: Any) -> Holder:
     """Return a :class:`Holder` for objects of a class in C: it reads the state that ``pickle`` would save, if there is
-    one."""
+    one.
+    """
     try:
         _bytes_of(value)
     except Exception:
