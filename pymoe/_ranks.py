@@ -135,8 +135,8 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
             with contextlib.suppress(RuntimeError):
                 backend.abort()
             continue
-        # Gloo has a context per network device, chosen by the tag. A wait on an already broken connection raises at
-        # once and leaves the others open, so every peer must be tried.
+        # Gloo has a context per network device, chosen by the tag. A wait on an already broken connection raises
+        # immediately and leaves the others open, so every peer must be tried.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
         others = set(range(group.size())) - {group.rank()}
         for peer, context in itertools.product(others, range(contexts)):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "pymoe" / "_torch_private.py").read_text()
 SEEN_IN = "2.11.0, 2.13.0 and 2.15.0"
 
-# Other places: the reference and _common, which import torch alone, and the file of private names of transformers.
+# Other places: the reference and _common, which import only torch, and the file of private names of transformers.
 EXCEPTIONS = (
     "pymoe/_torch_private.py",
     "pymoe/integrations/transformers/interface.py",

@@ -36,7 +36,7 @@ MOST_INPUTS = 24
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time is spent on a case."""
+    """The time that is spent on a case."""
 
     timer: Timer
     reader: Reader

@@ -32,9 +32,9 @@ class Contender:
     form: str = ""
     """The weights' format in llama.cpp."""
     mxfp: bool = False
-    """Whether it runs only models that are published in MXFP4."""
+    """True if it runs only models that are published in MXFP4."""
     compiled: bool = False
-    """Whether it decodes with a graph of torch.compile, using the weights of another contender. Prompts are computed
+    """True if it decodes with a graph of torch.compile, using the weights of another contender. Prompts are computed
     without this graph, so no time is measured for them.
     """
 

@@ -3,7 +3,7 @@
 // A group of 4 to 32 lanes owns a token. Element l + n * kLanes of the row belongs to lane l: consecutive lanes load
 // consecutive elements, so that every load fills its sectors for any E and any alignment. In a group of up to 16 lanes,
 // a lane computes whole partial sums ("lanes") of core/score.h; in a group of 32, two lanes share each of them. Rows of
-// up to 512 experts stay in registers as 32-bit keys, and all loads of a row are in flight at once; longer rows and
+// up to 512 experts stay in registers as 32-bit keys, and all loads of a row are in flight together; longer rows and
 // fp64 stay in a buffer (shared memory, or the workspace if that is too small), with eight loads per lane in flight. A
 // bias is loaded in the same way as the row.
 //

@@ -91,7 +91,7 @@ class QuantizedWeight(NamedTuple):
     format: WeightFormat = "int"
     """Kind of the codes and scales: see :func:`quantize_weight` and :func:`pack_weight`."""
     prefetch: Prefetch = 0
-    """What :func:`pymoe.nn.apply_experts` asks the system to read before it multiplies: see
+    """The weights that :func:`pymoe.nn.apply_experts` asks the system to read in advance: see
     :func:`pymoe.nn.prefetch_experts`."""
 
 

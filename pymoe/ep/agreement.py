@@ -50,7 +50,7 @@ Description = dict[str, dict[str, Any]]
 def assert_same_on_all_ranks(
     function: str, group: dist.ProcessGroup, mine: Description, problem: Exception | None
 ) -> None:
-    """On all ranks of a group, raise unless their descriptions are equal.
+    """Raise on all ranks of a group unless their descriptions are equal.
 
     Args:
         function: the public function that the ranks have called.

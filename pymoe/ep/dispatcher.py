@@ -196,8 +196,8 @@ class DeduplicatingDispatcher(IndexedDispatcher):
     sums and products of the same numbers in the same order, so they have the same bits.
 
     The counts end with the number of rows that go to each rank, chunk by chunk. If a group shares a capacity, they are
-    counted before any choice is dropped, because drops depend on the counts of all ranks: some rows may be sent in
-    vain.
+    counted before any choice is dropped, because drops depend on the counts of all ranks: some of the rows that are
+    sent may be unused.
     """
 
     weights_travel = True

@@ -1,6 +1,6 @@
 """Ends the waits for exchanges of a group with an error, on all ranks, after a rank has failed.
 
-Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail at once.
+Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail immediately.
 These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
 for them fail, too. The first of these ranks writes to the group's store which rank has died. The other ranks read this
 record for their error messages; ranks that wait for a rank which is busy elsewhere find the failure by this record.
@@ -206,7 +206,7 @@ class Exchange:
         """
         members = self._members
         try:
-            # On a GPU wait without a timeout: then only the stream waits, whereas a timeout would block the host.
+            # On a GPU, wait without a timeout: then only the stream waits, whereas a timeout would block the host.
             if members is None or self._sharding.mesh.device_type != "cpu":
                 self._work.wait()
             else:

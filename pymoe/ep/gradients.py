@@ -51,7 +51,7 @@ def data_parallel(
             it, as with DDP and FSDP alone.
         mesh: two dimensions, ranks with the same experts and ranks of an expert-parallel group, in this order:
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))``, where ``model`` has been sharded over
-            ``mesh["ep"]`` or the group of the same ranks; or that one dimension alone.
+            ``mesh["ep"]`` or the group of the same ranks; or only the second dimension.
         kind: ``"ddp"`` for ``DistributedDataParallel``, in which every rank holds all other parameters; ``"fsdp"`` for
             ``fully_shard``, which cuts these over all ranks, and each expert's parameters over the ranks that have it.
         blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; only with

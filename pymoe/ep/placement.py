@@ -91,7 +91,7 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     Args:
         load: (E,) int32 or int64 on the CPU, rows of each expert in the past, none negative.
         ranks: R, at least 1.
-        replicas: the number of copies that a rank can hold beyond its experts; 0 moves experts alone.
+        replicas: the number of copies that a rank can hold beyond its experts; with 0, experts are only moved.
 
     Raises:
         TypeError: an argument is of the wrong kind.

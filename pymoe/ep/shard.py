@@ -58,7 +58,7 @@ def shard(
             their ``experts`` are refused.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
-            as None, it raises alone, and the other ranks wait for the group's timeout.
+            as None, only this rank raises, and the other ranks wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
             experts. While one is under way, the experts of the one before compute, forward and backward. It is reduced
             to the number of experts of a rank if it is larger.

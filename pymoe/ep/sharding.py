@@ -231,7 +231,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
         sharding: the layer's sharding.
 
     Raises:
-        ValueError: the parameter is not cut along its experts alone.
+        ValueError: the parameter is not cut along its experts, or is also cut along another dimension.
     """
     # FSDP's placement on the ranks with the same experts is not a Shard, but also has a dimension.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):

@@ -100,7 +100,7 @@ class MoE(nn.Module):
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy`` and
     ``DistributedDataParallel``, and can be built on the meta device. Calls of one layer must not run in several threads
-    at once.
+    at the same time.
 
     Under :mod:`torch.func` the native layer supports ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes the
     elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
@@ -423,7 +423,7 @@ class MoE(nn.Module):
         )
 
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
-        # A transform must not change a tensor from outside it, and may run a call many times at once; an exported
+        # A transform must not change a tensor from outside it, and may run one call for many inputs; an exported
         # program holds the layer's parameters, and has no place for statistics.
         if not (in_torch_func() or is_exporting()):
             self._keep_stats_of(load, logits_TE, capacity, losses)

@@ -23,7 +23,7 @@ _as_written: dict[type, tuple[Any, ...]] = {}
 
 
 def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None) -> bool:
-    """Return whether calling ``module``, and differentiating the call, runs the ``forward`` of ``kind`` alone.
+    """Return whether calling ``module``, and differentiating the call, runs only the ``forward`` of ``kind``.
 
     Args:
         module: a part of a layer, which its user may have replaced.

@@ -1,4 +1,4 @@
-"""Runs many calls at once, on the shared workers and on the calling thread."""
+"""Runs many calls at the same time, on the shared workers and on the calling thread."""
 
 from __future__ import annotations
 

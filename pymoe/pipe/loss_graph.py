@@ -42,7 +42,7 @@ MAX_NODES = 1000
 MAX_FOLLOWED_NODES = 10_000
 """Largest number of nodes whose rows are followed."""
 MAX_PARAMETER_NODES = 100
-"""Largest number of nodes that are read to find that a number depends on parameters alone."""
+"""Largest number of nodes that are read to find that a number depends only on parameters."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
 _HIDE_NO_DATA = {
     *_OF_TWO,

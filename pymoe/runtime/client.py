@@ -199,7 +199,7 @@ class PendingCall:
         return self._client._attach(self._inputs, outputs, self._versions)
 
     def done(self) -> bool:
-        """Return whether :meth:`result` would return at once."""
+        """Return whether :meth:`result` would return without waiting."""
         return self._future.done()
 
     def cancel(self) -> bool:

@@ -23,7 +23,7 @@ enum class Kind { kStart, kLock, kUnlock, kWait, kNotify, kJoin, kSleep, kPreemp
 
 enum class State { kReady, kBlocked, kEnded };
 
-// How often, and to which threads, a seed prefers to switch.
+// The style of a seed: how often it prefers to switch, and to which threads.
 enum class Style { kOften, kSeldom, kRarely, kStarve };
 
 struct SimulatedThread {

@@ -170,7 +170,7 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 
 
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
-    """Return the approximate ratio of the fullest rank to the mean under a uniform router, by chance alone.
+    """Return the approximate ratio of the fullest rank to the mean under a uniform router, which is due only to chance.
 
     The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens per rank and E divisible by R. The
     loads of the R ranks are nearly normal, with a relative standard deviation of the second root, and the expected

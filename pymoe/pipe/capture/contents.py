@@ -373,7 +373,7 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-# Holders are found by class alone, so this one has to read numpy arrays of every dtype.
+# Holders are found only by class, so this one has to read numpy arrays of every dtype.
 _ARRAY = Holder(
     lambda value: list(value.ravel()) if value.dtype.hasobject else [],
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),

@@ -71,7 +71,7 @@ class HeldSnapshot:
 
 
 class Seen(NamedTuple):
-    """Keeps the state before a forward, as far as a recomputation of the forward needs it."""
+    """Keeps the part of the state before a forward that a recomputation of the forward needs."""
 
     state: HeldSnapshot | None
     """The state before the forward; None if it had tensors with a history, whose graphs must not be kept alive."""
