@@ -48,9 +48,9 @@ def write_qwen3_moe(
 
 
 def write_checkpoint(folder: Path, config: Any, shard: int | None = None) -> int:
-    """Write random bfloat16 weights for a configuration in the hub's layout: one tensor per expert (GPT-OSS stacks
-    them), one tensor in memory at a time, in files of at most ``shard`` bytes, which may end within a layer; None for
-    one file per layer.
+    """Write random bfloat16 weights for a configuration, in the hub's layout: one tensor per expert (GPT-OSS stacks
+    them). A file has at most ``shard`` bytes and may end within a layer; if ``shard`` is None, each layer has its own
+    file. Only one tensor is in memory at a time.
 
     A configuration with a ``quantization_config`` must describe a GPT-OSS in MXFP4; it names no dtype, like the
     published one.

@@ -231,7 +231,7 @@ def _blocks_of(model: nn.Module, kind: str, blocks: Iterable[nn.Module]) -> list
 def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExperts], options: dict[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if name in options:
-            raise TypeError(f"data_parallel: the ranks must be given by mesh alone, got {name}, too")
+            raise TypeError(f"data_parallel: the ranks must be given only by mesh, got {name}, too")
     cast = getattr(options.get("mp_policy"), "param_dtype", None)
     if kind == "fsdp" and cast is not None and mesh.ndim == 1:
         raise ValueError(

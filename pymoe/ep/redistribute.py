@@ -307,8 +307,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A replaced parameter that has a gradient is still used elsewhere, so its optimizer is right.
         if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
-                f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
-                f"parameters in the place of the experts' own, got one from before, which would never train them"
+                f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "
+                f"experts' parameters, got one made before, which would never train the new ones"
             )
     own = set(map(id, _parameters(optimizer)))
     for experts in [one for one in all_sharded_experts if one.moves]:

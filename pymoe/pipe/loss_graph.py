@@ -85,7 +85,7 @@ class Divisor(NamedTuple):
     counts_rows: bool = False
     """True if, in a mean over rows, the number must be proportional to the number of rows and not constant."""
     is_quotient: bool = False
-    """True if the loss's own code divides by it, perhaps a sum by the number of rows."""
+    """True if the loss's own code divides by it, as when it divides a sum by the number of rows."""
 
 
 @dataclass

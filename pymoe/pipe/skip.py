@@ -193,7 +193,7 @@ class stash(Generic[Value]):
         values = [*args, *(kwargs[keyword] for keyword in ("value", "tensor") if keyword in kwargs)]
         if len(values) != 1 or not kwargs.keys() <= {"value", "tensor"}:
             given = len(args) + len(kwargs)
-            raise TypeError(f"stash: expected a name and one value (or tensor=), got {given} beside the name")
+            raise TypeError(f"stash: expected a name and one value (or tensor=), got {given} in addition to the name")
         self.name = name
         self.value: Value = values[0]
 
