@@ -85,7 +85,7 @@ def shard(
             rows, 12 K bytes a row in a forward and backward pass (20 K in float64). Sums are grouped by rank: outputs
             and gradients of inputs equal one process's to rounding, an output to (K + 3) u times the sum of its terms'
             sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. It cannot be combined
-        with ``clones``.
+            with ``clones``.
         transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once per
             call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not.
             So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K for

@@ -51,7 +51,7 @@ class ExpertClient(nn.Module):
     Args:
         backend: the backend whose pools are asked.
         timeout: the maximum number of seconds for a request, in either pass and however it is waited for; None: no
-        limit.
+            limit.
 
     Raises:
         TypeError: arguments that the expert does not take, a missing tensor, or another dtype.

@@ -152,8 +152,8 @@ def choose_opaque(
     whose graph would be valid for one length only.
 
     Raises:
-        TypeError: an entry of ``opaque`` is neither a type of modules nor a name. ValueError: an entry of ``opaque``
-        names a module that the model does not have.
+        TypeError: an entry of ``opaque`` is neither a type of modules nor a name.
+        ValueError: an entry of ``opaque`` names a module that the model does not have.
         CaptureError: the whole model would have to be opaque.
     """
     types: list[type] = []
