@@ -348,7 +348,7 @@ SCHEDULE = Words(
 
 
 class Rank:
-    """The stages of a pipe that were built in this process, and what they share."""
+    """Holds the stages of a pipe that were built in this process, and the objects that they share."""
 
     def __init__(self, staged: StagedModel, checkpoint: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.staged = staged

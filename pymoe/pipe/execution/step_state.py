@@ -281,8 +281,8 @@ class Recomputation:
         seen: Seen,
         edited: dict[int, BoundaryTensor],
     ) -> None:
-        """Keep the inputs. ``edited``: copies of the inputs that the forward changes, from before the first run, by
-        id.
+        """Keep the inputs. ``edited`` maps the id of each input that the forward changes to its copy from before the
+        first run.
         """
         self.stage = stage
         self.seen = seen
