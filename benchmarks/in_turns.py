@@ -1,4 +1,4 @@
-"""Run one benchmark in two checkouts, in turns, to show what is faster or slower in this tree.
+"""Run one benchmark in two checkouts, in turns, to show which figures are better or worse in this tree.
 
     python -m benchmarks.in_turns OTHER [--turns N] [--figures REGEX] [--output DIR] BENCHMARK [ARGUMENT ...]
 

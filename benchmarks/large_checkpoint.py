@@ -6,11 +6,12 @@
 
 Writes random weights in a published model's sizes, Qwen3-30B-A3B's by default, in bfloat16 and the hub's layout. A
 process loads them by ``from_pretrained`` with a ``PymoeConfig``, generates greedily, and saves the packed model. Two
-more load what was saved, one of them after its files have left the system's cache. All three must compute the same
-logits; torch's products may round otherwise where weights are mapped from files, which the report then says.
+more processes load the saved model, one of them after its files have left the system's cache. All three must compute
+the same logits; torch's products may round differently if weights are mapped from files; the report then says so.
 
 ``--limit`` is for the anonymous memory of each process, read every millisecond: without swap the system cannot take
-this memory back. Pages of files are not counted, since it can. A process with more is ended, and so is the run.
+this memory back. Pages of files are not counted, since it can. A process that exceeds the limit is ended, and the run
+ends with it.
 
 ``--discard`` removes the checkpoint's files once they are loaded, before the packed model is saved: 61 GB and 18 GB
 need not be on the disk together. For that, the weights that are mapped from the files are copied into memory first.
@@ -180,7 +181,9 @@ def work(options: argparse.Namespace) -> Record:
 
 
 def generate(model: Any, count: int) -> tuple[torch.Tensor, torch.Tensor, Record]:
-    """Return the logits of a prompt, ``count`` tokens that follow it, and the seconds of the prompt and of tokens."""
+    """Return a prompt's logits, the ``count`` tokens that follow it, and the seconds for the prompt and for each
+    token.
+    """
     prompt = torch.from_numpy(ids_of(model.config.vocab_size, 1, PROMPT, 0))
     with torch.no_grad():
         logits = model(prompt).logits
@@ -218,7 +221,7 @@ def discard(folder: Path, model: Any) -> None:
 
 
 def sections(result: Record) -> list[tuple[str, Table]]:
-    """Return the tables: of loading and memory, and of generating."""
+    """Return the table of loading and memory, and the table of generating."""
     steps = result["steps"]
     columns = ("load", "first forward", "from the start")
     loading = [

@@ -2,8 +2,8 @@
 
     python -m benchmarks.layer_overhead [--budget S] [--output DIR]
 
-Where text is generated token by token, a layer's own work may take less time than the calls that start it. Here that
-work is almost nothing (H 64, F 64, E 8, K 2), so the time is that of the calls. The clock is one thread's processor
+When text is generated token by token, a layer's own work may take less time than the calls that start it. Here this
+work is almost nothing (H 64, F 64, E 8, K 2), so the calls take most of the time. The clock is one thread's processor
 time; candidates take turns, each with many calls in a row. The line "native calls" is the layer's calls of native code
 by themselves, and "experts" is the larger part of them. "router" and "losses" are modules of the layer, called by
 themselves; the layer needs the losses when a caller asks for its statistics. Writes JSON and a Markdown table.

@@ -3,12 +3,12 @@
     python -m benchmarks.mapped_experts [--layers N] [--shares PERCENT,...] [--tokens N] [--threads N]
                                         [--sizes HIDDEN,FFN] [--files DIR] [--output DIR]
 
-A stack of MoE layers computes one token after another. A share of all experts may stay in memory, those used last:
-after each token the benchmark itself drops the others from memory (``MADV_DONTNEED`` and ``POSIX_FADV_DONTNEED``),
-because a limit of memory needs rights that few users have. So the disk is read as under a limit, but the time that the
-system would take to choose and drop pages is not measured. Every token is computed in both ways, in turns, from the
-same state of memory. Choices of experts are random, the worst case for a cache. With a share of 100 % nothing is
-dropped.
+A stack of MoE layers computes one token after another. A share of all experts may stay in memory, those that were used
+most recently: after each token the benchmark itself drops the others from memory (``MADV_DONTNEED`` and
+``POSIX_FADV_DONTNEED``), because a limit of memory needs rights that few users have. So the disk is read as under a
+limit, but the time that the system would take to choose and drop pages is not measured. Every token is computed in both
+ways, in turns, from the same state of memory. Choices of experts are random, the worst case for a cache. With a share
+of 100 % nothing is dropped.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Layers:
         order = [all_of_them[i] for i in torch.randperm(len(all_of_them), generator=self.random).tolist()]
         self.kept = OrderedDict()
         self.drop_others()
-        for file in self.files:  # what has been written may lie in larger pieces, which were not dropped
+        for file in self.files:  # written data may lie in larger pieces of memory, which were not dropped
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.kept = OrderedDict.fromkeys(order[: round(share * len(order))])
         for layer, expert in self.kept:
@@ -126,7 +126,7 @@ class Layers:
         return {**found, "ratio": asdict(Quartiles.of(ratios)), "same": same}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of all layers, which also read the token itself, so that choices stay random."""
+        """Return the output of all layers. Each layer also reads the token itself, so that choices stay random."""
         y = x
         for number, layer in enumerate(self.layers):
             y = layer(torch.roll(x, number, 1))
@@ -141,7 +141,7 @@ class Layers:
         ]
 
     def keep(self, used: list[tuple[int, int]], most: int) -> None:
-        """Count the use of experts, and let at most so many of them stay in memory."""
+        """Record which experts were used, and let at most ``most`` experts stay in memory."""
         for expert in used:
             self.kept[expert] = None
             self.kept.move_to_end(expert)
@@ -149,7 +149,9 @@ class Layers:
             self.kept.popitem(last=False)
 
     def drop_others(self) -> None:
-        """Drop from memory all experts that may not stay, with what reading others has brought of them."""
+        """Drop from memory all experts that may not stay, including pages of them that were read together with
+        others.
+        """
         for number, file in enumerate(self.files):
             for weight in self.weights(number):
                 for expert in range(EXPERTS):
@@ -171,7 +173,7 @@ class Layers:
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has made the system read from disks."""
+    """Return the number of bytes that the system has read from disks for this process."""
     with open("/proc/self/io") as counters:
         return int(dict(line.split(": ") for line in counters)["read_bytes"])
 

@@ -1,4 +1,4 @@
-"""Measure peak memory and seconds of loading a mixture-of-experts checkpoint that is too large for its machine.
+"""Measure the peak memory and the seconds of loading a mixture-of-experts checkpoint that is too large for its machine.
 
     python -m benchmarks.model_memory [--gigabytes G] [--bits 4|8] [--hidden N] [--ffn N] [--experts N]
                                       [--vocabulary N] [--folder DIR] [--output DIR]

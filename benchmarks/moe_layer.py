@@ -54,8 +54,9 @@ SCENARIOS = (
 QUICK_SCENARIOS = (SCENARIOS[0], SCENARIOS[1], (Shape("many experts", 256, 256, 128, 64, 8), FP32), SCENARIOS[5])
 CUDA_SCENARIOS = tuple((shape, BF16) for shape in CUDA_SHAPES)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
-"""Largest relative error that is not called WRONG: Frobenius norm of the difference over the norm of the fp64 result.
-In bf16 a router that computes its logits in bf16 sends some tokens to other experts: errors near 0.1 by that alone."""
+"""Largest relative error that is not called WRONG: Frobenius norm of the difference divided by the norm of the fp64
+result. A router that computes its logits in bf16 sends some tokens to other experts, which alone causes errors near
+0.1."""
 
 
 ALWAYS = ("torch.mm, dense", "pymoe native")

@@ -52,7 +52,9 @@ class Absent:
 
 
 class LeftOut(Exception):
-    """Raised when a contender is left out on purpose: no failure, so the message is printed without the type."""
+    """Raised when a contender is left out on purpose. This is no failure, so the message is printed without the
+    type.
+    """
 
 
 @dataclass(frozen=True)

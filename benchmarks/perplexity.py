@@ -4,8 +4,8 @@
 
 A small OLMoE is trained on the text of this repository, byte by byte. It is then rounded in several ways, and each
 variant's logits for text that it has not seen are compared with the logits of the float32 weights. llama.cpp reads the
-model in bfloat16 and rounds it by itself; where it cannot be had, its rows are left out. What rounding saves in time,
-``benchmarks.whole_models`` measures.
+model in bfloat16 and rounds it by itself; if it is not available, its rows are left out. ``benchmarks.whole_models``
+measures the time that rounding saves.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def by_pymoe(model: Any, ids: Tensor, wanted: re.Pattern[str]) -> Iterator[tuple
 
 
 def by_llama_cpp(model: Any, ids: Tensor, wanted: re.Pattern[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the logits of the model in each of llama.cpp's formats, or nothing if it cannot be had."""
+    """Yield the name and the logits of the model in each of llama.cpp's formats, or nothing if llama.cpp is not
+    available.
+    """
     forms = [form for form in ("BF16", *llama_cpp.TYPES) if wanted.search(f"{LLAMA} {form}")]
     if not forms:
         return

@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline_schedules [--quick] [--works NAME,...] [--systems REGEX] [--profile] [--output DIR]
 
-Stages sleep or multiply matrices, on 2 and 4 workers, with 4 to 16 micro-batches; measured is the speed-up of a step
-over the plain micro-batched run. With stages that do next to nothing, the overhead per stage and micro-batch is
-measured. Gradients are checked before anything is timed; systems take turns. Writes JSON, Markdown tables and a
+Stages sleep or multiply matrices, on 2 and 4 workers, with 4 to 16 micro-batches; the benchmark measures the speed-up
+of a step over the plain micro-batched run. With stages that do next to nothing, the overhead per stage and micro-batch
+is measured. Gradients are checked before anything is timed; systems take turns. Writes JSON, Markdown tables and a
 picture. `make bench-pipeline` sets everything up.
 """
 
@@ -30,7 +30,7 @@ WORKERS, MICRO_BATCHES = (2, 4), (4, 8, 16)
 CHEAP_MICRO_BATCHES = (8, 16)
 ROUNDS, QUICK_ROUNDS = 7, 3
 CHEAP_ROUNDS = 2
-"""Factor on the rounds where stages do next to nothing, since short times are disturbed most."""
+"""Factor for the number of rounds if stages do next to nothing, since short times are disturbed most."""
 Record = dict[str, Any]
 
 

@@ -22,11 +22,11 @@ from benchmarks.instruction_sets import ISAS, children_for, in_turns, made_by, s
 OUTPUTS, INPUTS = 768, 2048
 MOST_EXPERTS = 32
 MOST_ROWS = 2048
-"""Most rows of all experts of a call together; a call has at least four experts even if their rows are more."""
+"""Maximum total number of rows of a call; but a call always has at least four experts."""
 QUANTISED: dict[str, tuple[Any, ...]] = {"int8": (8,), "int4": (4,), "mxfp4": (4, "mxfp"), "fp8": (8, "fp")}
 """Kinds of quantised weights, and the arguments of ``ops.quantize_weight`` for each."""
 AFFINE = {"affine8": (8, 32), "affine4": (4, 128)}
-"""Kinds of weights that are packed as another program has rounded them: bits, and inputs of a group."""
+"""Kinds of weights that another program has rounded: number of bits, and number of inputs per group."""
 SYMMETRIC = "symmetric8"
 READING = 8
 """Rows per expert up to which a table gives bytes per second."""

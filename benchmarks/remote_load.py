@@ -49,8 +49,8 @@ TARGETS = (
     (COALESCED, LOCAL, "forward", 64, 0.6),
     (SECURE, COALESCED, "forward", 64, 0.8),
 )
-"""The first system's rate is to be at least the last number times the second system's, in this direction with this
-number of clients."""
+"""For each target: two systems, the direction, the number of clients, and the minimum ratio of the first system's rate
+to the second's."""
 Record = dict[str, Any]
 
 

@@ -6,8 +6,8 @@
 
 Writes random weights in the sizes of OLMoE, Qwen3, GPT-OSS, Mixtral and DeepSeek-V2-Lite once, in bfloat16, in pymoe's
 8 and 4 bits and in llama.cpp's formats. Then every contender decodes and prefills the same tokens, in turns, in
-processes of their own. Models of a few layers are measured with half of these layers, too, which gives the time of a
-layer and of everything else, and so the time that the published number of layers would take.
+processes of their own. Models with a few layers are also measured with half of these layers. The difference gives the
+time of a layer, the time of everything else, and so the time for the published number of layers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from pymoe.bench.timing import WallTimer
 Record = dict[str, Any]
 RENDERED = Path(__file__).parent / "results" / "whole_models.md"
 LARGEST = 0.4
-"""Largest share of the memory that a model's weights in bfloat16 may take; models with more get fewer layers."""
+"""Largest share of the memory that a model's weights in bfloat16 may take; larger models get fewer layers."""
 ROOM = 0.7
-"""Share of the memory that is filled at a time."""
+"""Maximum share of the memory that is filled at a time."""
 OVERHEAD = 0.5e9
 """Bytes that a process takes besides weights."""
 STEPS = 4
@@ -50,7 +50,7 @@ MOST_ROUNDS = 12
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed: tokens of a call that decodes or prefills, with some layers."""
+    """A call to time: it decodes or prefills a number of tokens, with a number of layers."""
 
     mode: str
     tokens: int
@@ -165,11 +165,14 @@ def files_of(name: str, options: argparse.Namespace, libraries: Path | None) -> 
 
 
 def prepared(files: Files, wanted: re.Pattern[str], missing: str, record: Record) -> list[Contender]:
-    """Make the files of the wanted contenders; return those that have theirs, and name the others in ``record``."""
+    """Make the files of the wanted contenders; return the contenders whose files exist, and name the others in
+    ``record``.
+    """
     files.make_whole()
     found = []
     for one in CONTENDERS:
-        slides = "sliding_window" in files.model.sizes  # transformers' Python number of it needs a graph a token
+        # transformers keeps the state of a sliding window in a Python number, which would take one graph per token
+        slides = "sliding_window" in files.model.sizes
         if not wanted.search(one.name) or (one.mxfp and not files.model.mxfp) or (one.compiled and slides):
             continue
         try:
@@ -186,7 +189,9 @@ def prepared(files: Files, wanted: re.Pattern[str], missing: str, record: Record
 
 
 def measure(files: Files, contenders: list[Contender], options: argparse.Namespace, record: Record, keep: Any) -> None:
-    """Measure a model's contenders: all that fit into memory together take turns, rivals first of all."""
+    """Measure a model's contenders: contenders that fit into memory together take turns, and rivals are kept together
+    first.
+    """
     groups = grouped(contenders, lambda one: one.weights)
     needs = [
         (weights, ones[0].rival or ones[0].name, files.size(ones[0]) + OVERHEAD) for weights, ones in groups.items()
@@ -216,7 +221,7 @@ def cells(options: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def start(files: Files, child: Child, ones: list[Contender], record: Record) -> None:
-    """Load the weights of these contenders, and compare their logits with those that are expected."""
+    """Load the weights of these contenders, and compare their logits with the expected ones."""
     first = ones[0]
     if first.form:
         paths = {str(layers): str(file) for layers, file in files.ggufs(first).items()}
@@ -244,7 +249,9 @@ def take_turns(
     options: argparse.Namespace,
     record: Record,
 ) -> None:
-    """Time a cell, with all layers and with fewer: a call that warms up, and then rounds in which all take turns."""
+    """Time a cell, with all layers and with fewer: one call to warm up, then rounds in which all contenders take
+    turns.
+    """
     samples: dict[tuple[str, Cell], dict[str, list[float]]] = {}
     total = 0.0
     for one in contenders:
@@ -266,7 +273,7 @@ def take_turns(
 
 
 def run_by(one: Contender) -> Record:
-    """Return what tells a process which of its contenders to run."""
+    """Return the part of a request that tells a process which of its contenders to run."""
     return {"implementation": one.implementation, "compiled": one.compiled}
 
 

@@ -46,8 +46,9 @@ def default_arch_list(toolkit: str) -> str:
 def arch_list_of(seen: Collection[tuple[int, int]], toolkit: str) -> str:
     """Return the architectures to build for GPUs with the compute capabilities ``seen``.
 
-    These are the architectures of the default list that serve these GPUs, and PTX of the newest. The whole default list
-    is returned if ``seen`` is empty, or if the generation of a GPU is missing in it: then its driver compiles the PTX.
+    These are the architectures of the default list whose code runs on these GPUs, and PTX of the newest one. If
+    ``seen`` is empty, or the list has no code for one of the GPUs (so that its driver compiles PTX), this is the whole
+    list.
     """
     majors = {str(major) for major, _ in seen}
     default = default_arch_list(toolkit)

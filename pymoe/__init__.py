@@ -5,7 +5,7 @@
 - :mod:`pymoe.ep`: experts of a layer spread over the ranks of a process group.
 - :mod:`pymoe.runtime`: ``ExpertBackend`` and ``Runtime``, which serve experts to many clients in large batches;
   :mod:`pymoe.mixture`: a gate over such experts; :mod:`pymoe.remote`: experts on other machines.
-- :mod:`pymoe.parallel`: ``map_with_parallel_backward``, calls that run at once, forward and backward.
+- :mod:`pymoe.parallel`: ``map_with_parallel_backward``, which runs calls at the same time, forward and backward.
 - :mod:`pymoe.pipe`: ``Pipe`` and ``pipeline``, models cut into stages that run concurrently.
 - :mod:`pymoe.integrations`: adapters to transformers, Ray and Prometheus.
 

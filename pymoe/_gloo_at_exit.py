@@ -18,7 +18,8 @@ __all__ = ["wait_for_gloo_at_exit"]
 
 THREAD_NAME = "pt_gloo_runloop"
 LONGEST_WAIT_S = 5.0
-IDLE_LOOKS = 3  # checks in a row that must find all threads asleep; one could meet a thread that waits for a lock
+# checks in a row that must find all threads asleep; a single one may find a busy thread waiting for a lock
+IDLE_LOOKS = 3
 
 _waiting: set[int] = set()
 """The processes that will wait at exit: this one, and those from which it was forked."""

@@ -96,7 +96,7 @@ class GroupStore:
     def write(self, key: str, record: object) -> None:
         """Write ``record`` under ``key``, and return when the store has it."""
         self._call("set", key, pickle.dumps(record))
-        self._call("check", [key])  # wait for the store, which set() does not
+        self._call("check", [key])  # wait for the store: set() does not wait
 
     def write_first(self, key: str, record: object) -> Any:
         """Write ``record`` unless ``key`` has a record already; return the record that the key has now."""
@@ -113,7 +113,7 @@ class GroupStore:
         self._call("delete_key", key)
 
     def _call(self, method: str, *args: Any) -> Any:
-        if self.lost is None:  # torch would print many warnings for each further call
+        if self.lost is None:  # once the store is lost, torch prints many warnings per call
             try:
                 return getattr(self._store, method)(*args)
             except RuntimeError as error:
@@ -135,8 +135,8 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
             with contextlib.suppress(RuntimeError):
                 backend.abort()
             continue
-        # Gloo has a context per network device, chosen by the tag. A wait on an already broken connection raises at
-        # once and leaves the others open, so every peer must be tried.
+        # Gloo has a context per network device, chosen by the tag. A wait on an already broken connection raises
+        # immediately and leaves the others open, so every peer must be tried.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
         others = set(range(group.size())) - {group.rank()}
         for peer, context in itertools.product(others, range(contexts)):

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from pymoe import _torch_private as private
 
 Exercises = Iterator[tuple[str, bool]]
-"""Names, each with whether it works as pymoe expects."""
+"""Pairs: a name, and whether it works as pymoe expects."""
 
 
 def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
@@ -36,7 +36,7 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
     raised.
 
     Args:
-        exercise: yields names, each with whether it works as pymoe expects. Its docstring says what depends on them.
+        exercise: yields pairs: a name, and whether it works as pymoe expects. Its docstring says what depends on them.
 
     Returns:
         A function without arguments, which takes about 50 ns once it has passed. It raises RuntimeError if a name does
@@ -222,7 +222,7 @@ def thread_states() -> Exercises:
 
 
 def _function_modes() -> Exercises:
-    class CountingTensor(Tensor):  # a class per thread, as several may try this at once
+    class CountingTensor(Tensor):  # one class per thread: several threads may run this at a time
         calls = 0
 
         @classmethod

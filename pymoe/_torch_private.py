@@ -48,8 +48,8 @@ LazyNormBase = _batchnorm._LazyNormBase
 NormBase = _batchnorm._NormBase
 
 # The dictionaries of hooks that run in a call of a module or in its backward pass: the hooks of all modules, and the
-# names of the dictionaries of one module. ``register_forward_hook`` and its like only give handles of single hooks.
-# A kind that a later version of torch adds is included until tests/nn/test_plain_calls.py classifies it.
+# names of the dictionaries of one module. ``register_forward_hook`` and similar functions only return handles of single
+# hooks. A kind that a later version of torch adds is included until tests/nn/test_plain_calls.py classifies it.
 global_call_hooks: list[Any] = [
     hooks
     for name, hooks in vars(_module).items()
@@ -77,8 +77,8 @@ get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_ke
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
-# The base of ``autograd.Function``, whose own base has the inner ``apply`` that the public one calls, and the metaclass
-# of both, which determines the function that ``apply`` runs.
+# The base of ``autograd.Function``; the base of that class, which has the inner ``apply`` that the public one calls;
+# and the metaclass of both, which determines the function that ``apply`` runs.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
@@ -97,7 +97,8 @@ is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
 set_torch_function_state: Any = _C._set_torch_function_state
 TorchFunctionState: Any = _C._TorchFunctionState
-DisableTorchFunction: Any = _C.DisableTorchFunction  # a context without __torch_function__ of subclasses and modes
+# a context that calls no __torch_function__ of subclasses and modes
+DisableTorchFunction: Any = _C.DisableTorchFunction
 len_torch_function_stack: Any = _C._len_torch_function_stack
 push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
 pop_torch_function_stack: Any = _C._pop_torch_function_stack

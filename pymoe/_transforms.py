@@ -20,8 +20,8 @@ def is_exporting() -> bool:
 
 
 def torch_func_is_active() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active, in which case maps call in
-    order.
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active, in which case maps run their
+    calls in order.
     """
     canaries.transforms()
     return are_functorch_transforms_active()  # type: ignore[no-any-return]

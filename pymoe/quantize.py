@@ -4,14 +4,14 @@
                              [--max-shard-size SIZE]
     python -m pymoe.quantize FILE.gguf OUT [--linear-bits 8|4] [--max-shard-size SIZE]
 
-FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that it has in MXFP4, as GPT-OSS, in FP8,
-as DeepSeek-V3, or in integers of GPTQ, AWQ or compressed-tensors stay as they are, with ``--format mxfp``, ``fp`` or
-``affine``, and are laid out for the kernels. So do those of a GGUF file, as far as pymoe has formats for its types; of
-a file in parts, FILE is the first. A config.json next to that file is used, and then the other files of the folder are
-copied, too; otherwise the file's metadata must do. OUT will hold the quantised model;
-``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
-are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
-layer's experts, and twice the size of OUT on the disk.
+FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that are already quantised, in MXFP4
+(GPT-OSS), in FP8 (DeepSeek-V3), or in integers of GPTQ, AWQ or compressed-tensors, keep their values with ``--format
+mxfp``, ``fp`` or ``affine``, and are only laid out for the kernels. The same holds for experts of a GGUF file whose
+types have a format in pymoe; of a file in parts, FILE is the first. A config.json next to that file is used, and then
+the other files of the folder are copied, too; otherwise the file's metadata are used. OUT will hold the quantised
+model; ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all
+weights are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about
+one layer's experts, and twice the size of OUT on the disk.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def convert(
     Args:
         folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 or FP8 if ``format`` is "mxfp"
             or "fp", of GPTQ, AWQ or compressed-tensors if it is "affine", or any of these if it is "stored"; or a GGUF
-            file, for which it must be.
+            file, which needs "stored".
         out: the folder that gets all files at once, when they are complete.
         bits: 8 or 4; None for "stored".
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.

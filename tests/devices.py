@@ -63,7 +63,7 @@ def moved(sample, device):
     def move(value: Tensor) -> Tensor:
         if value.device != CPU:  # placed on another device on purpose
             return value
-        if id(value) not in copies:  # a tensor that a sample holds twice stays one tensor
+        if id(value) not in copies:  # a tensor that occurs twice in a sample stays one tensor
             copies[id(value)] = same_layout_copy(value, device).requires_grad_(value.requires_grad)
         return copies[id(value)]
 

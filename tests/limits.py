@@ -1,6 +1,6 @@
 """Defines time limits of tests, and their numbers of repetitions.
 
-``LONG`` limits waits that should end at once; it guards against hangs and measures nothing. PYMOE_TEST_TIME_SCALE
+``LONG`` limits waits that should end immediately; it guards against hangs and measures nothing. PYMOE_TEST_TIME_SCALE
 multiplies it, for example for an emulated processor.
 """
 
@@ -11,7 +11,7 @@ import os
 LONG = int(300 * float(os.environ.get("PYMOE_TEST_TIME_SCALE", "1")))  # seconds
 
 EXHAUSTIVE = os.environ.get("PYMOE_EXHAUSTIVE") == "1"
-"""Whether every case is to run (``pytest --level=exhaustive``, which conftest.py turns into this variable)."""
+"""True if every case is to run (``pytest --level=exhaustive``, which conftest.py turns into this variable)."""
 
 
 def rounds(usual: int, exhaustive: int) -> int:

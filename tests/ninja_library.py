@@ -43,7 +43,9 @@ def stamp(of_compiler: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A file, and flags for it alone. With a ``compiler`` other than the C++ compiler, these are its only flags."""
+    """A file, and flags for only this file. With a ``compiler`` other than the C++ compiler, these are its only
+    flags.
+    """
 
     file: Path
     flags: str = ""

@@ -296,8 +296,9 @@ FORBIDDEN_IN_KERNELS = {
 }
 
 
-# Blocks of a launch may run in any order and not all at once, so no block may wait for another or read its results. The
-# kernels then do not depend on a GPU's memory model. tests/cuda_static checks the same in the machine code.
+# Blocks of a launch may run in any order and not all at the same time, so no block may wait for another or read its
+# results. The kernels then do not depend on a GPU's memory model. tests/cuda_static checks the same in the machine
+# code.
 BETWEEN_BLOCKS = {
     r"__threadfence(?!_block\b)|__nv_atomic_thread_fence|atomic_thread_fence": "a fence that reaches beyond the block",
     r"atomicCAS|__nv_atomic_compare_exchange": "a lock, or a loop until another thread has written",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = (ROOT / "pymoe" / "_torch_private.py").read_text()
 SEEN_IN = "2.11.0, 2.13.0 and 2.15.0"
 
-# Other places: the reference and _common, which import torch alone, and the file of private names of transformers.
+# Other places: the reference and _common, which import only torch, and the file of private names of transformers.
 EXCEPTIONS = (
     "pymoe/_torch_private.py",
     "pymoe/integrations/transformers/interface.py",
@@ -52,7 +52,8 @@ def literal(name):
 
 ATTRIBUTES = [(owner, name) for owner, names in literal("ATTRIBUTES").items() for name in names]
 LAZY = list(literal("_LAZY"))
-# Beside them: of named tuples, of sys and os, and what torch.compile looks for on functions of others.
+# Further known names: those of named tuples, of sys and os, and attributes that torch.compile looks for on other
+# functions.
 KNOWN = {name for _, name in ATTRIBUTES} | {
     "_replace",
     "_getframe",

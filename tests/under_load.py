@@ -27,7 +27,9 @@ while number % 1000 or os.getppid() == parent:
 
 
 def run_under_load(command: list[str], processes: int) -> tuple[int, float]:
-    """Run ``command`` beside ``processes`` busy processes; return its exit status and the load average at its end."""
+    """Run ``command`` together with ``processes`` busy processes; return its exit status and the load average at its
+    end.
+    """
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         status = subprocess.run(command, check=False).returncode

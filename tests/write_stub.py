@@ -21,7 +21,7 @@ def write_stub(folder: Path) -> None:
         subprocess.run(generate, check=True, cwd=ROOT)
         text = Path(scratch, "pymoe", "_runtime.pyi").read_text()
     text = re.sub(r"^compiler: str = .*$", "compiler: str", text, flags=re.MULTILINE)
-    # Slots of CPython's: they have no signatures of their own to be read.
+    # These are slots of CPython, whose signatures cannot be read.
     generator = "typing.Generator[typing.Any, None, typing.Any]"
     text = text.replace("def __await__(self):", f"def __await__(self) -> {generator}:")
     text = text.replace("def __repr__(self):", "def __repr__(self) -> str:")

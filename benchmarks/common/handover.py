@@ -1,4 +1,4 @@
-"""Measures the seconds that handing work from one thread to another takes at least."""
+"""Measures the minimum seconds for handing work from one thread to another."""
 
 from __future__ import annotations
 

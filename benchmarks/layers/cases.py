@@ -28,7 +28,7 @@ Record = dict[str, Any]
 MODES: Mapping[str, tuple[int, ...]] = {"decode": (1, 4, 16), "prefill": (128, 512, 2048), "train": (512,)}
 """Numbers of tokens of a call, by mode."""
 MOST_DECODED = 64
-"""Most tokens for which a call counts as decoding."""
+"""Maximum number of tokens for which a call counts as decoding."""
 TIMES_THE_CACHE = 4
 """All inputs of decoding together read this many times the size of the cache, even in 4-bit weights."""
 MOST_INPUTS = 24
@@ -36,7 +36,7 @@ MOST_INPUTS = 24
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time is spent on a case."""
+    """The time that is spent on a case."""
 
     timer: Timer
     reader: Reader

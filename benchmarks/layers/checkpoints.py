@@ -20,13 +20,13 @@ from torch import Tensor
 from pymoe._common.types import WeightFormat
 
 POOL = 2**22 - 3
-"""Normal numbers that are drawn; a prime, so that no two rows of a matrix begin at the same one."""
+"""Number of normal numbers that are drawn. It is a prime, so that no two rows of a matrix begin at the same number."""
 
 
 def write_qwen3_moe(
     folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 8
 ) -> int:
-    """Write a Qwen3-MoE of these sizes as :func:`write_checkpoint` does; return the bytes of all weights."""
+    """Write a Qwen3-MoE of these sizes with :func:`write_checkpoint`; return the bytes of all weights."""
     from transformers import Qwen3MoeConfig
 
     heads = max(hidden // 64, 1)
@@ -48,11 +48,12 @@ def write_qwen3_moe(
 
 
 def write_checkpoint(folder: Path, config: Any, shard: int | None = None) -> int:
-    """Write random bfloat16 weights for a configuration in the hub's layout: one tensor per expert (GPT-OSS stacks
-    them), one tensor in memory at a time, in files of at most ``shard`` bytes, which may end within a layer; None for
-    one file per layer.
+    """Write random bfloat16 weights for a configuration, in the hub's layout: one tensor per expert (GPT-OSS stacks
+    them). A file has at most ``shard`` bytes and may end within a layer; if ``shard`` is None, each layer has its own
+    file. Only one tensor is in memory at a time.
 
-    A configuration that has a ``quantization_config`` is one of a GPT-OSS in MXFP4, and names no dtype, as published.
+    A configuration with a ``quantization_config`` must describe a GPT-OSS in MXFP4; it names no dtype, like the
+    published one.
 
     Returns:
         The bytes of all weights.
@@ -74,7 +75,7 @@ def write_checkpoint(folder: Path, config: Any, shard: int | None = None) -> int
 def write_gpt_oss(
     folder: Path, *, layers: int, hidden: int, ffn: int, experts: int, vocabulary: int, choices: int = 4
 ) -> int:
-    """Write a GPT-OSS of these sizes as :func:`write_checkpoint` does, in MXFP4; return the bytes of all weights."""
+    """Write a GPT-OSS of these sizes in MXFP4 with :func:`write_checkpoint`; return the bytes of all weights."""
     from transformers import GptOssConfig
 
     heads = max(hidden // 64, 2)
@@ -144,7 +145,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], limit: int) -> Iterator[dict[
 
 
 def _layers(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the tensors of every layer, and others alone."""
+    """Yield the tensors of every layer together, and each other tensor by itself."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = re.match(r"model\.layers\.\d+\.", name)
@@ -181,7 +182,7 @@ def _as_published(name: str, shape: Sequence[int], model: str) -> dict[str, tupl
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if name.endswith("_blocks"):
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    if name.endswith("_scales"):  # codes stand for values of about 2.5, and products keep the size of their rows
+    if name.endswith("_scales"):  # codes represent values of about 2.5, and products keep the magnitude of their rows
         middle = 127 - round(math.log2(2.5 * (32 * shape[-1]) ** 0.5))
         return torch.randint(middle - 1, middle + 2, shape, generator=generator, dtype=torch.uint8)
     if "norm" in name.split(".")[-2]:
@@ -196,15 +197,16 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 @functools.lru_cache(maxsize=8)
 def _pool(scale: float) -> Tensor:
-    """Return the same normal numbers for every call, times ``scale``, twice in a row: most of a checkpoint's time would
-    be spent in drawing all of its own.
+    """Return the same normal numbers in every call, times ``scale`` and repeated once. Drawing new numbers for every
+    tensor would take most of a checkpoint's time.
     """
     numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).mul_(scale).bfloat16()
     return numbers.repeat(2)
 
 
 LIMIT_STATUS = 137
-"""Exit status of a process with more memory than it may have; a shell reports it for those that the system kills."""
+"""Exit status of a process that exceeds its memory limit; a shell reports the same status if the system kills a
+process."""
 
 
 class AnonymousMemory:

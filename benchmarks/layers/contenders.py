@@ -45,7 +45,7 @@ class Contender:
     tolerance: float
     """Relative error above which a result counts as wrong."""
     apart: bool = False
-    """Whether the contender keeps its own threads busy between calls; if so, it is timed after the others."""
+    """True if the contender keeps its own threads busy between calls; it is then timed after the others."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     tokens: int
     train: bool
     processor_time: bool = False
-    """Whether to count the processor time of all threads instead of wall time."""
+    """True to count the processor time of all threads instead of wall time."""
     made: dict[str, Contender] = field(default_factory=dict)
     """Contenders that hold copies of the weights, cached for later calls with the same block."""
 

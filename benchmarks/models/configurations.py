@@ -107,4 +107,4 @@ MODELS = PUBLISHED | {
     f"tiny-{name}": replace(one, title=f"tiny {one.title}", sizes={k: _SMALL.get(k, v) for k, v in one.sizes.items()})
     for name, one in PUBLISHED.items()
 }
-"""All models by name; ``tiny-NAME`` is NAME with small sizes, to try things out."""
+"""All models by name; ``tiny-NAME`` is NAME with small sizes, for quick tries."""

@@ -1,4 +1,4 @@
-"""Who takes part: pymoe behind transformers, transformers' own experts, and llama.cpp, with the weights of each.
+"""The contenders: pymoe behind transformers, transformers' own experts, and llama.cpp, with the weights of each.
 
 A process holds one set of weights. Contenders that run on the same weights share a process, and are switched between
 turns: the implementations of experts in bfloat16 (two of transformers, and pymoe), and pymoe with and without
@@ -22,7 +22,7 @@ class Contender:
 
     name: str
     weights: str
-    """The name of its weights' files; those of one name are in one process."""
+    """Name of the files with its weights; contenders with the same name share a process."""
     rival: str = ""
     """The contender of llama.cpp with about as many bytes per weight."""
     implementation: str = "pymoe"
@@ -32,16 +32,16 @@ class Contender:
     form: str = ""
     """The weights' format in llama.cpp."""
     mxfp: bool = False
-    """Whether it runs only models that are published in MXFP4."""
+    """True if it runs only models that are published in MXFP4."""
     compiled: bool = False
-    """Whether it decodes with a graph of torch.compile, for which it takes the weights of another; prompts are computed
-    without it, so it has no time for these.
+    """True if it decodes with a graph of torch.compile, using the weights of another contender. Prompts are computed
+    without this graph, so no time is measured for them.
     """
 
     @property
     def exact(self) -> str:
-        """Return the name of the logits that its own must equal up to rounding; empty for llama.cpp, which rounds
-        weights by itself.
+        """Return the name of the logits that the contender's logits must equal up to rounding; empty for llama.cpp,
+        which rounds weights by itself.
         """
         return "" if self.form else self.weights
 
@@ -80,12 +80,12 @@ CONTENDERS = (
 
 
 def waves(needs: Sequence[tuple[str, str, float]], room: float) -> list[list[str]]:
-    """Return names in groups that fit into ``room`` together.
+    """Return names in groups; the members of a group fit into ``room`` together.
 
     Args:
-        needs: name, class and need of each; classes follow each other. A class stays together if the room is enough
-            for it, and a name that needs more than the room has a group of its own.
-        room: what the names of a group may need together.
+        needs: name, class and need of each, sorted by class. A class stays together if it fits into the room, and a
+            name that needs more than the room gets its own group.
+        room: the maximum sum of the needs of a group.
     """
     units: list[list[tuple[str, float]]] = []
     for _, members in itertools.groupby(needs, key=lambda one: one[1]):

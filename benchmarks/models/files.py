@@ -1,6 +1,6 @@
 """The files of a model, made once and kept: its checkpoint, the packed models, GGUF files, and the logits to expect.
 
-A file that stands under its name is complete. Everything of a model and number of layers is in one folder.
+A file has its final name only when it is complete. There is one folder for each model and number of layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_LOADED = 0.75
 PATIENCE_S = 3600.0
 """Seconds that writing a file may take."""
 DEEPSEEK_LITE = (26, 27)
-"""Numbers of layers by which llama.cpp knows DeepSeek-V2-Lite."""
+"""Numbers of layers by which llama.cpp recognises DeepSeek-V2-Lite."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Files:
     model: Model
     layers: int
     fewer: int
-    """Layers of the smaller model that is measured too, or 0."""
+    """Number of layers of the smaller model that is also measured; 0 if none is."""
     threads: int
     libraries: Path | None
     """The folder of llama.cpp, or None."""
@@ -61,7 +61,7 @@ class Files:
         return {layers: self.gguf(one.form, layers) for layers in (self.layers, self.fewer) if layers}
 
     def logits(self, name: str) -> Path:
-        """Return the file of the logits that are expected of weights."""
+        """Return the file with the logits that are expected for these weights."""
         return self.folder / f"{name}.npy"
 
     def size(self, one: Contender) -> int:
@@ -122,8 +122,8 @@ class Files:
                 (self.folder / "touched.json").write_text(json.dumps(shared))
 
     def touched(self) -> dict[str, float]:
-        """Return the share of a layer's experts that so many tokens read together: counted, or expected of random
-        choices where the model in bfloat16 could not be run.
+        """Return, for each number of tokens, the share of a layer's experts that these tokens read together. It is
+        counted or, if the model could not be run in bfloat16, computed for random choices.
         """
         if not self.fits:
             config = json.loads((self.whole / "config.json").read_text())

@@ -39,7 +39,7 @@ NAMES = {
 """llama.cpp's names of modules (or tensors) by those of the hub."""
 EXPERT = r"(?:mlp|block_sparse_moe)\.experts\.0\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight"
 Entry = tuple[str, tuple[int, ...], Callable[[], Tensor]]
-"""A tensor's name and shape, and what reads it."""
+"""A tensor's name and shape, and a function that reads it."""
 
 
 def write_gguf(folder: Path, file: Path, layers: int, gguf: Any) -> None:
@@ -167,7 +167,7 @@ def tensors(folder: Path, config: dict[str, Any], layers: int) -> Iterator[Entry
 
 
 def _of_layer(checkpoint: Checkpoint, name: str, block: str, rest: str) -> Iterator[Entry]:
-    """Yield what becomes of a tensor of a layer that is not one of experts."""
+    """Yield the entries for a layer's tensor that does not belong to an expert."""
     config = checkpoint.config
     target = block + _renamed(rest, config)
     if config["model_type"] == "mixtral" and rest.startswith(("self_attn.q_proj", "self_attn.k_proj")):
@@ -187,7 +187,7 @@ def _of_layer(checkpoint: Checkpoint, name: str, block: str, rest: str) -> Itera
 
 
 def _of_experts(checkpoint: Checkpoint, name: str, block: str, rest: str) -> Iterator[Entry]:
-    """Yield the stacked experts: once for the first expert's tensor, and for none of the others'."""
+    """Yield the entries for the stacked experts when the first expert's tensor comes; yield nothing for the others."""
     config, read = checkpoint.config, checkpoint.read
     count = experts(config)
     if found := re.fullmatch(EXPERT, rest):
@@ -220,5 +220,7 @@ def _renamed(name: str, config: dict[str, Any]) -> str:
 
 
 def _turned(weight: Tensor, heads: int) -> Tensor:
-    """Return the rows of queries or keys in the order of llama.cpp's rotary embeddings: pairs are neighbours."""
+    """Return the rows of queries or keys in the order of llama.cpp's rotary embeddings, in which the rows of a pair are
+    adjacent.
+    """
     return weight.view(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)

@@ -1,8 +1,8 @@
-"""llama.cpp by its C interface: the prebuilt libraries of an npm package, called through ctypes.
+"""Calls llama.cpp's C interface through ctypes, in the prebuilt libraries of an npm package.
 
-The package is the one that node-llama-cpp loads: libllama with one CPU backend for each level of instructions, of which
-ggml takes the best that the processor has. Of the interface's structures only the first fields are declared, and the
-rest is padding: the library returns them filled with defaults, and takes them back.
+It is the package that node-llama-cpp loads: libllama with one CPU backend for each instruction level. ggml takes the
+best one that the processor supports. Only the first fields of the interface's structures are declared, and the rest is
+padding: the library returns the structures filled with defaults, and takes them back.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TYPES = {"Q4_0": (2, 2), "Q4_K_S": (14, 12), "Q8_0": (7, 8), "MXFP4": (38, 8)}
 
 
 class Missing(RuntimeError):
-    """Raised when llama.cpp cannot be had here."""
+    """Raised when llama.cpp is not available here."""
 
 
 def install(home: Path = HOME) -> Path:
-    """Return the folder of the libraries, after installing both packages below ``home`` if they are not there.
+    """Return the folder of the libraries, after installing both packages below ``home`` if they are missing.
 
     Raises:
-        Missing: a package cannot be had, or has no libraries for this machine.
+        Missing: a package cannot be installed, or has no libraries for this machine.
     """
     libraries = home / "libraries"
     if not libraries.is_dir():
@@ -47,7 +47,7 @@ def install(home: Path = HOME) -> Path:
             found = next(Path(folder).glob("package/bins/*"), None)
             if found is None:
                 raise Missing(f"{PACKAGE} has no libraries")
-            # pip writes numpy and others, too, if it may: this environment has them.
+            # Without this option pip would also install numpy and others, which this environment has.
             _run(*(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", home / "python", WRITER))
             shutil.move(found, libraries)
     return libraries.resolve()
@@ -92,7 +92,7 @@ class _Batch(c.Structure):
 
 
 _SILENT = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, data: None)
-"""Takes the library's messages, hundreds of lines for each model, and drops them."""
+"""Discards the library's messages, hundreds of lines for each model."""
 
 
 class LlamaCpp:
@@ -121,7 +121,7 @@ class LlamaCpp:
         return function
 
     def about(self) -> str:
-        """Return the version, and what the backend uses of the processor."""
+        """Return the version, and the processor features that the backend uses."""
         version = self._call(self._llama.llama_version, c.c_char_p)().decode()
         features = self._call(self._llama.llama_print_system_info, c.c_char_p)().decode()
         used = [part.split(" = ")[0].strip(" |") for part in features.split(":", 1)[1].split("|") if "= 1" in part]
@@ -130,7 +130,8 @@ class LlamaCpp:
     def quantize(self, source: Path, target: Path, form: str) -> None:
         """Write ``source``, a file in 16 bits, with weights in ``form``: one of :data:`TYPES`.
 
-        The head gets the type of the other dense layers, where the quantiser's default for Q4_0 would be 6 bits.
+        The head gets the type of the other dense layers; the quantiser's default for the head would be 6 bits with
+        Q4_0.
         """
         parameters = self._call(self._llama.llama_model_quantize_default_params, _Parameters)()
         parameters.values[0] = self.threads
@@ -140,7 +141,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama_model_quantize returned {status} for {form}")
 
     def load(self, file: Path) -> int:
-        """Return a model with the defaults of the library: files are mapped, and repacked where that is faster."""
+        """Load a model with the library's defaults: files are mapped, and weights are repacked if that is faster."""
         parameters = self._call(self._llama.llama_model_default_params, _Parameters)()
         load = self._call(self._llama.llama_model_load_from_file, c.c_void_p, c.c_char_p, _Parameters)
         if not (model := load(str(file).encode(), parameters)):
@@ -148,7 +149,7 @@ class LlamaCpp:
         return int(model)
 
     def context(self, model: int, sequences: int, length: int) -> Context:
-        """Return room for ``sequences`` sequences of ``length`` tokens."""
+        """Return a context for ``sequences`` sequences of ``length`` tokens."""
         parameters = self._call(self._llama.llama_context_default_params, _Parameters)()
         parameters.values[0] = sequences * length
         parameters.values[1] = max(2048, sequences)

@@ -18,7 +18,7 @@ TOLERANCE = 0.05
 experts.
 """
 SAME = 0.75
-"""The same for llama.cpp, whose weights are rounded otherwise: beyond it, it would be another model."""
+"""The same for llama.cpp, whose weights are rounded differently. A larger error would mean another model."""
 RIVALS = {one.name: one.rival for one in CONTENDERS}
 ABOUT = """\
 Weights are random, and all contenders decode and prefill the same random tokens, in processes of their own that take \
@@ -34,12 +34,12 @@ of torch's reductions; keys and values are not counted."""
 
 
 def wrong(model: Record) -> list[str]:
-    """Return the contenders whose logits are not those of their weights."""
+    """Return the contenders whose logits do not fit their weights."""
     return [name for name, one in model["contenders"].items() if "errors" in one and verdict(one) == "WRONG"]
 
 
 def verdict(one: Record) -> str:
-    """Return "close" or "WRONG"; an error that is no number is wrong. "-" where nothing was there to compare with."""
+    """Return "close" or "WRONG"; an error of NaN is wrong. Return "-" if there was nothing to compare with."""
     exact = one["exact"]
     if not one["errors"]:
         return "-"
@@ -56,8 +56,8 @@ def spread(one: Record, mode: str, tokens: int, layers: int, clock: str = "wall"
 
 
 def split(model: Record, one: Record, mode: str, tokens: int) -> tuple[float, float, float] | None:
-    """Return the seconds of everything but layers, of one layer, and of the published number of layers: the last is
-    extrapolated from the difference between two numbers of layers. None if only one number was measured.
+    """Return the seconds of everything except layers, of one layer, and of the published number of layers. The last
+    figure is extrapolated from the difference between two numbers of layers; None if only one was measured.
     """
     found = [spread(one, mode, tokens, model[key]) for key in ("layers", "fewer")]
     if found[0] is None or found[1] is None:
@@ -68,7 +68,9 @@ def split(model: Record, one: Record, mode: str, tokens: int) -> tuple[float, fl
 
 
 def floor(result: Record, model: Record, one: Record, tokens: int) -> tuple[float, float]:
-    """Return the bytes of weights that a call reads which decodes ``tokens`` tokens, and the seconds that takes."""
+    """Return the bytes of weights that a call decoding ``tokens`` tokens reads, and the seconds that reading them
+    takes.
+    """
     sizes = one["loaded"]["sizes"]
     size = sizes["rest"] + sizes["experts"] * model["touched"][str(tokens)]
     return size, size / result["bandwidth"]
@@ -97,7 +99,9 @@ def sections(result: Record) -> list[tuple[str, Table]]:
 
 
 def times(model: Record, clock: str) -> Table:
-    """Return a table with one row per contender, and its speed compared with llama.cpp's of about as many bytes."""
+    """Return a table with one row per contender: its times, and its speed relative to the llama.cpp contender with
+    about as many bytes.
+    """
     rows = []
     for name, one in model["contenders"].items():
         cells = []
@@ -113,7 +117,7 @@ def times(model: Record, clock: str) -> Table:
 
 
 def floors(result: Record, model: Record) -> Table:
-    """Return tokens per second, bytes and shares of the floor in decoding."""
+    """Return a table of tokens per second, bytes and shares of the floor in decoding."""
     decoded = [tokens for mode, tokens in columns(model) if mode == "decode"]
     heading = ["contender"]
     for tokens in decoded:
@@ -134,7 +138,7 @@ def floors(result: Record, model: Record) -> Table:
 
 
 def whole(model: Record) -> Table:
-    """Return what is not layers, a layer, and tokens per second of all layers."""
+    """Return a table of the time without layers, the time of a layer, and the tokens per second with all layers."""
     rows = []
     for name, one in model["contenders"].items():
         row = [name]
@@ -152,7 +156,7 @@ def whole(model: Record) -> Table:
 
 
 def memory(model: Record) -> Table:
-    """Return sizes, loading and the errors of logits."""
+    """Return a table of sizes, loading times and errors of logits."""
     rows = []
     for name, one in model["contenders"].items():
         if "errors" not in one:

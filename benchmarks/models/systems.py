@@ -23,13 +23,14 @@ from benchmarks.models import llama_cpp
 Record = dict[str, Any]
 Ids = np.ndarray[Any, Any]
 PROMPT = 32
-"""Tokens of every sequence before the first that decoding adds."""
+"""Number of tokens of every sequence before decoding adds the first one."""
 MOST_DECODED = 512
-"""Tokens of a sequence for which llama.cpp gets room."""
+"""Maximum number of tokens of a sequence in llama.cpp."""
 MOST_COMPILED = 96
-"""Tokens of a sequence for which the cache of a compiled step has room: its attention computes all of them."""
+"""Maximum number of tokens of a sequence in the cache of a compiled step, whose attention always computes all of
+them."""
 CHECKED = 64
-"""Tokens of the text whose logits are compared."""
+"""Number of tokens of the text whose logits are compared."""
 MOST_TOGETHER = 32
 """Most sequences that are decoded together."""
 EMBEDDING = re.compile(r"embed_tokens|token_embd")
@@ -57,11 +58,13 @@ class System(Protocol):
         """Return a call that adds a token to each sequence."""
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of weights: of ``experts``, and of the ``rest`` that every token reads."""
+        """Return the bytes of the weights of ``experts``, and of the ``rest``, which every token reads."""
 
 
 def shares(named: Iterator[tuple[str, int]]) -> dict[str, int]:
-    """Return the bytes of experts, and of everything else except the embedding, of which a token reads one row."""
+    """Return the bytes of experts and of everything else. The embedding is left out, because a token reads only one row
+    of it.
+    """
     found = {"experts": 0, "rest": 0}
     for name, size in named:
         if not EMBEDDING.search(name):
@@ -88,7 +91,7 @@ class Transformers:
 
     @contextmanager
     def cut(self, layers: int) -> Iterator[Any]:
-        """Give the model with its first ``layers`` layers alone."""
+        """Return a context manager in which the model has only its first ``layers`` layers."""
         inner, config = self.model.model, self.model.config
         whole, number = inner.layers, config.num_hidden_layers
         inner.layers, config.num_hidden_layers = whole[:layers], layers
@@ -124,14 +127,16 @@ class Transformers:
         return run
 
     def attend(self, implementation: str) -> None:
-        """Choose transformers' implementation of attention: torch's "sdpa" takes ten times as long in bfloat16 as
-        "eager" for one query and many keys on a CPU, but less memory for prompts.
+        """Choose transformers' implementation of attention. On a CPU in bfloat16, torch's "sdpa" takes ten times as
+        long as "eager" for one query and many keys, but less memory for prompts.
         """
         if self.model.config._attn_implementation != implementation:
             self.model.set_attn_implementation(implementation)
 
     def compiled_decoding(self, sequences: int, layers: int) -> Callable[[], object]:
-        """Return a call as that of ``decoding``, with one graph of torch.compile for a token; it has run once."""
+        """Return a call like that of ``decoding``, but with one graph of torch.compile per token. The graph has run
+        once.
+        """
         texts = torch.from_numpy(ids_of(self.words, sequences, PROMPT + MOST_COMPILED, 3))
         step = self._compiled_step(texts[:, :PROMPT], layers)
         number = iter(range(PROMPT, PROMPT + MOST_COMPILED))
@@ -145,17 +150,17 @@ class Transformers:
         return run
 
     def stepwise_logits(self, ids: Ids) -> Ids:
-        """Return what ``logits`` returns, with the call of ``compiled_decoding`` for every token but the first."""
+        """Return the same as ``logits``, using the call of ``compiled_decoding`` for every token except the first."""
         tokens = torch.from_numpy(ids)
         step = self._compiled_step(tokens[:, :1], self.model.config.num_hidden_layers)
         rest = [step(tokens[:, at : at + 1]).float() for at in range(1, tokens.shape[1])]
         return torch.cat([torch.from_numpy(self.logits(ids[:, :1]))[None], *rest], 1)[0].numpy()
 
     def _compiled_step(self, prompt: Tensor, layers: int) -> Callable[[Tensor], Tensor]:
-        """Return a function of the tokens (sequences, 1) after a prompt; it returns their logits."""
+        """Return a function that takes the tokens (sequences, 1) after a prompt and returns their logits."""
         from transformers import StaticCache
 
-        torch._dynamo.config.recompile_limit = 64  # a graph for every number of sequences and of layers
+        torch._dynamo.config.recompile_limit = 64  # one graph for each number of sequences and layers
         forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
         with self.cut(layers) as model:
             past = StaticCache(config=model.config, max_cache_len=PROMPT + MOST_COMPILED)
@@ -166,8 +171,8 @@ class Transformers:
         return shares((name, tensor.nbytes) for name, tensor in _tensors(self.model))
 
     def touched(self, ids: Ids, sequences: tuple[int, ...]) -> dict[str, float]:
-        """Return the share of a layer's experts that some tokens read together, on average over layers and over groups
-        of the text's tokens, for every number of tokens.
+        """Return, for each number of tokens, the share of a layer's experts that these tokens read together: the mean
+        over layers and over groups of the text's tokens.
         """
         chosen: list[Tensor] = []
         experts = [one for name, one in self.model.named_modules() if name.endswith(".experts")]
@@ -183,7 +188,7 @@ class Transformers:
         return found
 
     def take(self, other: Transformers) -> None:
-        """Replace the weights by those for which the packed ones of ``other`` stand."""
+        """Replace the weights by the values that the packed weights of ``other`` represent."""
         from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
         from pymoe.ops import dequantize_weight
 
@@ -244,7 +249,7 @@ class LlamaCpp:
     def decoding(self, sequences: int, layers: int) -> Callable[[], object]:
         texts = ids_of(self.words, sequences, PROMPT + MOST_DECODED, 3)
         context = self._room(layers, sequences, PROMPT + MOST_DECODED)
-        for start in range(PROMPT):  # a batch of all prompts may be longer than a batch may be
+        for start in range(PROMPT):  # all prompts together may exceed the maximum length of a batch
             context.compute(texts[:, start : start + 1], start, ())
         number = iter(range(PROMPT, PROMPT + MOST_DECODED))
 

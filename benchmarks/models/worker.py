@@ -1,7 +1,7 @@
 """The process of a set of weights: ``python -m benchmarks.models.worker THREADS``.
 
 It answers requests, one JSON object with ``do`` a line (benchmarks/common/children.py): ``load`` first, then ``check``
-and ``measure`` as often as wished. ``expect`` and ``write`` make files, for which nothing is loaded before.
+and ``measure`` any number of times. ``expect`` and ``write`` make files and need no ``load``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.models.gguf_files import write_gguf
 from benchmarks.models.systems import CHECKED, MOST_TOGETHER, LlamaCpp, Record, System, Transformers, ids_of, loaded
 
 PAUSE_S = 0.01
-"""Seconds before a turn: threads of the process that had the turn before may compute while they wait for work."""
+"""Seconds before a turn: threads of the previous process may still spin while they wait for work."""
 
 
 class Worker:
@@ -41,8 +41,8 @@ class Worker:
             return getattr(self, request.pop("do"))(**request)
 
     def load(self, folder: str = "", libraries: str = "", files: dict[str, str] | None = None) -> Record:
-        """Load a folder of transformers, or llama.cpp's files by their number of layers; return what that took, and
-        the bytes of weights.
+        """Load a folder of transformers, or llama.cpp's files by their number of layers; return the time and memory
+        that this took, and the bytes of weights.
         """
         if folder:
             import transformers  # noqa: F401  # memory and time count after the imports
@@ -59,8 +59,8 @@ class Worker:
         return {**record, "sizes": self.system.sizes(), **about}
 
     def check(self, implementation: str, expected: dict[str, str], compiled: bool = False) -> dict[str, list[float]]:
-        """Return for every file of expected logits the relative errors of this model's: median and largest over the
-        tokens of a text.
+        """Return, for every file of expected logits, the relative error of this model's logits: the median and the
+        maximum over the tokens of a text.
         """
         system = self._under(implementation, compiled)
         logits = system.stepwise_logits if compiled else system.logits
@@ -75,8 +75,8 @@ class Worker:
     def measure(
         self, implementation: str, mode: str, tokens: int, layers: int, calls: int, compiled: bool = False
     ) -> Record:
-        """Return the seconds of ``calls`` calls by the wall clock and of the processors; the first call of its kind
-        warms up.
+        """Return the wall seconds and the processor seconds of ``calls`` calls; the first call of a kind is preceded by
+        a warm-up.
         """
         system = self._under(implementation, compiled)
         key = (implementation, compiled, mode, tokens, layers)
@@ -97,8 +97,8 @@ class Worker:
         return {"wall": walls, "processor": processors}
 
     def expect(self, folder: str, packed: str, file: str) -> Any:
-        """Write the logits of transformers' eager experts with the weights of ``folder``, or with those for which the
-        weights of ``packed`` stand; return the share of experts that so many tokens read together.
+        """Write the logits of transformers' eager experts with the weights of ``folder``, or with the values that the
+        weights of ``packed`` represent; return the share of experts that tokens read together, by their number.
         """
         model = Transformers(Path(folder))
         model.model.set_experts_implementation("eager")
@@ -120,7 +120,7 @@ class Worker:
         part.replace(file)
 
     def _under(self, implementation: str, compiled: bool) -> Any:
-        """Return the system with this implementation of experts, and the attention for its way to run."""
+        """Return the system, set to this implementation of experts and to the attention that fits it."""
         system: Any = self.system
         if isinstance(system, Transformers):
             system.attend("eager" if compiled else system.attention)

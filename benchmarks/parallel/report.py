@@ -15,9 +15,9 @@ Record = dict[str, Any]
 PASSES = ("forward", "backward")
 BY_PROCESSOR = ("forward_cpu", "backward_cpu")
 AT_ONCE = 1.1
-"""Most time that 8 sleeping calls may take, as a multiple of one call's time."""
+"""Maximum time of 8 sleeping calls, as a multiple of one call's time."""
 TINY = 50e-6
-"""Most seconds per pass that the map may add to a call that does nothing."""
+"""Maximum seconds per pass that the map may add to a call that does nothing."""
 STYLES = {LOOP: ("0.4", "o", "-"), AUTOGRAD: ("C0", "s", "--"), PYMOE: ("C2", "o", "-")}
 
 

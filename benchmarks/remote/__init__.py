@@ -1,1 +1,1 @@
-"""The parts of benchmarks/remote_load.py: experts that are served by other processes, and who else serves some."""
+"""The parts of benchmarks/remote_load.py: pymoe's server and the peers, whose experts run in other processes."""

@@ -67,7 +67,7 @@ def under_load(cell: Cell, server: BackendServer, seconds: float) -> list[dict[s
     marks: list[dict[int, Usage]] = []
     whose: dict[int, str] = {}
 
-    def cpu() -> float:  # called where the window opens and where it closes
+    def cpu() -> float:  # called when the window opens and when it closes
         marks.append(threads_usage())
         whose.update(roles(cell.kind))
         return time.process_time()

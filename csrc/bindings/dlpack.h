@@ -58,7 +58,7 @@ void read_plain(PyObject* object, Tensor& tensor);
 bool reread(PyObject* object, Tensor& tensor) noexcept;
 
 // Makes a contiguous CPU tensor of torch over `data`. `release(data)` runs when torch releases it, on any thread, with
-// or without the GIL, or at once if this fails.
+// or without the GIL, or immediately if this function fails.
 py::object make(void* data, void (*release)(void*) noexcept, DataType dtype, const int64_t* shape, int32_t ndim);
 
 bool is_tensor(PyObject* object);

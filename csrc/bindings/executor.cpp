@@ -115,8 +115,8 @@ class PyExecutor {
   }
 
  private:
-  // Returns the running executor, or null. Throws on one of its threads: "`where`: a worker cannot wait for the end of
-  // `whose`".
+  // Returns the running executor, or null. If the caller is one of its threads, throws "`where`: a worker cannot wait
+  // for the end of `whose`".
   std::shared_ptr<ServerThreads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {

@@ -42,7 +42,7 @@ void after_fork() {
   release_deferred();
 }
 
-// In the child of a fork. The parent's registry is abandoned, since another thread may have held its lock.
+// Called in the child of a fork. The parent's registry is abandoned, since another thread may have held its lock.
 void start_generation() {
   after_fork();
   registry = new Registry;

@@ -21,7 +21,7 @@ namespace pymoe::bindings {
 class Stoppable {
  public:
   virtual ~Stoppable() = default;
-  // Requests a stop and returns at once; `how` says whether work that has not started still runs or is dropped.
+  // Requests a stop and returns immediately; `how` says whether work that has not started still runs or is dropped.
   virtual void request_stop(runtime::Stop how) = 0;
   // Waits until `until` at most; returns true once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;

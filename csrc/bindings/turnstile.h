@@ -1,13 +1,13 @@
 // Turnstile: the order in which threads that wait for the requests of one batch take the GIL and return.
 //
-// They can only return one at a time, because each needs the GIL. If all are woken at once, they queue up for the GIL,
+// They can only return one at a time, because each needs the GIL. If all are woken together, they queue up for the GIL,
 // and since torch releases it whenever a tensor is dropped, each of them queues up again and again: measured on two
 // idle cores, this cost five thread switches per request, and two thirds of the throughput. If they are woken one after
 // the other, each waits for the kernel to wake a sleeping core.
 //
 // So two are awake at a time: one runs, and the next one spins until the first waits again or is gone (leave), but no
 // longer than kSpin; then it waits for the GIL, whatever the first does. A thread that leaves calls the one after next;
-// if the next one has spun in vain, it makes that call instead. So each called thread passes the call on within kSpin
+// if the next one has spun for kSpin, it makes that call instead. So each called thread passes the call on within kSpin
 // after it wakes, whatever Python does in between.
 #pragma once
 

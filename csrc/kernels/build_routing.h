@@ -42,10 +42,10 @@ void build_routing(const BuildRoutingArguments& arguments);
 
 namespace cuda {
 int64_t build_routing_workspace(int64_t rows, int64_t num_experts);
-// Enqueues on `stream` (a cudaStream_t) and returns at once: one launch for up to 49152 choices and 1406 experts, else
-// two. Throws std::runtime_error if a launch is refused.
+// Enqueues on `stream` (a cudaStream_t) and returns immediately: one launch for up to 49152 choices and 1406 experts,
+// else two. Throws std::runtime_error if a launch is refused.
 void build_routing(const BuildRoutingArguments& arguments, void* stream);
-// As build_routing, in one launch, for experts that the gate has chosen and counted.
+// Does the same as build_routing in one launch, for experts that the gate has chosen and counted.
 void build_routing_counted(const CountedRoutingArguments& arguments, void* stream);
 }  // namespace cuda
 

@@ -7,8 +7,8 @@
 //
 //   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which is 128 KiB per block for the
 //                 S = 32768 of 4096 tokens and 8 choices, and makes S additions in shared memory, of some seven
-//                 instructions each (sm_90). A lane adds in a separate column, which is one bank, and to both
-//                 numbers at once, 16 bits each.
+//                 instructions each (sm_90). A lane adds in a separate column, which is one bank, and to both numbers
+//                 in one addition, 16 bits each.
 //   two launches  a first kernel writes every tile's histogram to the workspace, and every block of the second one
 //                 sums them. This has twice the launches, but the work of a block no longer grows with S.
 //
@@ -35,7 +35,7 @@ constexpr int kMostWarps = 32;
 constexpr int64_t kOneLaunchRows = int64_t{48} << 10;  // below 2^16, because this variant's counts have 16 bits
 constexpr int kOneLaunchWarps = 16;                    // fewer warps would take too long to count all choices
 
-// How choices are cut into tiles, which depends only on the sizes.
+// The division of choices into tiles, which depends only on the sizes.
 struct Plan {
   bool in_shared;  // true if the blocks' counters are in shared memory
   bool one_launch;
@@ -117,7 +117,8 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
   __syncthreads();
 
-  // All loads of a batch are issued at once. Elements of a pack past the last choice add 0 to the counts.
+  // All loads of a batch are issued before the first value is used. Elements of a pack past the last choice add 0 to
+  // the counts.
   const int packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
   for (int batch = thread; batch < packs; batch += kLoads * threads) {
     Wide loaded[kLoads];

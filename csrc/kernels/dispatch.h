@@ -35,7 +35,7 @@ void dispatch(const DispatchArguments& arguments);
 }
 
 namespace cuda {
-// Enqueues on `stream` (a cudaStream_t) and returns at once; throws std::runtime_error if the launch is refused.
+// Enqueues on `stream` (a cudaStream_t) and returns immediately; throws std::runtime_error if the launch is refused.
 void dispatch(const DispatchArguments& arguments, void* stream);
 }  // namespace cuda
 

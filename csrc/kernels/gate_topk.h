@@ -81,7 +81,7 @@ int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments)
 // Returns the layout of the counts that a call can write for build_routing, still without memory. It has no tiles if
 // the call cannot write counts.
 ChoiceCounts gate_topk_counts(const GateTopkArguments& arguments);
-// Enqueue on `stream` (a cudaStream_t) and return at once; throw std::runtime_error if a launch is refused.
+// Enqueue on `stream` (a cudaStream_t) and return immediately; throw std::runtime_error if a launch is refused.
 void gate_topk(const GateTopkArguments& arguments, void* stream);
 void gate_topk_backward(const GateTopkBackwardArguments& arguments, void* stream);
 }  // namespace cuda

@@ -3,7 +3,7 @@
 // A group of 4 to 32 lanes owns a token. Element l + n * kLanes of the row belongs to lane l: consecutive lanes load
 // consecutive elements, so that every load fills its sectors for any E and any alignment. In a group of up to 16 lanes,
 // a lane computes whole partial sums ("lanes") of core/score.h; in a group of 32, two lanes share each of them. Rows of
-// up to 512 experts stay in registers as 32-bit keys, and all loads of a row are in flight at once; longer rows and
+// up to 512 experts stay in registers as 32-bit keys, and all loads of a row are in flight together; longer rows and
 // fp64 stay in a buffer (shared memory, or the workspace if that is too small), with eight loads per lane in flight. A
 // bias is loaded in the same way as the row.
 //
@@ -43,7 +43,7 @@ constexpr int kHeldScores = 256;   // the same, if the choice or the weights nee
 struct Layout {
   int32_t tiles;       // tiles of threads / kLanes tokens
   int32_t each;        // consecutive tiles per block
-  int32_t capacity;    // room for candidates of a token; 0: choose by passes
+  int32_t capacity;    // maximum number of candidates of a token; 0: choose by passes
   int32_t group_size;  // experts per group; 0: no groups
   int64_t row_keys;    // number of keys in a token's buffer: E and one per group, or none
   int64_t row_scores;  // number of scores that a token keeps in shared memory: E and a few more, or none

@@ -27,7 +27,7 @@ void gather_batch(const GatherBatchArguments& arguments);
 }
 
 namespace cuda {
-// Enqueues on `stream` (a cudaStream_t) and returns at once; throws std::runtime_error if a launch is refused.
+// Enqueues on `stream` (a cudaStream_t) and returns immediately; throws std::runtime_error if a launch is refused.
 void gather_batch(const GatherBatchArguments& arguments, void* stream);
 }  // namespace cuda
 

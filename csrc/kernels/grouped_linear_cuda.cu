@@ -16,7 +16,7 @@
 // for sorted rows.
 //
 // If torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
-// what it leaves out; they return at once for tiles and experts that lack nothing.
+// what it leaves out; they return immediately for tiles and experts that lack nothing.
 #include <algorithm>
 #include <limits>
 
@@ -69,7 +69,7 @@ PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
   }
 }
 
-// Where and how to store y: its memory, the bias and the sizes.
+// The parameters for storing y: its memory, the bias and the sizes.
 template <typename T>
 struct Output {
   T* y;
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kBiasThreads)
 
 constexpr int kCompleteThreads = 256;
 
-// Clears the rows without an expert; returns at once if there are none.
+// Clears the rows without an expert; returns immediately if there are none.
 __global__ void __launch_bounds__(kCompleteThreads)
     complete_linear_kernel(uint4* y, GroupPlan plan, int64_t packs, int64_t row_packs, int experts) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kCompleteThreads;

@@ -22,7 +22,7 @@ struct BatchingOptions {
   std::optional<Duration> timeout;  // longest time that a request waits for min_batch_size rows; none: no limit
   Duration linger = std::chrono::milliseconds(5);
   int64_t capacity = 65536;  // largest number of requests in the queue
-  bool isolate = false;      // run a batch that failed again in halves, so that a bad request fails alone
+  bool isolate = false;      // run a batch that failed again in halves, so that only a bad request fails
 
   // Throws std::invalid_argument if an option is out of range.
   void check() const {

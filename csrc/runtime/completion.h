@@ -7,10 +7,10 @@
 //            can all try to claim one task, and exactly one of them gets it.
 // Waiting    Every wait returns, whether it began before the end or after it. `error` is null if all went well, and
 //            does not change after the end.
-// Callbacks  run once each, in the order in which they were added, on the thread that completes, or at once on the
+// Callbacks run once each, in the order in which they were added, on the thread that completes, or immediately on the
 //            thread that adds them after the end; never under a lock. A callback that was added with a key can be
-//            removed (remove) until the operation ends. They must not throw. A thread that completes several
-//            operations ends all of them (end) before it runs their callbacks: a callback may wait for any of them.
+//            removed (remove) until the operation ends. They must not throw. A thread that completes several operations
+//            ends all of them (end) before it runs their callbacks: a callback may wait for any of them.
 // Wakers     are callbacks that only wake waiting threads: they run as part of the end.
 // Lifetime   A thread that waits or completes must hold a reference: use it through a shared_ptr.
 #pragma once

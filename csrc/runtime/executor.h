@@ -6,7 +6,7 @@
 //     executor.request_stop(Stop::kDrain);
 //     while (!executor.wait_stopped_until(...)) ...
 //
-// Stopping   request_stop closes the pools of every strand and returns at once. With kDrain their requests still run,
+// Stopping request_stop closes the pools of every strand and returns immediately. With kDrain their requests still run,
 //            with kCancel requests that have not begun are cancelled. wait_stopped_until is true once every request is
 //            done and every thread has ended. Every request that was ever submitted is done by then. Both may be called
 //            repeatedly. The destructor stops with kCancel.

@@ -34,7 +34,7 @@ namespace pymoe::runtime {
 template <typename Sync>
 class TaskPool;
 
-// Whether a waiting thread helps, that is, runs batches while it waits. Inside a batch (of another strand) it must
+// Says whether a waiting thread helps, that is, runs batches while it waits. Inside a batch (of another strand) it must
 // help, because it blocks that strand and may be the only thread that can continue.
 enum class Help { kNo, kYes, kInBatch };
 
@@ -175,7 +175,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::exception_ptr error;
   };
 
-  // What help() has taken from a queue: a batch to run, or only requests that have expired.
+  // The slices that help() has taken from a queue: a batch to run, or only requests that have expired.
   struct Taken {
     std::shared_ptr<Pool> pool;
     Queue* queue;

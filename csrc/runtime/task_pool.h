@@ -116,7 +116,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // As above, for a thread that waits in another way: it calls rest(at), which waits for the request and returns by
+  // Does the same for a thread that waits in another way: it calls rest(at), which waits for the request and returns by
   // `at`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
@@ -208,7 +208,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     finish_expired(expired);
   }
 
-  // Returns true only the first time, so that one client at most is told that no runtime serves the pool.
+  // Returns true only the first time, so that at most one client is told that no runtime serves the pool.
   bool tell_idle() { return !told_idle_.exchange(true); }
 
   const std::string& name() const { return name_; }

@@ -10,7 +10,7 @@
 //           rank is that time. Exactly one of run() and cancel() is called on an accepted job, once and under no lock.
 // Growing   A pool that may grow has `workers` threads at first and gets more while jobs stay queued because the
 //           running ones wait; worker_pool_growth.h has the rule, and the thread that applies it, the watcher.
-// Stopping  request_stop refuses further jobs from then on and returns at once. With Stop::kDrain everything posted
+// Stopping request_stop refuses further jobs from then on and returns immediately. With Stop::kDrain everything posted
 //           still runs; with Stop::kCancel jobs that have not started are cancelled. In both cases jobs whose time has
 //           not come are cancelled, and running jobs are never interrupted. stop also waits until every worker has
 //           ended. Both may be called any number of times and from several threads. The destructor stops with kDrain.

@@ -116,7 +116,8 @@ def check_gate_topk(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    # Not while tracing: the comparison would become a guard on the size. The native operator checks again when it runs.
+    # Skipped while tracing: the comparison would become a guard on the size. The native operator checks again when it
+    # runs.
     if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, SCORES)
@@ -181,7 +182,8 @@ def check_build_routing(experts: Tensor, num_experts: int, capacity: int | None,
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
     checks.flag("build_routing", "foreign_experts", foreign_experts)
-    # Not while tracing: the comparison would become a guard on the size. The native operator checks again when it runs.
+    # Skipped while tracing: the comparison would become a guard on the size. The native operator checks again when it
+    # runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
@@ -449,7 +451,7 @@ def check_format(operator: str, bits: object, format: object, of: str = "") -> N
 
 
 def check_rounded(operator: str, format: str) -> None:
-    """Raise if no weights are rounded to a format."""
+    """Raise if :func:`quantize_weight` cannot round weights to the format."""
     if format in PACKED_ONLY:
         raise ValueError(
             f"{operator}: format must be one to which weights are rounded, got {format!r}, which only holds weights "

@@ -1,9 +1,9 @@
 """Tells whether a call is inside forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``), also in a graph.
 
 Dynamo traces the ``forward`` of an ``autograd.Function`` as if it were any function: a graph has neither the Function's
-rule for tangents nor its refusal of them, and native operators in it drop tangents. Nor do the tensors of a trace show
-the tangents of its arguments. Code that is traced therefore asks :func:`in_forward_mode`, and raises there. Without
-``fullgraph``, Dynamo then leaves the call out of the graph, and the call sees the tangents itself.
+rule for tangents nor its refusal of them, and native operators in it drop tangents. The tensors of a trace do not show
+the tangents of its arguments, either. Code that is traced therefore asks :func:`in_forward_mode`, and raises there.
+Without ``fullgraph``, Dynamo then leaves the call out of the graph, and the call sees the tangents itself.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.compiler import is_dynamo_compiling
 
 def in_forward_mode() -> bool:
     """Return whether a level of forward mode is open, in compiled code as well."""
-    # Dynamo guards what it reads: a graph that was traced outside of forward mode does not serve calls inside. But it
-    # reads a name once in a trace, which may enter forward mode later.
+    # Dynamo guards what it reads: a graph that was traced outside of forward mode does not serve calls inside. But
+    # Dynamo reads a name only once in a trace, and the traced code may enter forward mode later.
     return forward_ad._current_level >= 0 or (is_dynamo_compiling() and _is_entered())
 
 

@@ -73,7 +73,8 @@ of FP8, or integers with the scales of another program, with offsets or without.
 
 
 Prefetch = Literal[0, 1, 2]
-"""Nothing, the chosen experts' weights that are not in memory, or all weights of the chosen experts."""
+"""Weights to read in advance: none (0), those of the chosen experts that are not in memory (1), or all of the chosen
+experts (2)."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -90,7 +91,7 @@ class QuantizedWeight(NamedTuple):
     format: WeightFormat = "int"
     """Kind of the codes and scales: see :func:`quantize_weight` and :func:`pack_weight`."""
     prefetch: Prefetch = 0
-    """What :func:`pymoe.nn.apply_experts` asks the system to read before it multiplies: see
+    """The weights that :func:`pymoe.nn.apply_experts` asks the system to read in advance: see
     :func:`pymoe.nn.prefetch_experts`."""
 
 
@@ -103,22 +104,23 @@ FORMATS = {
     ("affine", 4): 24,
     ("symmetric", 8): 38,
 }
-"""Numbers by which kernels and state dicts know the formats: the bits, and 10 more for floating-point codes, 20 more
+"""Numbers that identify the formats in kernels and state dicts: the bits, and 10 more for floating-point codes, 20 more
 for "affine", 30 more for "symmetric"."""
 PACKED_ONLY = ("affine", "symmetric")
-"""Formats to which no weights are rounded: they hold what another program has rounded."""
+"""Formats to which pymoe rounds no weights: they hold weights that another program has rounded."""
 
 
 def number_of(weight: QuantizedWeight) -> int:
-    """Return the number of :data:`FORMATS` of a weight.
+    """Return the number of a weight's format in :data:`FORMATS`.
 
     Raises:
-        ValueError: there is none. ``check_quantized`` refuses such a weight of a caller, but not attributes of a layer.
+        ValueError: the format has no number. ``check_quantized`` refuses such a weight from a caller, but it does not
+            see the attributes of a layer.
     """
     weight = QuantizedWeight(*weight)
     try:
         return FORMATS[weight.format, weight.bits]
-    except (KeyError, TypeError):  # a list has no place among the keys
+    except (KeyError, TypeError):  # a list cannot be a key
         known = ", ".join(f"{kind!r} in {bits} bits" for kind, bits in FORMATS)
         got = f"{weight.format!r} in {weight.bits} bits"
         raise ValueError(f"expected a quantised weight of format {known}, got {got}") from None

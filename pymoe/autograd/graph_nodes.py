@@ -100,7 +100,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]:
     """Return the leaves into which a backward pass from ``nodes`` that stops at ``entry`` would accumulate gradients.
 
-    Their order depends on the graph alone, so it is the same in every run.
+    Their order depends only on the graph, so it is the same in every run.
     """
     return find_leaves_and_nodes(nodes, entry)[0]
 

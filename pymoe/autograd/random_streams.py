@@ -19,9 +19,9 @@ from ``torch.default_generator`` in C++.
 Effects on the process:
 
 - While calls run, the module ``torch.random`` has another class and another global ``default_generator`` (with CUDA,
-  ``torch.cuda`` another tuple ``default_generators``): its functions read that global, which is the only way to give
-  them a generator. For threads that run no call, it is the process's generator. :func:`restore` undoes all this when
-  the last call has ended.
+  ``torch.cuda`` also has another tuple ``default_generators``): its functions read that global, which is the only way
+  to give them a generator. For threads that run no call, it is the process's generator. :func:`restore` undoes all this
+  when the last call has ended.
 - The first map registers kernels for the operators below on the dispatch key ``TESTING_ONLY_GenericMode``, and they
   stay. A thread that does not include the key, which is every thread outside of a call, never reaches them. They are
   not removed between maps because the dispatcher's tables are read without a lock: a change while another thread

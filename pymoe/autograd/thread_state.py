@@ -132,8 +132,8 @@ def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
     """Return a context manager that sets this thread's number of nested autocast blocks to ``level``, then restores it.
 
     Autocast caches the casts of parameters, in one cache per process. torch clears the cache when the outermost
-    autocast block of a thread ends, so that no cast is used after its parameter has changed. Setting autocast's flags
-    alone does not enter a block: a cast that is cached then would stay until some other block ends.
+    autocast block of a thread ends, so that no cast is used after its parameter has changed. Setting only autocast's
+    flags does not enter a block: a cast that is cached then would stay until some other block ends.
 
     Args:
         level: the number of blocks; 0 for code outside of any block, so that a block that it enters is an outermost

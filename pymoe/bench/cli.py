@@ -41,7 +41,7 @@ SCHEMA = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return the exit status: 0, 1 if a result was wrong, 2 if the call was wrong."""
+    """Run a subcommand; return the exit status: 0, 1 if a result was wrong, 2 if the command line was wrong."""
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))

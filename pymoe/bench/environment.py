@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
 
 
 def hint(facts: dict[str, Any]) -> str | None:
-    """Return the way to get torch's CPU build, if its CUDA build is installed without a GPU or a toolkit to use it.
+    """Return advice to install torch's CPU build, if its CUDA build is installed without a GPU or a toolkit to use it.
 
     Args:
         facts: the result of :func:`environment`.

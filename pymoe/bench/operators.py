@@ -371,7 +371,7 @@ _ALL = (
     _operator(
         "dispatch",
         (True,),
-        # For gradients, as the reference adds up a token's choices in torch's order.
+        # These apply to gradients, because the reference adds up a token's choices in torch's order.
         tolerances((2e-6, 1e-6), (1e-14, 1e-14), (0.008, 1e-5), (0.001, 1e-5)),
         *(
             dispatch_case(*sizes, given)
@@ -398,7 +398,7 @@ _ALL = (
     _operator(
         "gate_topk",
         (False, True, True),
-        # For weights and gradients, which are rounded to the dtype of the logits.
+        # These apply to weights and gradients, which are rounded to the dtype of the logits.
         tolerances((2e-6, 1e-6), (1e-13, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5)),
         gate_topk_case(16384, 64, 2, FLOAT32, target=Target("reference", 15)),
         gate_topk_case(16384, 64, 2, BFLOAT16),
@@ -423,7 +423,8 @@ _ALL = (
     _operator(
         "grouped_linear",
         (False,),
-        # For sums of up to 1100 terms in another order. 16-bit results may be rounded to the neighbouring value.
+        # These apply to sums of up to 1100 terms in another order. 16-bit results may be rounded to the neighbouring
+        # value.
         tolerances((1e-5, 1e-4), (1e-13, 1e-12), (8e-3, 1e-4), (1e-3, 1e-4)),
         grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024),
         grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024, backward=True),

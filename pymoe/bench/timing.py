@@ -41,7 +41,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Return the median and the quartiles (inclusive method) of ``values``, of which there is at least one."""
+        """Return the median and the quartiles (inclusive method) of ``values``, at least one number."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))

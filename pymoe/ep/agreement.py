@@ -50,7 +50,7 @@ Description = dict[str, dict[str, Any]]
 def assert_same_on_all_ranks(
     function: str, group: dist.ProcessGroup, mine: Description, problem: Exception | None
 ) -> None:
-    """On all ranks of a group, raise unless their descriptions are equal.
+    """Raise on all ranks of a group unless their descriptions are equal.
 
     Args:
         function: the public function that the ranks have called.
@@ -97,7 +97,7 @@ def _difference(here: Any, there: Any) -> str:
     return f"{here} here and {there}"
 
 
-# State that all layers over one group share. All ranks call shard in the same order, so they count alike.
+# The state that all layers over one group share. All ranks call shard in the same order, so their numbers agree.
 
 
 @dataclass
@@ -118,7 +118,9 @@ def next_model_number(group: dist.ProcessGroup) -> int:
 
 
 def register_layer(sharding: ExpertSharding) -> None:
-    """Note a layer's title for errors, and its number of counts for the length of messages in its group."""
+    """Record a layer's title for error messages, and its number of counts, which determines the length of its group's
+    messages.
+    """
     layer_number(sharding.title)
     state = _states.setdefault(sharding.group, _GroupState())
     state.max_counts = max(state.max_counts, sharding.num_counts)
@@ -193,12 +195,12 @@ def call_signature(
     """Return the signature of the call that this rank is about to make.
 
     Args:
-        sharding: of the layer.
+        sharding: the layer's sharding.
         rows_TH: (T, H), the tokens as they will travel.
-        weights_TK: (T, K), of the gate.
+        weights_TK: (T, K), the weights of the gate.
         experts: the parameters of this rank's experts, and their names.
         top_k: K.
-        capacity_factor: of the layer, or None. Compared as float32.
+        capacity_factor: the layer's capacity factor, or None. It is compared as a float32.
         options: all other options on which rows and gradients depend, as alternating names and values.
     """
     recorded = torch.is_grad_enabled()
@@ -239,8 +241,8 @@ class CountExchange:
     """An all-gather under way. It begins when it is made; every rank of the group must make one.
 
     Args:
-        sharding: of the layer.
-        signature: of the call; None if this rank cannot make it, and tells the others why.
+        sharding: the layer's sharding.
+        signature: the signature of the call; None if this rank cannot make the call and tells the others why.
         counts: (n,) int32, n = ``sharding.num_counts``: the load of each expert here, then rows for destinations.
         tokens: T.
         error: the reason why this rank cannot continue.
@@ -304,7 +306,7 @@ def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
 
 def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
     """Begin to gather equal tensors of all ranks in one; return the work."""
-    if hasattr(dist, "all_gather_single"):  # torch 2.13 has a new name for it, and warns of the old one
+    if hasattr(dist, "all_gather_single"):  # torch 2.13 has a new name for it, and warns about the old one
         return dist.all_gather_single(output, mine, group=group, async_op=True)
     return dist.all_gather_into_tensor(output, mine, group=group, async_op=True)
 
@@ -313,8 +315,8 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
     """Raise unless all ranks are about to make the same call.
 
     Args:
-        sharding: of the layer.
-        messages: of every rank, or the first ``HEADER`` numbers of each.
+        sharding: the layer's sharding.
+        messages: the message of every rank, or the first ``HEADER`` numbers of each.
 
     Raises:
         GroupError: ranks disagree, or one of them cannot continue.

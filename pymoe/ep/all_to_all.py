@@ -55,10 +55,10 @@ class RowPlan:
     """The rows of one call of a layer, one for each choice: lists on the host, made from the counts of all ranks.
 
     Args:
-        sharding: of the layer.
+        sharding: the layer's sharding.
         exchanged: the counts of all ranks.
         top_k: K.
-        capacity_factor: of the layer, or None.
+        capacity_factor: the layer's capacity factor, or None.
 
     Raises:
         GroupError: a rank would receive too many rows.
@@ -125,7 +125,7 @@ class RowPlan:
         for each expert.
 
         Args:
-            routing: of all choices.
+            routing: the routing of all choices.
             experts_TK: (T, K) int32, the choices that it was built from, in the order in which rows are sent.
         """
         own = self.kept[self.sharding.rank]
@@ -185,7 +185,7 @@ class AllToAll:
     Args:
         counts: the rows that this rank sends and receives.
         total: S, the rows of the tensor at the rank of the tokens; a combine fills those past the counts with zeros.
-        like: a tensor whose width, dtype and device the rows have.
+        like: a tensor with the width, dtype and device of the rows.
         last_first: start the last chunk first, since a backward pass needs it first.
     """
 
@@ -311,7 +311,7 @@ class _WaitCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        report_failed_backward(ctx.exchange.counts.sharding)  # here begins the backward pass of a layer
+        report_failed_backward(ctx.exchange.counts.sharding)  # the backward pass of a layer begins here
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 

@@ -84,7 +84,7 @@ class TokenDispatcher:
         return rows_SH
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start to send the rows of all chunks; return the handles with which the experts wait for them.
+        """Start sending the rows of all chunks; return the handles with which the experts wait for them.
 
         Args:
             rows_SH: (S, H), the send buffer.
@@ -165,7 +165,7 @@ class IndexedDispatcher(TokenDispatcher):
     """(chunks,): upper bound of the rows that the experts of each chunk compute here."""
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start to send all chunks; return a handle for the rows of each chunk, then one for the weights of each."""
+        """Start sending all chunks; return a handle for the rows of each chunk, then one for the weights of each."""
         rows = rows_SH.shape[0]
         weights_SK = self.ops.dispatch(weights_TK, self.routing) if self.weights_travel else None
         self._indices = AllToAll(self.counts, rows, self.indices_SK)
@@ -196,8 +196,8 @@ class DeduplicatingDispatcher(IndexedDispatcher):
     sums and products of the same numbers in the same order, so they have the same bits.
 
     The counts end with the number of rows that go to each rank, chunk by chunk. If a group shares a capacity, they are
-    counted before any choice is dropped, because drops depend on the counts of all ranks: some rows may be sent in
-    vain.
+    counted before any choice is dropped, because drops depend on the counts of all ranks: some of the rows that are
+    sent may be unused.
     """
 
     weights_travel = True

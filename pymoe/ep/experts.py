@@ -90,7 +90,7 @@ class ShardedExperts(Experts):
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
-            handles: those that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
+            handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
             meanwhile: work to do after the exchange of the weights of clones has begun.
 
@@ -250,7 +250,7 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
     if local.device.type != "cpu":
         local.copy_(torch.empty(shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)[list(experts)])
         return
-    # On the CPU random numbers do not depend on the sizes of draws, so the whole tensor need not be in memory at once.
+    # On the CPU random numbers do not depend on the sizes of draws, so the whole tensor never has to be in memory.
     places = {expert: place for place, expert in enumerate(experts)}
     for expert in range(shape[0]):
         drawn = torch.empty(shape[1:], dtype=local.dtype).uniform_(-bound, bound)

@@ -1,6 +1,6 @@
 """Ends the waits for exchanges of a group with an error, on all ranks, after a rank has failed.
 
-Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail at once.
+Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail immediately.
 These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
 for them fail, too. The first of these ranks writes to the group's store which rank has died. The other ranks read this
 record for their error messages; ranks that wait for a rank which is busy elsewhere find the failure by this record.
@@ -35,7 +35,7 @@ from pymoe._torch_canaries import Exercises, canary
 from pymoe.ep.sharding import ExpertSharding
 
 LOOK = timedelta(seconds=1)  # interval at which a wait reads the records of failures
-NAMING_S = 2.0  # time to find the rank that failed: the system reports the end of a process after its connections' end
+NAMING_S = 2.0  # time limit for finding the rank that failed: a process's end is reported after that of its connections
 STORE_TIMEOUT_S = 5.0  # time limit of a call of the store
 
 
@@ -89,7 +89,7 @@ class GroupMembers:
     """Number of exchanges that had begun when this rank last reported an error."""
 
     def report_error(self, what: str) -> None:
-        """Report to the ranks that wait for this rank in the current call that it has left the call with an error."""
+        """Tell the ranks that wait for this rank in the current call that this rank has left the call with an error."""
         self.raised_after = self.exchanges
         if self.store is not None and self.failure is None:
             key = f"raised in call {self.calls}"
@@ -206,7 +206,7 @@ class Exchange:
         """
         members = self._members
         try:
-            # On a GPU wait without a timeout: then only the stream waits, whereas a timeout would block the host.
+            # On a GPU, wait without a timeout: then only the stream waits, whereas a timeout would block the host.
             if members is None or self._sharding.mesh.device_type != "cpu":
                 self._work.wait()
             else:
@@ -266,7 +266,7 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
 
 
 def report_error(sharding: ExpertSharding, what: str) -> None:
-    """Report to the ranks that wait for this rank in a call of a layer that it has left the call; ``what`` says why."""
+    """Tell the ranks that wait for this rank in a call of a layer that this rank has left it; ``what`` says why."""
     members = _members.get(sharding.group)
     if members is not None:
         members.report_error(f"{what} in MoE {sharding.title}")
@@ -290,7 +290,9 @@ def report_failed_backward(sharding: ExpertSharding) -> bool:
 
 
 class _Backward:
-    """Calls ``failed`` if a backward pass raises. It is the pass's callback: called at its end, dropped on an error."""
+    """Calls ``failed`` if a backward pass raises. The object is the pass's callback, which autograd calls at the end of
+    the pass and drops on an error.
+    """
 
     def __init__(self, failed: Callable[[], object]) -> None:
         self._failed, self._has_ended = failed, False

@@ -51,11 +51,11 @@ def data_parallel(
             it, as with DDP and FSDP alone.
         mesh: two dimensions, ranks with the same experts and ranks of an expert-parallel group, in this order:
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))``, where ``model`` has been sharded over
-            ``mesh["ep"]`` or the group of the same ranks; or that one dimension alone.
+            ``mesh["ep"]`` or the group of the same ranks; or only the second dimension.
         kind: ``"ddp"`` for ``DistributedDataParallel``, in which every rank holds all other parameters; ``"fsdp"`` for
             ``fully_shard``, which cuts these over all ranks, and each expert's parameters over the ranks that have it.
-        blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; with
-            ``"fsdp"`` alone.
+        blocks: modules of ``model``, layers mostly, that ``fully_shard`` treats as units, inner ones first; only with
+            ``"fsdp"``.
         options: further arguments of ``DistributedDataParallel``, or of every call of ``fully_shard``. An ``mp_policy``
             with a ``param_dtype`` needs a mesh of two dimensions, the first of which may be 1: on one dimension nothing
             casts the experts. Where ``fully_shard`` cuts or casts experts, every rank needs some. Parameters that the
@@ -231,7 +231,7 @@ def _blocks_of(model: nn.Module, kind: str, blocks: Iterable[nn.Module]) -> list
 def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExperts], options: dict[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if name in options:
-            raise TypeError(f"data_parallel: the ranks must be given by mesh alone, got {name}, too")
+            raise TypeError(f"data_parallel: the ranks must be given only by mesh, got {name}, too")
     cast = getattr(options.get("mp_policy"), "param_dtype", None)
     if kind == "fsdp" and cast is not None and mesh.ndim == 1:
         raise ValueError(

@@ -39,13 +39,13 @@ class ShardedMoE(MoE):
     Its calls are collective: every rank of the group calls the layer the same number of times, each with its own tokens
     (possibly none), and runs the backward passes of the same calls in the same order. Backward passes are not compared:
     gradients are wrong if ranks run the backward passes of several calls in different orders. Attributes, options and
-    ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` are of this rank's tokens.
+    ``state_dict`` keys are those of :class:`pymoe.nn.MoE`. ``stats`` describe this rank's tokens only.
 
-    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
+    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read this unless rows
     travel in padded buffers. The others wait for the rows of a rank that raises later: over gloo they raise
     :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
-    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So let a process
-    end that has raised.
+    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So a process that
+    has raised should end.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
     differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
@@ -58,7 +58,7 @@ class ShardedMoE(MoE):
     """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
     first call, and with ``transport="padded"``."""
     notes: LocalTensors
-    """Notes of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
+    """Records of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
     ``transport="padded"`` uses them."""
     _loads: list[list[int]] | Tensor | None = None
 
@@ -153,7 +153,7 @@ class ShardedMoE(MoE):
     def _exchanged(
         self, rows_TH: Tensor, gate: Gate, logits_TE: Tensor, dispatcher: TokenDispatcher, exchange: CountExchange
     ) -> Tensor:
-        """Return the layer's output (T, H) of rows whose counts are under way."""
+        """Return the layer's output (T, H) for rows whose counts are being exchanged."""
         rows_SH = dispatcher.pack(rows_TH, exchange)
         weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
 
@@ -205,8 +205,8 @@ def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared:
     them waiting, and a rank without experts would not notice a mistake that all ranks have made.
 
     Args:
-        sharding: of the layer.
-        experts: of this rank.
+        sharding: the layer's sharding.
+        experts: the experts of this rank.
         shared: experts that every rank has, or None.
         rows_TH: (T, H), the tokens as they will travel.
 
@@ -228,7 +228,8 @@ def _check_parameters(sharding: ExpertSharding, experts: ShardedExperts, shared:
 
 def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
     if isinstance(module, FSDPModule):
-        return  # outside of calls FSDP keeps the parameters cut once more and in a wider dtype: nothing to compare
+        # outside of calls, FSDP keeps parameters in a wider dtype and smaller parts, so there is nothing to compare
+        return
     for name, size in module.sizes().items():
         parameter = getattr(module, name)
         if parameter is not None:

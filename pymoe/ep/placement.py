@@ -60,7 +60,7 @@ class Shares(NamedTuple):
 def contiguous(experts: int, ranks: int) -> Placement:
     """Return the shards of :func:`torch.chunk`, which DTensor's ``Shard(0)`` makes.
 
-    Rank r holds the experts from r * ceil(E / R) on: 6 experts on 4 ranks are 2, 2, 2 and 0.
+    Rank r holds the experts from r * ceil(E / R) on: 6 experts on 4 ranks are divided into 2, 2, 2 and 0.
 
     Args:
         experts: E, at least 1.
@@ -91,7 +91,7 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     Args:
         load: (E,) int32 or int64 on the CPU, rows of each expert in the past, none negative.
         ranks: R, at least 1.
-        replicas: the number of copies that a rank can hold beyond its experts; 0 moves experts alone.
+        replicas: the number of copies that a rank can hold beyond its experts; with 0, experts are only moved.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -176,7 +176,7 @@ def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[
 def divide_rows(
     counts: Sequence[Sequence[int]], hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]
 ) -> list[list[list[int]]]:
-    """Return ``Shares.rows`` (R, E, P) of :func:`share_rows`, as nested lists; so are the arguments."""
+    """Return ``Shares.rows`` (R, E, P) of :func:`share_rows`, as nested lists; the arguments are nested lists, too."""
     most = max(map(len, hosts))
     rows = [[[number, *[0] * (most - 1)] for number in of_source] for of_source in counts]
     for expert, (its_hosts, its_quotas) in enumerate(zip(hosts, quotas, strict=True)):

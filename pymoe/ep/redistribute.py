@@ -59,9 +59,9 @@ def redistribute(
     the experts. Ranks compare their arguments; then experts are sent, and when all have arrived, every rank puts them
     in their places. If a rank raises or dies before that, nothing has changed on any rank. The call needs additional
     memory for the weights, gradients and optimizer state of a rank's experts. Call it between ``optimizer.step()`` and
-    the next forward: a backward pass of a graph from before raises, and gradients that FSDP has yet to sum over ranks
-    (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, such as moving averages, keep
-    their placement until they are moved, too.
+    the next forward pass: a backward pass raises if its forward pass ran before the call, and gradients that FSDP has
+    yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, such as
+    moving averages, keep their placement until they are moved, too.
 
     Args:
         model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
@@ -70,9 +70,10 @@ def redistribute(
             gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
             ``torch.tensor(layer.last_loads).sum(0)`` or those of :class:`pymoe.ep.simulate.LoadRecorder`.
             :func:`pymoe.ep.placement.contiguous` restores the first placement.
-        optimizer: the optimizer of these experts, or several. An optimizer with state for them that is left out raises
-            at its next step. One that is made later works; to load a state into it before its first step, first give it
-            to this function with the placement in force. (``set_state_dict`` makes a step before.)
+        optimizer: the optimizer of these experts, or several. If an optimizer has state for them and is left out, its
+            next step raises. An optimizer may be made after the call; before a state is loaded into it, either it must
+            have made a step (``set_state_dict`` makes one), or this function must be called with it and the present
+            placement.
 
     Returns:
         ``model``.
@@ -256,7 +257,8 @@ def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
 # Optimizers.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
-"""The optimizers whose state dicts are converted, and for each the number of moves after which its state was moved."""
+"""The optimizers whose state dicts are converted, with the number of moves of each module that their state has
+followed."""
 _hooks: list[Any] = []
 
 
@@ -306,8 +308,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A replaced parameter that has a gradient is still used elsewhere, so its optimizer is right.
         if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
-                f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which puts other "
-                f"parameters in the place of the experts' own, got one from before, which would never train them"
+                f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "
+                f"experts' parameters, got one made before, which would never train the new ones"
             )
     own = set(map(id, _parameters(optimizer)))
     for experts in [one for one in all_sharded_experts if one.moves]:

@@ -58,7 +58,7 @@ def shard(
             their ``experts`` are refused.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
-            as None, it raises alone, and the other ranks wait for the group's timeout.
+            as None, only this rank raises, and the other ranks wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
             experts. While one is under way, the experts of the one before compute, forward and backward. It is reduced
             to the number of experts of a rank if it is larger.
@@ -84,7 +84,8 @@ def shard(
             their weighted sum back, in place of a row for each choice. Indices of experts and weights travel with the
             rows, 12 K bytes a row in a forward and backward pass (20 K in float64). Sums are grouped by rank: outputs
             and gradients of inputs equal one process's to rounding, an output to (K + 3) u times the sum of its terms'
-            sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. Not with ``clones``.
+            sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. It cannot be combined
+            with ``clones``.
         transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once per
             call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not.
             So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K for
@@ -92,7 +93,7 @@ def shard(
             pair of ranks in one chunk, are dropped like rows past a capacity, and after these, in the order of tokens
             and choices; ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` sums them up. If none are
             dropped, all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent:
-            see :func:`check_calls`. Not with ``clones`` or ``deduplicate``.
+            see :func:`check_calls`. It cannot be combined with ``clones`` or ``deduplicate``.
 
     Returns:
         ``model``.

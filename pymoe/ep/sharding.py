@@ -43,7 +43,7 @@ class RoutingTables(NamedTuple):
 def shard_ranges(num_experts: int, ranks: int) -> list[range]:
     """Return the positions of every rank, as ``torch.chunk`` and ``Shard(0)`` of a DTensor divide them.
 
-    Six experts on four ranks are 2, 2, 2 and 0.
+    Six experts on four ranks are divided into 2, 2, 2 and 0.
 
     Args:
         num_experts: E.
@@ -77,7 +77,7 @@ class ExpertSharding:
     order: tuple[int, ...] | None = None
     """(E,): the expert at each position, ascending within a rank; None while expert e is at position e."""
     data_parallel_mesh: DeviceMesh | None = None
-    """One-dimensional mesh of all ranks that have these experts or copies of them; None for the group alone."""
+    """One-dimensional mesh of all ranks that have these experts or copies of them; None: only the group has them."""
     deduplicate: bool = False
     """True if a token travels once to a rank of which it chose several experts."""
     transport: Transport = "exact"
@@ -193,7 +193,7 @@ class ExpertSharding:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: the cached group cannot be pickled."""
+        """Return only the fields: the cached group cannot be pickled."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -231,7 +231,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
         sharding: the layer's sharding.
 
     Raises:
-        ValueError: the parameter is not cut along its experts alone.
+        ValueError: the parameter is not cut along its experts, or is also cut along another dimension.
     """
     # FSDP's placement on the ranks with the same experts is not a Shard, but also has a dimension.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):

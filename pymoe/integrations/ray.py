@@ -54,7 +54,7 @@ class ExpertActor:
 
     Args:
         make: returns the experts.
-        host: the address on which the server listens; empty for that of the actor's machine.
+        host: the address on which the server listens; empty for the address of the actor's machine.
         options: options of :class:`~pymoe.remote.ExpertServer`.
     """
 

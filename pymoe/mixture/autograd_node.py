@@ -2,7 +2,7 @@
 gradients from the experts whose answers were used.
 
 There is one node for all backends, because autograd runs the nodes of one device one after another, while the requests
-of a backward pass must all be pending at once.
+of a backward pass must all be pending at the same time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends many requests at once, and waits for as many answers as the rows need.
+"""Sends many requests together, and waits for as many answers as the rows need.
 
 The wait ends when every request is done; ``timeout`` seconds after it began; or ``timeout_after_k_min`` seconds after
 every row had the answers that it needs, or could not get them any more. Requests that are still pending then are
@@ -126,7 +126,8 @@ class Pending:
         self._places: list[Place] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send ``request`` at once or, if its pool is full, as soon as there is room; :meth:`get` returns ``index``.
+        """Send ``request`` immediately or, if its pool is full, as soon as there is room; :meth:`get` returns
+        ``index``.
 
         Raises:
             Exception: any exception of the pool.

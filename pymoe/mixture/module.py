@@ -32,10 +32,10 @@ class MixtureOfExpertBackends(nn.Module):
     """A gate over served experts: every row is sent to the ``top_k`` experts with the largest logits.
 
     ``mixture(*args, **kwargs)`` takes and returns the same as one of the experts. The gate gets the first tensor. Each
-    chosen expert gets one request with the rows that chose it, through its pool; all requests are sent at once. A row's
-    output is the sum of its experts' outputs, weighted by the softmax over their logits. Gradients flow to the gate and
-    to the inputs, and every expert whose outputs were used is updated by its backend during the backward pass. The
-    experts' parameters are not parameters of this module, as with :class:`~pymoe.runtime.ExpertClient`.
+    chosen expert gets one request with the rows that chose it, through its pool; all requests are sent together. A
+    row's output is the sum of its experts' outputs, weighted by the softmax over their logits. Gradients flow to the
+    gate and to the inputs, and every expert whose outputs were used is updated by its backend during the backward pass.
+    The experts' parameters are not parameters of this module, as with :class:`~pymoe.runtime.ExpertClient`.
 
     **Failures.** An answer is the result of a request. A row needs ``k_min`` answers. Once every row has them (or
     cannot get them any more), the remaining requests have ``timeout_after_k_min`` seconds left; all together have
@@ -44,14 +44,14 @@ class MixtureOfExpertBackends(nn.Module):
     ``pymoe.runtime`` reports this at most once a minute for each backend. A request that the mixture stops waiting for
     is cancelled if it has not begun, and ignored if it has; a batch that has begun keeps a worker of its runtime busy,
     so ``num_workers`` must exceed the number of experts that may hang. The backward pass sends one request to every
-    expert whose answer was used, all at once; missing gradients are zero. A backward request that has begun updates its
-    expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
+    expert whose answer was used, all together; missing gradients are zero. A backward request that has begun updates
+    its expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
 
     **Backoff.** A backend whose requests time out ``rest_after`` times in a row gets no requests for ``rest`` seconds;
     if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile rows choose among
     the other backends, as long as there are ``k_min``; otherwise among all. A result or an error in time ends the
-    backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way, at once,
-    and gets requests again as soon as it is back.
+    backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way,
+    immediately, and gets requests again as soon as it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
@@ -89,7 +89,7 @@ class MixtureOfExpertBackends(nn.Module):
         on_too_few: for rows with too few answers, ``"raise"`` :class:`TooFewAnswersError` (in both passes), or use the
             ``"fallback"`` (missing gradients are zero in the backward pass).
         fallback: ``"zeros"``; ``"input"``, the row of the first tensor, for experts that return what they take; or a
-            callable that gets the arguments of these rows alone and returns what the experts would (a module is
+            callable that gets the arguments of only these rows and returns what the experts would (a module is
             trained).
         aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; the losses of a call are computed over the logits of
             the backends that rows could choose.

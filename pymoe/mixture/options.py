@@ -105,11 +105,11 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return the flat ``outputs`` with the rows ``few_T``, which hold zeros, replaced by the fallback's rows.
+    """Return the flat ``outputs``, in which the fallback's rows replace the rows that the mask ``few_T`` marks.
 
-    ``fallback`` is not ``"zeros"``.
+    These rows hold zeros before. ``fallback`` must not be ``"zeros"``.
 
-    ``inputs`` are the tensors of ``arguments``, the call's (args, kwargs). The mask ``few_T`` is on the CPU.
+    ``inputs`` are the tensors of ``arguments``, the call's (args, kwargs). ``few_T`` is on the CPU.
     """
     rows = few_T.nonzero().flatten().to(inputs[0].device)
     if fallback == "input":

@@ -59,7 +59,9 @@ class BackendStats(NamedTuple):
 
 
 class BackendLog:
-    """Logs missing answers of a backend: the first at once, later ones at most every ``LOG_PERIOD_S``. Thread-safe."""
+    """Logs missing answers of a backend: the first one immediately, later ones at most every ``LOG_PERIOD_S``.
+    Thread-safe.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Runs the forward of MoE by native calls alone if nothing hooks or replaces its parts; with gradients, as one node.
+"""Runs the forward of MoE only by native calls if nothing hooks or replaces its parts; with gradients, as one node.
 
 For a few tokens, calls of modules, look-ups of their attributes and checks cost more than the kernels. So the
 conditions of the whole call are checked once, here. Any unusual call takes the usual way, from part to part, which

@@ -83,7 +83,7 @@ class LastCall(LocalTensors):
         if self._may_hold(*values.values()):
             self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
             return
-        if self.held:  # else leave the attribute alone: torch 2.11 cannot compile a checkpoint that sets one
+        if self.held:  # otherwise do not set the attribute: torch 2.11 cannot compile a checkpoint that sets one
             self.held = {}
         self.follow(next(iter(values.values())).device)
         with torch.no_grad():
@@ -93,7 +93,7 @@ class LastCall(LocalTensors):
     def keep_pending(self, compute: Callable[[], dict[str, Tensor]], *inputs: Tensor) -> None:
         """Store ``compute``, which returns the values of the last call, and call it when they are first read.
 
-        In a CUDA graph and in compiled code, ``compute`` is called at once.
+        In a CUDA graph and in compiled code, ``compute`` is called immediately.
 
         Args:
             compute: returns the values by name. It may run after further calls of the layer, and holds ``inputs`` until

@@ -41,7 +41,7 @@ from pymoe.ops import raw
 
 MOST_HELD_LOGITS = 1 << 22
 """Most bytes of logits that a forward keeps until its statistics are read: 4096 tokens and 256 experts in float32. For
-larger logits it computes the losses at once; at this size they take about as long as the host needs to launch them."""
+larger logits it computes the losses immediately; at this size the computation takes about as long as its launch."""
 
 
 class Stats(NamedTuple):
@@ -101,7 +101,7 @@ class MoE(nn.Module):
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy`` and
     ``DistributedDataParallel``, and can be built on the meta device. Calls of one layer must not run in several threads
-    at once.
+    at the same time.
 
     Under :mod:`torch.func` the native layer supports ``grad``, ``vjp``, ``jacrev`` and ``vmap``, which computes the
     elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
@@ -114,24 +114,24 @@ class MoE(nn.Module):
         hidden_size: H.
         ffn_size: F, of one expert.
         num_experts: E.
-        top_k: K, experts per token, in 1..E. The router has it, and it may be set between calls.
+        top_k: K, experts per token, in 1..E. It is an attribute of the router, and may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
             task's gradient of the router exactly 0: use ``renormalize=False`` there, as Switch Transformer does.
         bias_update_rate: step of the expert bias; 0 for none. DeepSeek-V3 trains with 0.001.
         num_groups: choose from the best ``topk_groups`` of this many groups of experts (DeepSeek-V3).
-        topk_groups: see ``num_groups``; given together.
+        topk_groups: see ``num_groups``; both must be given, or neither.
         scale: factor of the weights (the routed scaling factor of DeepSeek-V3).
         capacity_factor: see above; ``None`` drops nothing.
         num_shared_experts: experts of size F that every token passes through (DeepSeekMoE, arXiv 2401.06066).
         aux_loss_coef: coefficient of the balancing loss (Switch Transformer, arXiv 2101.03961, which uses 0.01).
         z_loss_coef: coefficient of the z loss (ST-MoE, arXiv 2202.08906, which uses 0.001).
-        bias: of the experts' linear layers; the router has none.
+        bias: add biases to the experts' linear layers; the router has none.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`, pure PyTorch. Native
             operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference works.
-        device: of the parameters.
-        dtype: of the parameters: float32, float64, bfloat16 or float16.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters: float32, float64, bfloat16 or float16.
         expert_parallel: a mesh of one dimension or a process group over which experts are spread, as by
             :func:`pymoe.ep.shard` without options; call that function to set options. None keeps all experts.
 
@@ -146,7 +146,8 @@ class MoE(nn.Module):
 
     shared: SharedExperts | None
     _shard: ClassVar[Callable[[MoE, DeviceMesh | dist.ProcessGroup], object]]
-    """Keeps only this rank's experts. It is in :mod:`pymoe.ep`, which imports this package; so ``pymoe`` sets it."""
+    """Keeps only this rank's experts. The function is in :mod:`pymoe.ep`, which imports this package; so ``pymoe`` sets
+    it."""
 
     def __init__(
         self,
@@ -349,7 +350,7 @@ class MoE(nn.Module):
             )
 
     def _capacity(self, tokens: int, choices: int) -> int | None:
-        """Return the most slots that an expert takes if each of ``tokens`` has so many choices; None for no limit."""
+        """Return the maximum number of slots of an expert for ``tokens`` with ``choices`` each; None for no limit."""
         if self.capacity_factor is None:
             return None
         factor = min(self.capacity_factor, self.num_experts)  # with num_experts, one expert can take every slot
@@ -416,7 +417,9 @@ class MoE(nn.Module):
         return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
 
     def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
-        """Return whether it may do so for quantised experts, whose weights are modules, and rows on this device."""
+        """Return whether one native call may do the work of quantised experts, whose weights are modules, on this
+        device.
+        """
         return (
             self._stands_in_for(experts, QuantizedExperts)
             and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
@@ -424,7 +427,7 @@ class MoE(nn.Module):
         )
 
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
-        # A transform must not change a tensor from outside it, and may run a call many times at once; an exported
+        # A transform must not change a tensor from outside it, and may run one call for many inputs; an exported
         # program holds the layer's parameters, and has no place for statistics.
         if not (in_torch_func() or is_exporting()):
             self._keep_stats_of(load, logits_TE, capacity, losses)
@@ -472,7 +475,9 @@ class MoE(nn.Module):
         )
 
     def _weight_of_input_dtype(self) -> Tensor | None:
-        """Return the parameter whose dtype and device ``x`` must have, or None if only a part has it once called."""
+        """Return the parameter whose dtype and device ``x`` must have, or None if that is unknown before a part is
+        called.
+        """
         experts: Any = self.experts
         if is_called_plainly(experts, Experts):
             return experts.w_in  # type: ignore[no-any-return]
@@ -489,7 +494,9 @@ def _losses(logits_TE: Tensor | None, load: Tensor, score: Score, backend: Backe
 def _statistics(
     load: Tensor, capacity: int | None, losses: RouterLosses | None, logits_TE: Tensor | None, *how: Any
 ) -> dict[str, Tensor]:
-    """Return the fields of a call's :class:`Stats`, with given losses or the losses of logits (score, backend)."""
+    """Return the fields of a call's :class:`Stats`; without ``losses``, compute them from the logits. ``how`` is
+    (score, backend).
+    """
     if losses is None:
         losses = _losses(logits_TE, load, *how)
     dropped = load.new_zeros(()) if capacity is None else (load - capacity).clamp_(min=0).sum()

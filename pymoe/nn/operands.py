@@ -40,7 +40,7 @@ def as_rows(x: Tensor, hidden_size: int) -> Tensor:
 
 
 def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_invariant: bool) -> Tensor:
-    """Return ``F.linear(x_TH, weight, bias)`` (T, N); with ``row_invariant``, a row's bits depend on that row alone.
+    """Return ``F.linear(x_TH, weight, bias)`` (T, N); with ``row_invariant``, a row's bits depend only on that row.
 
     The matrix products of BLAS may sum a row in another order if there are more or fewer rows, and always do for a
     single row. :func:`pymoe.ops.grouped_linear` always uses the same order, so equal tokens have equal bits in every

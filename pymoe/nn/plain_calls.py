@@ -23,7 +23,7 @@ _as_written: dict[type, tuple[Any, ...]] = {}
 
 
 def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None) -> bool:
-    """Return whether calling ``module``, and differentiating the call, runs the ``forward`` of ``kind`` alone.
+    """Return whether calling ``module``, and differentiating the call, runs only the ``forward`` of ``kind``.
 
     Args:
         module: a part of a layer, which its user may have replaced.
@@ -55,7 +55,7 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
     # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again. It
-    # cannot trace the ``__func__`` of a module's method, and would take the comparison with it for false.
+    # cannot trace the ``__func__`` of a module's method, and would treat the comparison with it as false.
     own = module.__dict__
     forward: Any = type(module).forward
     plain = hasattr(forward, "__get__") and module.forward == forward.__get__(module)

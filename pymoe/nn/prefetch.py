@@ -20,7 +20,7 @@ from pymoe.nn.quantized_experts import QuantizedLinear
 
 
 def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
-    """Ask the system for the weights of chosen experts before they are multiplied, from now on.
+    """Make layers ask the system for the weights of chosen experts before they multiply by them.
 
     This is for quantised models that are mapped from files larger than memory: by :func:`pymoe.nn.load_quantized`, or
     by ``from_pretrained`` of a packed folder. There, an access to weights that are not in memory waits for the disk,
@@ -32,9 +32,9 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
     Looking for missing pages takes time, 2 microseconds for each MB, also if there are none: use this for models that
     do not fit. If the process neither owns the files nor may write them, Linux does not tell it which are missing; all
     pages of chosen experts are then asked for, which takes ten times as long if they are in memory. Copies and pickles
-    of layers keep the option, but not their files; they look in vain. Experts with hooks or a function as their
-    activation, and calls that record gradients run as without the option, and ask for nothing. ``torch.compile``
-    compiles a graph anew when the option is switched.
+    of layers keep the option, but their weights are not mapped from files, so they ask for nothing. Experts with hooks
+    or a function as their activation, and calls that record gradients run as without the option, and ask for nothing.
+    ``torch.compile`` compiles a graph anew when the option is switched.
 
     Args:
         model: any module; quantised experts that are mapped from files are found in it.
@@ -77,7 +77,7 @@ class Mapping(NamedTuple):
 
 def mappings() -> list[Mapping]:
     """Return the addresses at which files are mapped in this process, in order (proc(5))."""
-    # An inode of 0 is no file, and shared memory is in no file of a disk.
+    # An inode of 0 means that there is no file; shared memory has no file on a disk.
     line = re.compile(r"(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d* +(/(?!dev/|memfd:|SYSV).*)")
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         found = filter(None, map(line.fullmatch, maps.read().splitlines()))
@@ -85,7 +85,7 @@ def mappings() -> list[Mapping]:
 
 
 def _prefetch_of(packed: Tensor, files: list[Mapping]) -> Prefetch:
-    """Return what of a weight can be prefetched."""
+    """Return the kind of prefetching that is possible for a weight."""
     if not (packed.is_cpu and packed.nbytes):
         return 0
     address = packed.data_ptr()

@@ -150,7 +150,7 @@ def route(
     Args:
         x_TH: (T, H) bfloat16.
         weight: (E, H) bfloat16.
-        bias: (E,) float32, added to the scores for the choice alone; or None.
+        bias: (E,) float32, added to the scores only for the choice; or None.
         options: the options of the gate.
         capacity: the maximum number of rows of an expert, or None.
         alone: true if only :func:`pymoe.ops.dispatch` uses the returned tokens. Then this node's backward adds in place

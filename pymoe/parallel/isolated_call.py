@@ -67,9 +67,9 @@ class IsolatedContext(EmulatedAutogradContext):
 def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[Any, ...]]:
     """Run ``func(*args)`` on this thread, in an autograd graph of its own.
 
-    No other call shares the graph, so backward passes of several such calls may run at once, on any threads (PyTorch's
-    engine runs backward passes of one graph one after the other). In-place changes of an argument between the passes
-    are detected as usual.
+    No other call shares the graph, so backward passes of several such calls may run at the same time, on any threads
+    (PyTorch's engine runs backward passes of one graph one after the other). In-place changes of an argument between
+    the passes are detected as usual.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.

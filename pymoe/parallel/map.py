@@ -1,4 +1,5 @@
-"""``map_with_parallel_backward``: the forward passes of many calls at once, and later their backward passes.
+"""``map_with_parallel_backward`` runs the forward passes of many calls at the same time, and later their backward
+passes.
 
 Each call runs in a graph of its own (``pymoe.autograd.isolated_graph``). One node of the caller's graph represents all
 calls: its inputs are the calls' tensors and every leaf that they used, its outputs are the calls' outputs. When
@@ -40,7 +41,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Run ``func(*args)`` for every ``args`` in ``args_per_call`` at once, and later their backward passes at once.
+    """Run ``func(*args)`` concurrently for every ``args`` in ``args_per_call``, and later the backward passes, too.
 
     The result is the same as of ``tuple(func(*args) for args in args_per_call)``, in less time: PyTorch's engine runs
     the backward passes of one device one after the other. Useful for calls that wait (for other machines, for I/O) or

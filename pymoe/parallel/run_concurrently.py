@@ -1,4 +1,4 @@
-"""Runs many calls at once, on the shared workers and on the calling thread."""
+"""Runs many calls at the same time, on the shared workers and on the calling thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INLINE_LIMIT_S = 100e-6
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # functions, by name and likeness; true if their last run was long
+_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness(): whether the last run of the function was long
 
 
 def run_concurrently(

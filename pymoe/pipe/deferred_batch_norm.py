@@ -84,7 +84,7 @@ class DeferredBatchNorm(BatchNormBase):
         momentum: the weight of a mini-batch in the running statistics; None: they are the mean over all mini-batches.
         affine: whether there are a weight and a bias for each channel.
         track_running_stats: whether there are running statistics; without them every batch is normalised by its own
-        statistics.
+            statistics.
 
     Input: (N, C) or (N, C, ...); a layer that :func:`convert_deferred_batch_norm` has converted takes the same input as
     before.

@@ -423,8 +423,8 @@ def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
     that a dictionary omits are not the loss.
 
     Raises:
-        TypeError: ``spec`` contains something else. ValueError: the output has no part that ``spec`` names, or not
-        exactly one part is the loss.
+        TypeError: ``spec`` contains something else.
+        ValueError: the output has no part that ``spec`` names, or not exactly one part is the loss.
     """
     leaves = list(range(structure.num_leaves))
     output = pytree.tree_unflatten(leaves, structure)

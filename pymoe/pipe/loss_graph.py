@@ -42,7 +42,7 @@ MAX_NODES = 1000
 MAX_FOLLOWED_NODES = 10_000
 """Largest number of nodes whose rows are followed."""
 MAX_PARAMETER_NODES = 100
-"""Largest number of nodes that are read to find that a number depends on parameters alone."""
+"""Largest number of nodes that are read to find that a number depends only on parameters."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
 _HIDE_NO_DATA = {
     *_OF_TWO,
@@ -85,7 +85,7 @@ class Divisor(NamedTuple):
     counts_rows: bool = False
     """True if, in a mean over rows, the number must be proportional to the number of rows and not constant."""
     is_quotient: bool = False
-    """True if the loss's own code divides by it, perhaps a sum by the number of rows."""
+    """True if the loss's own code divides by it, as when it divides a sum by the number of rows."""
 
 
 @dataclass

@@ -370,7 +370,7 @@ def _dims(node: Node, count: int) -> tuple[int, ...]:
 
 
 def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows: Rows) -> Label:
-    """Return the label of a step with one operand, which has rows along a dimension."""
+    """Return the label of a step whose only operand has rows along a dimension."""
     label, before, row = given.label, given.shape, given.front
     count = len(shape)
     if kind in _SUMS:

@@ -222,7 +222,7 @@ class Pipe(Inspection):
 
         Raises:
             TypeError: the model does not take these arguments, or it has been given its own ``forward`` meanwhile.
-            RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage alone.
+            RuntimeError: layers of the model were appended, inserted or deleted, or replaced only in a stage.
             ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be concatenated; the
                 model's own loss is not a mean over rows.
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.

@@ -193,7 +193,7 @@ class stash(Generic[Value]):
         values = [*args, *(kwargs[keyword] for keyword in ("value", "tensor") if keyword in kwargs)]
         if len(values) != 1 or not kwargs.keys() <= {"value", "tensor"}:
             given = len(args) + len(kwargs)
-            raise TypeError(f"stash: expected a name and one value (or tensor=), got {given} beside the name")
+            raise TypeError(f"stash: expected a name and one value (or tensor=), got {given} in addition to the name")
         self.name = name
         self.value: Value = values[0]
 
@@ -246,8 +246,8 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes under the names of other packages. (A property or method would hide an attribute of the
-        decorated class.)
+        """Return the attributes that torchgpipe and torch name differently. (A property or method of such a name would
+        hide an attribute of the decorated class.)
         """
         try:
             return super().__getattr__(name)

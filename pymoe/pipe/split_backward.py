@@ -16,8 +16,8 @@ connected to it belong to part one, so that none of their nodes runs twice. Thes
 - Nodes of torch whose derivatives are computed one by one, each only if it is asked for (:data:`ONE_BY_ONE`). A node
   whose saved tensors are packed by hooks is left whole: a checkpoint would run its forward twice.
 - An ``autograd.Function`` with a class attribute ``backward_in_parts = True``. Its ``backward`` is then called up to
-  twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute those
-  alone, from the same saved tensors. The first call may leave shared results on ``ctx``. Gradients of outputs that have
+  twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute only
+  those, from the same saved tensors. The first call may leave shared results on ``ctx``. Gradients of outputs that have
   none are zeros in the second call, even if the function has turned off their materialization; or None if it says
   ``takes_missing_gradients = True`` as well. Functions without ``backward_in_parts`` are called once.
 
@@ -315,7 +315,7 @@ class DeferredGradients:
         self._hooks = []
 
     def gradients(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Run the recorded nodes for the deferred gradients alone; return these gradients and their edges.
+        """Run the recorded nodes only for the deferred gradients; return these gradients and their edges.
 
         torch's nodes ask the running backward pass which of their edges are needed. So this starts a pass that asks for
         the weight sides, runs the nodes by hand within it, and then ends it.

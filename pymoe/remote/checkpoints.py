@@ -432,7 +432,7 @@ class ExpertCheckpoints:
         self._saved_digest: int | None = None
         self._answered_at_save = 0
         self._first_update: asyncio.Task[None] | None = None
-        # A state that was taken earlier must not be written later, even if nothing waits for it any more.
+        # An older state must not be written after a newer one, even if nothing waits for it any more.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
         self._writes: set[asyncio.Future[None]] = set()  # a task without a reference may be collected
 

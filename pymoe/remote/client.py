@@ -182,8 +182,8 @@ def connect(
         encoding: encoding of activations in both directions: ``"raw"``, ``"bf16"`` or ``"int8"`` (see
             :mod:`pymoe.remote.encodings`). Fewer bytes are faster only on a slow network.
         gradient_encoding: the same for gradients.
-        coalesce: combine the rows of all callers of an expert in one call. False sends each request on its own, at
-            once.
+        coalesce: combine the rows of all callers of an expert in one call. False sends each request separately and
+            immediately.
         retries: repeat requests until their deadline while the server is gone or overloaded; all attempts of a backward
             request have the same key, which is applied once. Use False for members of a mixture, which has others to
             ask.

@@ -55,8 +55,8 @@ _NUMPY_DTYPES = {
     **{torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16, torch.uint8: np.uint8},
     **{torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8},
 }
-"""Dtypes that numpy has, too. Their raw bytes are copied by numpy alone: torch's operators release the GIL, and in a
-busy process other threads would take it."""
+"""Dtypes that numpy has, too. Only numpy copies their raw bytes: torch's operators release the GIL, and in a busy
+process other threads would take it."""
 ALIGNMENT = 64
 """Alignment of new memory in bytes, the same as torch's."""
 

@@ -291,9 +291,10 @@ class _RemotePool:
 class CoalescingPool(_RemotePool, TaskPool):
     """Combines the rows of all waiting callers in one call, as a local pool does; one call is under way at a time.
 
-    If no other request waits, a request is sent at once. The deadline of a call is the latest one of its requests whose
-    futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that the request is
-    treated like one in a running batch. A request with more rows than the server runs at once is sent in several calls.
+    If no other request waits, a request is sent immediately. The deadline of a call is the latest one of its requests
+    whose futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that the request
+    is treated like one in a running batch. A request with more rows than the server runs at once is sent in several
+    calls.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -400,7 +401,7 @@ class _Permits:
 
 
 class DirectPool(_RemotePool):
-    """Sends each request separately and at once. Suits few callers with long requests, and requests that may be
+    """Sends each request separately and immediately. Suits few callers with long requests, and requests that may be
     cancelled.
 
     If a request waits because too many are under way, and its caller gives it up meanwhile, it is never sent.

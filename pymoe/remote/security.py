@@ -202,7 +202,7 @@ def check_client(address: str, tls: TLS | None, token: str | None) -> None:
     """Raise ValueError if the token would be sent to another machine without encryption."""
     check_token("connect", token)
     if token is not None and tls is None and not is_local(address):
-        raise ValueError(f"connect: a token is sent over TLS alone: expected tls= for {address}, got None")
+        raise ValueError(f"connect: a token is sent only over TLS: expected tls= for {address}, got None")
 
 
 def check_token(owner: str, token: Any) -> None:

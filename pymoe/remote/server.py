@@ -1,4 +1,4 @@
-"""ExpertServer: the experts of this process, for other machines."""
+"""ExpertServer: serves the experts of this process to other machines."""
 
 from __future__ import annotations
 

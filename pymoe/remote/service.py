@@ -495,7 +495,9 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
     async def _watch(self, context: Any) -> bytes:
-        """Answer when the server drains, so that clients know at once that it stops, or that the connection broke."""
+        """Answer when the server drains, so that clients know immediately that it stops, or that the connection
+        broke.
+        """
         if self._watches >= MAX_WATCHES:
             raise QueueFull(f"{MAX_WATCHES} connections watch already")
         self._watches += 1

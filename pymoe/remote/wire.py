@@ -89,9 +89,10 @@ class Request(msgspec.Struct, omit_defaults=True):
     age: float = 0.0
     """Seconds since the first attempt."""
     backward: bool = False
-    """On a stream, true for the backward pass; otherwise the gRPC method says it."""
+    """On a stream, true for the backward pass; in separate calls the gRPC method tells the pass."""
     seconds: float = 0.0
-    """On a stream, the time that the request has; otherwise the deadline of the gRPC call says it."""
+    """On a stream, the time in seconds that the request has; in separate calls the deadline of the gRPC call tells
+    it."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):

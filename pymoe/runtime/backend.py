@@ -88,7 +88,7 @@ class ExpertBackend(nn.Module):
             ``step()`` of optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
     """
 
-    _clears_itself = False  # while a backward pass of this class updates: it clears gradients at the end
+    _clears_itself = False  # true while a backward pass of this class makes an update: it clears gradients at the end
 
     def __init__(
         self,

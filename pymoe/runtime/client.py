@@ -51,7 +51,7 @@ class ExpertClient(nn.Module):
     Args:
         backend: the backend whose pools are asked.
         timeout: the maximum number of seconds for a request, in either pass and however it is waited for; None: no
-        limit.
+            limit.
 
     Raises:
         TypeError: arguments that the expert does not take, a missing tensor, or another dtype.
@@ -199,7 +199,7 @@ class PendingCall:
         return self._client._attach(self._inputs, outputs, self._versions)
 
     def done(self) -> bool:
-        """Return whether :meth:`result` would return at once."""
+        """Return whether :meth:`result` would return without waiting."""
         return self._future.done()
 
     def cancel(self) -> bool:

@@ -44,7 +44,7 @@ class uninterrupted:
 def interrupt_soon() -> None:
     """Raise Ctrl-C in this thread again, after the batch that it runs has returned its results.
 
-    If it were raised at once, it would end the batch like an error of the batch itself.
+    If it were raised immediately, it would end the batch like an error of the batch itself.
     """
     thread = threading.get_ident()
     try:

@@ -126,7 +126,7 @@ class Runtime:
             self.ready.clear()
 
     def run(self) -> None:
-        """Start, and return after another thread has shut the runtime down; Ctrl-C shuts it down at once.
+        """Start, and return after another thread has shut the runtime down; Ctrl-C shuts it down immediately.
 
         Raises:
             RuntimeError, OSError: see :meth:`start`.

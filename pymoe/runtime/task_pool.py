@@ -81,9 +81,9 @@ class TaskPool(_runtime.TaskPool):
         linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a single client
             never waits. 0 turns it off.
         priority: head start in seconds over the requests of other pools.
-        isolate: run a batch that raised again in halves, so that a bad request fails alone. Only for functions that
-            change nothing if they raise; an exception after which nothing may run again says so with an
-            attribute ``pymoe_may_retry = False``.
+        isolate: run a batch that raised again in halves, so that only a bad request fails. Use it only for functions
+            that change nothing if they raise; an exception after which nothing may run again says so with an attribute
+            ``pymoe_may_retry = False``.
         on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
         schema: the prototypes of the tensors of every request, one per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.

@@ -117,7 +117,7 @@ READ: dict[str, Callable[[Any], Any]] = {
 
 
 class Watched:
-    """The monitors in a folder, or one socket; they come and go."""
+    """The monitors in a folder, which may change, or one socket."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -188,7 +188,7 @@ def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) ->
     Args:
         watched: the pools to show. It is closed at the end.
         options: those of :func:`add_options`.
-        must_be_there: whether to end at once if there is nothing to show, instead of waiting.
+        must_be_there: whether to end immediately if there is nothing to show, instead of waiting.
     """
     try:
         if not watched.read() and (options.once or must_be_there):

@@ -80,7 +80,7 @@ def test_states_within_each_other() -> None:
 
 
 def test_an_interrupt_waits_for_the_function() -> None:
-    """The function runs on another thread here; the interrupt is raised only after the function has ended."""
+    """The function runs on another thread; the interrupt is raised only after the function has ended."""
     ended = threading.Event()
 
     def interrupted() -> None:

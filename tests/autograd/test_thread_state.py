@@ -1,4 +1,4 @@
-"""Tests that a call on any thread sees the state of the map's caller, and leaves nothing of it behind."""
+"""Tests that a call on any thread sees the state of the map's caller, and leaves no trace of it on that thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that answer lines of JSON: answers are kept apart from other output, and failures are named."""
+"""Tests of processes that answer lines of JSON: answers are separated from other output, and failures are named."""
 
 import sys
 

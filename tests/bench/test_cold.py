@@ -184,7 +184,7 @@ def test_a_line_shows_eager_time_and_time_in_a_graph(gpu, timer, most, reached):
 
 
 def test_what_waits_for_the_device_is_measured_eagerly_alone(gpu, timer):
-    """If torch detects the wait, no capture is tried, since a failed capture would break later ones."""
+    """If torch detects the wait, no capture is tried, because a failed capture would break later captures."""
 
     def waits():
         if gpu.waiting == "error":

@@ -1,4 +1,6 @@
-"""A checkpoint larger than memory: few bytes in memory, equal results of what was saved, and a limit that holds."""
+"""Tests of a checkpoint that is larger than memory: few bytes are in memory, the saved model gives equal results, and
+the limit is enforced.
+"""
 
 import json
 import os
@@ -113,7 +115,7 @@ def test_rows_of_a_large_matrix_differ(tmp_path):
 
 
 def test_files_that_are_still_mapped_are_not_removed(tmp_path):
-    """They would keep their place on the disk."""
+    """Removed files would still take space on the disk."""
     folder = tmp_path / "whole"
     folder.mkdir()
     model = torch.nn.Linear(64, 64, bias=False)

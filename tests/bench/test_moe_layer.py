@@ -1,4 +1,6 @@
-"""benchmarks/moe_layer.py: all contenders compute the same layer, and one that does not is called WRONG."""
+"""Tests that all contenders of benchmarks/moe_layer.py compute the same layer, and that one that does not is called
+WRONG.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whole models: files hold the same weights, wrong logits are noticed, and who fails or is missing is named."""
+"""Tests of the benchmark of whole models: files hold the same weights, wrong logits are noticed, and contenders that
+fail or are missing are named.
+"""
 
 import argparse
 import json
@@ -53,7 +55,7 @@ def test_a_checkpoint_has_every_weight_of_the_model(name, checkpoint):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_gguf_file_gets_every_weight_once(name, checkpoint):
-    """Tensors are split, stacked, turned and renamed, but none is lost, and none is written twice."""
+    """Tensors are split, stacked, reordered and renamed, but none is lost, and none is written twice."""
     config = json.loads((checkpoint(name) / "config.json").read_text())
     entries = list(gguf_files.tensors(checkpoint(name), config, 2))
     assert len({one[0] for one in entries}) == len(entries)
@@ -67,7 +69,9 @@ def test_a_gguf_file_gets_every_weight_once(name, checkpoint):
 
 
 def test_experts_of_gpt_oss_are_taken_apart(checkpoint):
-    """Gate and up are columns in turns: llama.cpp has a tensor for each, with a row for every output."""
+    """Columns of gate and up alternate in the checkpoint. llama.cpp has a tensor for each, with a row for every
+    output.
+    """
     folder = checkpoint("tiny-gptoss")
     config = json.loads((folder / "config.json").read_text())
     found = {name: read() for name, _, read in gguf_files.tensors(folder, config, 1)}
@@ -147,7 +151,9 @@ def cells(more, fewer):
 
 
 def test_layers_are_told_from_the_rest():
-    """Seven seconds of four layers and five of two are three for the rest and one a layer: 19 seconds for 16."""
+    """Seven seconds with four layers and five with two mean three seconds for the rest and one per layer: 19 seconds
+    for 16 layers.
+    """
     model = {"layers": 4, "fewer": 2, "of": 16, "touched": {"4": 0.5}}
     one = {"cells": cells(7.0, 5.0), "loaded": {"sizes": {"experts": 8_000, "rest": 1_000}}}
     assert report.split(model, one, "decode", 4) == (3.0, 1.0, 19.0)
@@ -166,7 +172,7 @@ def test_logits_are_judged(median, verdict):
 
 
 class Stub:
-    """A process that answers until it is told to fail."""
+    """A process that answers requests until one tells it to fail."""
 
     def __init__(self, fails=False):
         self.fails = fails
@@ -240,7 +246,7 @@ def test_a_model_without_sdpa_keeps_its_attention(tmp_path):
 
 
 def test_weights_that_do_not_fit_are_left_out(tmp_path, monkeypatch):
-    """Packed weights of a model are measured where its weights in bfloat16 could not be loaded."""
+    """A model's packed weights are measured even if its weights in bfloat16 do not fit into memory."""
     files = Files(tmp_path, MODELS["tiny-olmoe"], 1, 0, 1, None)
     write_checkpoint(files.whole, files.model.build(1))
     assert files.fits

@@ -23,7 +23,7 @@ enum class Kind { kStart, kLock, kUnlock, kWait, kNotify, kJoin, kSleep, kPreemp
 
 enum class State { kReady, kBlocked, kEnded };
 
-// How often, and to which threads, a seed prefers to switch.
+// The style of a seed: how often it prefers to switch, and to which threads.
 enum class Style { kOften, kSeldom, kRarely, kStarve };
 
 struct SimulatedThread {
@@ -53,7 +53,7 @@ struct Simulation {
   Options options;
   uint64_t random = 0;
   Style style = Style::kOften;
-  uint64_t spurious = 0;  // one in so many waits wakes without a reason; 0: none does
+  uint64_t spurious = 0;  // one of this many waits wakes without a reason; 0: none does
   std::array<SimulatedThread, kMostThreads> threads;
   int count = 0, ended = 0, current = 0, chosen = 0;  // numbers of threads, which begin at 1
   std::array<int, kMostThreads> ready{};
@@ -80,7 +80,7 @@ void add_to_hash(Simulation& s, uint64_t value);
 
 int add_thread(Simulation& s, std::function<void()>* body);
 
-// The functions below are called on the current thread.
+// The functions below act on the thread that calls them.
 
 void record(Simulation& s, Kind kind, int number);
 // Lets the schedule switch to another thread, while the current one stays ready to run.

@@ -1,4 +1,5 @@
-// gate_topk and router_losses: choices against a sort, threads, guard bands.
+// Tests gate_topk and router_losses: compares choices with a sort, varies the number of threads, and checks guard
+// bands.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// A growing pool: it adds threads for jobs that wait for each other, none for jobs that compute, and ends them later.
+// Tests a growing pool: it adds threads for jobs that wait for each other, adds none for jobs that compute, and ends
+// added threads later.
 #include <atomic>
 #include <latch>
 #include <thread>
@@ -144,7 +145,7 @@ TEST_CASE("schedules of a growing pool: a job that comes when threads are to end
     for (int i = 0; i < crowd; ++i) {
       submit(pool, [&, i] {
         meeting.wait();
-        compute((100 + i % 4) * 1ms);  // more than `workers` threads at once, for more than ten spans
+        compute((100 + i % 4) * 1ms);  // more than `workers` threads at a time, for more than ten spans
         if (i % 2 == 1) again.wait();
       });
     }

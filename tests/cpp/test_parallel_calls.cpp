@@ -65,7 +65,7 @@ struct Map {
   std::array<int, kCalls> outputs{}, gradients{};
 };
 
-// Runs `client(number)` on `count` threads at once.
+// Runs `client(number)` on `count` threads at the same time.
 template <typename Client>
 void on_clients(int count, const Client& client) {
   std::latch start(count);

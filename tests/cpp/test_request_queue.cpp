@@ -1,4 +1,4 @@
-// The batching policy, case by case. Each case sets the time itself: nothing here waits.
+// Tests the batching policy, case by case. Each case sets the time itself, so nothing waits.
 #include <doctest/doctest.h>
 
 #include <random>

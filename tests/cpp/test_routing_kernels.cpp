@@ -1,4 +1,5 @@
-// build_routing, combine and gather_batch: against plain loops, on threads, with hostile indices.
+// Tests build_routing, combine and gather_batch: compares them with plain loops, on several threads, and with invalid
+// indices.
 #include <doctest/doctest.h>
 
 #include <climits>

@@ -1,4 +1,5 @@
-// The runtime on real threads, under load: a million tasks and a million requests, none lost, none run twice.
+// Tests the runtime on real threads, under load: of a million tasks and a million requests, none is lost, and none runs
+// twice.
 #include <doctest/doctest.h>
 
 #include <atomic>

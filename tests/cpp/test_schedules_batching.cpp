@@ -1,4 +1,4 @@
-// The batching core under seeded schedules, with clients of every kind.
+// Tests the batching core under seeded schedules, with clients of every kind.
 #include "batching_scenario.h"
 
 using namespace pymoe::runtime;

@@ -1,4 +1,4 @@
-// Strands and the executor on real threads: order, overlap, stops, and experts that call each other.
+// Tests strands and the executor on real threads: order, overlap, stops, and experts that call each other.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Requests through one pool, on real threads. Here other threads end a wait, never the clock alone.
+// Tests requests through one pool, on real threads. A wait is ended by another thread, never only by the clock.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -1,6 +1,6 @@
-// csrc/kernels/cuda/async_copy.h for the emulator. A copy arrives as late as it may: when its thread waits for it.
-// Until then its place holds NaN in every format, so that reading too early shows, and so does copying over what others
-// still read.
+// Emulates csrc/kernels/cuda/async_copy.h. A copy arrives as late as possible: when its thread waits for it. Until then
+// its destination holds NaN in every format, which reveals a read that comes too early, and a copy over data that
+// others still read.
 #pragma once
 
 #include "cuda_on_cpu/device.h"

@@ -1,7 +1,7 @@
 """Tests of the launches of a bfloat16 layer on a GPU of compute capability 9.x. Run with the plugin ``emulated_ops``.
 
-The lists below are complete and in order; a launch more or less fails. docs/concepts/proof_without_a_gpu.md shows them
-as a table.
+The lists below are complete and in order; one launch more or fewer fails a test. docs/concepts/proof_without_a_gpu.md
+shows them as a table.
 """
 
 import sys
@@ -226,8 +226,9 @@ def test_the_step_computes_what_the_reference_does(options):
     check_step(**options)
 
 
-# With the machine code of torch that was read, nothing is cleared again; elsewhere a plan and zeros for each of the two
-# gradients. What no one has measured, and what torch has no fast kernel for, this project's own kernels make.
+# For versions of torch whose machine code was read, nothing is cleared again. For others, a plan and zeros are added
+# for each of the two gradients. Products that were not measured, or for which torch has no fast kernel, run on pymoe's
+# own kernels.
 @pytest.mark.parametrize(
     ("capability", "version", "by_torch", "more"),
     [
@@ -240,8 +241,9 @@ def test_the_step_computes_what_the_reference_does(options):
     ],
 )
 def test_torch_is_trusted_where_its_machine_code_was_read(capability, version, by_torch, more):
-    """A wheel serves every later torch, whose product may leave anything in the gradient of an expert without rows; and
-    on compute capability 10.3 (B300) gradients of NaN are reported and unexplained (pytorch/pytorch#193633).
+    """One wheel serves every later version of torch, whose product may leave any values in the gradient of an expert
+    without rows. On compute capability 10.3 (B300), unexplained NaN gradients have been reported
+    (pytorch/pytorch#193633).
     """
     with elsewhere(capability, version, clears_idle_experts=by_torch and more == 0):
         forward, backward = check_step()

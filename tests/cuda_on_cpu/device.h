@@ -1,5 +1,5 @@
-// The part of CUDA's device language that kernels use, for a host compiler: what csrc/kernels/cuda/platform.h takes
-// where there is no nvcc. Semantics are those of the CUDA C++ Programming Guide; emulator.h says what is modelled.
+// Defines the part of CUDA's device language that kernels use, for a host compiler: csrc/kernels/cuda/platform.h
+// includes it if there is no nvcc. Semantics follow the CUDA C++ Programming Guide; emulator.h says what is modelled.
 #pragma once
 
 #include <cmath>
@@ -30,7 +30,7 @@
 #define blockDim (::pymoe::emulator::block_size())
 #define gridDim (::pymoe::emulator::grid_size())
 
-// A collective notes the place of its call.
+// A collective records the source line of its call.
 #define PYMOE_SITE int line = __builtin_LINE(), const char *file = __builtin_FILE()
 #define PYMOE_HERE \
   ::pymoe::emulator::Site { file, line }
@@ -71,7 +71,7 @@ inline void __nanosleep(unsigned) { pymoe::emulator::pause(); }
 
 namespace pymoe::emulator {
 
-// What every lane brought; lanes outside the mask brought nothing.
+// The values of all lanes; lanes outside the mask have none.
 template <typename T>
 struct Brought {
   T values[kWarpSize];
@@ -85,7 +85,7 @@ Brought<T> exchange(const char* name, unsigned mask, const T& mine, Site site) {
   return all;
 }
 
-// The value of `source`, or one's own where no lane is there to read from.
+// The value of lane `source`, or the lane's own value if there is no such lane.
 template <typename T>
 T shuffle(const char* name, unsigned mask, const T& mine, unsigned source, Site site) {
   const Brought<T> all = exchange(name, mask, mine, site);
@@ -117,7 +117,7 @@ T __shfl_sync(unsigned mask, T value, int source, int width = 32, PYMOE_SITE) {
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, PYMOE_SITE) {
   const unsigned lane = pymoe::emulator::lane(), other = lane ^ static_cast<unsigned>(lane_mask);
-  // A lane of a later segment is out of reach; one of an earlier segment is not.
+  // A lane of a later segment cannot be read; a lane of an earlier segment can.
   const bool reach = other < ((lane & ~(static_cast<unsigned>(width) - 1)) + static_cast<unsigned>(width));
   return pymoe::emulator::shuffle("__shfl_xor_sync", mask, value, reach ? other : lane, PYMOE_HERE);
 }
@@ -173,7 +173,7 @@ inline int __reduce_add_sync(unsigned mask, int value, PYMOE_SITE) {
 }
 #undef PYMOE_REDUCE
 
-// --- atomics: relaxed, as CUDA's are; integers alone, since float atomics make results depend on the order ---
+// --- atomics: relaxed, like CUDA's; only for integers, since float atomics make results depend on the order ---
 
 namespace pymoe::emulator {
 

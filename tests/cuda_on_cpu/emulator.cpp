@@ -21,7 +21,8 @@ constexpr int64_t kMostLive = 2048;  // threads at once
 #else
 constexpr int64_t kMostLive = 8192;
 #endif
-constexpr int64_t kMostWaits = 1 << 20;  // rounds of __nanosleep in which nothing else happens: it never ends
+// after this many rounds of __nanosleep without any other event, a kernel counts as one that never ends
+constexpr int64_t kMostWaits = 1 << 20;
 
 // xorshift64*: small, seeded, the same everywhere.
 class Random {
@@ -41,12 +42,12 @@ class Random {
 
 struct Block;
 
-// The copies of a thread, in the order in which it began them, and where its groups end.
+// The copies of a thread, in the order in which it began them, and the ends of its groups.
 struct Copies {
   static constexpr int kMost = 64;
   Copy under_way[kMost];
   int count = 0;
-  int ends[kMost];  // of each group, counted from the first copy that is under way
+  int ends[kMost];  // end of each group, counted from the first unfinished copy
   int groups = 0;
 };
 
@@ -67,25 +68,25 @@ struct Meeting {
   unsigned mask, arrived = 0, left = 0;
   size_t size;
   Site site;
-  char token = 0;  // ThreadSanitizer's name for the order that it gives
+  char token = 0;  // identifies for ThreadSanitizer the order that the meeting establishes
   int waiting_count = 0;
   Thread* waiting[kWarpSize] = {};
   alignas(16) unsigned char brought[kWarpSize][kMostExchanged];
 };
 
-// The meetings of a warp that wait for lanes: at most one a lane.
+// The meetings of a warp that wait for lanes: at most one per lane.
 struct Open {
   int count = 0;
   Meeting* meetings[kWarpSize] = {};
 };
 
-// Fixed arrays where threads write: a vector that grows calls memmove, which ThreadSanitizer sees from anywhere.
+// Threads write only to fixed arrays: a vector that grows calls memmove, whose accesses ThreadSanitizer would report.
 struct Block {
   static constexpr int kMostShared = 32;
   unsigned index = 0;
   std::vector<Thread> threads;
   int64_t ended = 0;
-  // Barrier: who has come, and the results of the last two.
+  // Barrier: the number of threads that have arrived, and the results of the last two barriers.
   int64_t came = 0, came_true = 0;
   Site site{};
   int generation = 0;
@@ -141,7 +142,7 @@ void make_ready(Thread* thread) {
   grid->ready.push_back(thread);
 }
 
-// Hands the processor to another thread; the current one goes on when it has been made ready.
+// Switches to another thread; the current one continues after it has been made ready.
 void give_way() { leave_fiber(grid->current->fiber); }
 
 void wait(const char* where, Site site) {
@@ -201,7 +202,7 @@ void end_thread(Thread* thread) {
   if (++block->ended == grid->threads) end_block(block);
 }
 
-// The last of a meeting's lanes to go clears it away.
+// The last lane that leaves a meeting removes it.
 void leave_meeting(Meeting* meeting) {
   const Unwatched unwatched;
   if (++meeting->left == static_cast<unsigned>(__builtin_popcount(meeting->mask))) delete meeting;
@@ -260,7 +261,7 @@ int block_barrier(bool predicate, Site site) {
     for (Thread& thread : block->threads) {
       if (&thread != me) make_ready(&thread);
     }
-    make_ready(me);  // the last to come is not the first to go
+    make_ready(me);  // the last to arrive need not be the first to continue
     give_way();
   }
   happens_after(&block->token[turn]);
@@ -361,7 +362,7 @@ void* shared_memory(const void* declaration, size_t bytes) {
     if (block->shared[i].declaration == declaration) return block->shared[i].memory;
   }
   block->static_shared += static_cast<int64_t>(bytes);
-  // A launch asks for more only where a kernel has no static arrays (kernels/cuda/launch.h).
+  // A launch requests more only for a kernel without static arrays (kernels/cuda/launch.h).
   if (block->static_shared + grid->shared_bytes > kMostStaticShared) {
     broken("more than 48 KiB of shared memory, part of it static");
   }

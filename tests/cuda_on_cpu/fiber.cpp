@@ -36,9 +36,9 @@ namespace {
 constexpr size_t kStack = 96 << 10;
 #if PYMOE_EMULATOR_THREAD
 constexpr size_t kMostFibers =
-    2048;  // each costs ThreadSanitizer milliseconds, and maps of which a process may have 65,530
+    2048;  // each costs ThreadSanitizer milliseconds, and memory maps, of which a process may have 65,530
 #else
-constexpr size_t kMostFibers = 1;  // more than are live at once are of no use
+constexpr size_t kMostFibers = 1;  // more fibers than live threads would be useless
 #endif
 
 }  // namespace
@@ -80,7 +80,7 @@ static void switch_stack(Context* from, const Context* to) { pymoe_switch_stack(
 
 static void prepare(Context* context, char* stack, void (*entry)()) {
   auto* top = reinterpret_cast<void**>(stack + kStack);
-  *--top = nullptr;                              // where the entry would return to; aligns its frame
+  *--top = nullptr;                              // return address of the entry, which never returns; aligns its frame
   *--top = reinterpret_cast<void*>(entry);       // popped by ret
   for (int i = 0; i < 6; ++i) *--top = nullptr;  // the saved registers
   context->stack_pointer = top;
@@ -106,7 +106,7 @@ static void prepare(Context* context, char* stack, void (*entry)()) {
 
 struct Fiber {
   Context own, caller;
-  char* memory = nullptr;  // the page that must not be touched, then the stack
+  char* memory = nullptr;  // an inaccessible page, then the stack
   char* stack = nullptr;
   void (*body)() = nullptr;
   bool done = false;

@@ -1,6 +1,6 @@
-// Fibers: threads that give way to each other by hand, and what a sanitizer must be told of them.
+// Fibers: threads that switch to each other explicitly, and the calls that tell a sanitizer about them.
 //
-// Everything here is used by emulator.cpp and tests/cpp/scheduler.cpp alone, which are compiled without sanitizers.
+// Only emulator.cpp and tests/cpp/scheduler.cpp use this file; they are compiled without sanitizers.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +10,11 @@ namespace pymoe::emulator {
 
 struct Fiber;
 
-// Stacks are kept. Every stack ends in a page that must not be touched.
+// Stacks are kept. Every stack ends in an inaccessible page.
 //
-// To ThreadSanitizer a fiber is a thread with a past, and what one fiber does is in order. So within a launch no fiber
-// is used twice, while there are enough of them; launches are in order anyway, so the next one takes them again.
+// ThreadSanitizer treats a fiber as a thread, and all actions of one fiber as ordered. So within a launch no fiber is
+// used twice as long as there are enough of them. Launches are ordered anyway, so the next launch uses the fibers
+// again.
 class FiberPool {
  public:
   FiberPool() = default;
@@ -25,7 +26,7 @@ class FiberPool {
   // Returns a fiber that will run `body` and then end.
   Fiber* take(void (*body)());
   void put_back(Fiber* fiber);
-  // The fiber will never go on; what its stack refers to counts as in use.
+  // Ends the use of a fiber that will never continue; memory that its stack refers to counts as used, not leaked.
   static void abandon(Fiber* fiber);
 
  private:
@@ -35,15 +36,15 @@ class FiberPool {
 
 // Runs the fiber until it leaves or ends; false if it has ended.
 bool enter_fiber(Fiber* fiber);
-// Called on the fiber: goes back to where enter_fiber was called.
+// Called on the fiber: returns to the caller of enter_fiber.
 void leave_fiber(Fiber* fiber);
 
-// Order for ThreadSanitizer: what came before happens_before(token) is seen after happens_after(token).
+// Order for ThreadSanitizer: actions before happens_before(token) are visible after happens_after(token).
 void happens_before(void* token);
 void happens_after(void* token);
 
-// While one lives, ThreadSanitizer takes no notice of what this fiber does: to it, a fiber that allocates memory has
-// written it, and that would be a race with the fiber that uses it.
+// While such an object lives, ThreadSanitizer ignores the accesses of this fiber. Otherwise a fiber that allocates
+// memory would count as its writer, and race with the fiber that uses it.
 class Unwatched {
  public:
   Unwatched();
@@ -52,7 +53,7 @@ class Unwatched {
   Unwatched& operator=(const Unwatched&) = delete;
 };
 
-// Shared memory of a block: exactly sized, with arbitrary contents.
+// Allocates shared memory of a block: exactly sized, with arbitrary contents.
 void* shared_block(size_t bytes);
 void free_shared_block(void* memory);
 

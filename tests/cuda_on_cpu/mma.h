@@ -1,5 +1,5 @@
-// csrc/kernels/cuda/mma.h for the emulator: the same collectives with the same layouts. The tensor cores add the
-// products of one instruction in an order of their own; here they are added in turn.
+// Emulates csrc/kernels/cuda/mma.h: the same collectives with the same layouts. Tensor cores add the products of one
+// instruction in an undocumented order; here they are added one after another.
 #pragma once
 
 #include "cuda_on_cpu/device.h"

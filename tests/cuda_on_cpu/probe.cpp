@@ -29,7 +29,7 @@ std::string history(int64_t first) {
 
 uint64_t torch_version = TORCH_ABI_VERSION;
 
-// `compute_capability` is 90 for 9.0; 0, 0 is the version of the torch that is there.
+// `compute_capability` is 90 for 9.0; 0, 0 means the version of the installed torch.
 void pretend(int64_t compute_capability, int64_t torch_major, int64_t torch_minor) {
   pymoe::emulator::set_compute_capability(static_cast<int>(compute_capability));
   torch_version = torch_major == 0
@@ -51,5 +51,5 @@ STABLE_TORCH_LIBRARY_IMPL(pymoe_emulator, CompositeExplicitAutograd, library) {
 
 }  // namespace
 
-// In the place of torch's own, for this library alone.
+// Replaces torch's own function, only in this library.
 uint64_t aoti_torch_abi_version() { return torch_version; }

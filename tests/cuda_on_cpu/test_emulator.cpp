@@ -40,7 +40,7 @@ __global__ void collectives(int* out) {
   mine[9] = __reduce_max_sync(kAll, -lane);
   mine[10] = static_cast<int>(__reduce_add_sync(kAll, static_cast<unsigned>(lane)));
   mine[11] = __syncthreads_count(lane < 4);
-  // Each half of a warp alone, as after a branch.
+  // Each half of a warp by itself, as after a branch.
   const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
   mine[12] = __reduce_min_sync(half, lane);
   if (lane >= 16) mine[13] = __shfl_sync(half, lane, 20);

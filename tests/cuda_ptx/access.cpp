@@ -15,8 +15,8 @@ std::string hexadecimal(uint64_t number) {
   return text;
 }
 
-// Bytes by twos and fours, and words that go from shared memory back to it, are what the compiler copies of the gaps in
-// a structure: nobody looks at them.
+// The compiler copies the gaps of a structure as 2 or 4 single bytes, or as words from shared memory back to shared
+// memory. No code uses these bytes.
 bool copies_gaps(const Instruction& instruction) {
   return (instruction.bytes == 1 && instruction.count > 1) || instruction.only_copied;
 }
@@ -130,8 +130,8 @@ void pack(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   });
 }
 
-// What a load or store may say of caches: nothing that changes a value here. What they may say of order and scope is
-// missing, as no order but that of barriers is known here.
+// Qualifiers of loads and stores that concern caches; they change no value. Qualifiers of order and scope are missing,
+// because the interpreter knows only the order of barriers.
 const std::set<std::string>& harmless() {
   static const std::set<std::string> all = {"ca",
                                             "cg",

@@ -1,4 +1,4 @@
-// Finds the bytes behind an address of a lane, and checks that it may touch them.
+// Finds the bytes at an address that a lane uses, and checks that the lane may access them.
 #pragma once
 
 #include "cuda_ptx/machine.h"
@@ -11,7 +11,7 @@ enum class Space { kGlobal, kShared, kGeneric, kParameter };
 unsigned char* access(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes, Space space,
                       Purpose purpose);
 
-// The same for any bytes of global memory that are read together.
+// Does the same for bytes of global memory that are read together.
 void read_global(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int bytes);
 
 // Returns address operand `number` of a lane.
@@ -21,7 +21,7 @@ inline uint64_t address_of(const Warp& warp, const Instruction& instruction, int
   return base + static_cast<uint64_t>(instruction.offset);
 }
 
-// Like for_lanes, but turns an Error into the Fault of the lane.
+// Does the same as for_lanes, and turns an Error into a Fault of the lane.
 template <typename F>
 inline void for_lanes_checked(uint32_t lanes, F&& f) {
   int lane = 0;

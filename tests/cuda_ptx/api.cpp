@@ -1,4 +1,5 @@
-// The interpreter for callers in Python (ctypes): runs a kernel of a text on memory that the caller made known.
+// The interpreter's interface for Python (ctypes): runs a kernel of a PTX text on memory that the caller has
+// registered.
 #include <cstring>
 
 #include "cuda_ptx/machine.h"
@@ -10,7 +11,7 @@ extern "C" {
 void ptx_add_memory(const void* begin, int64_t bytes) { add_memory(begin, bytes); }
 void ptx_remove_memory(const void* begin) { remove_memory(begin); }
 
-// Runs `kernel` of the module `text`; returns 0, or 1 with what went wrong in `error`.
+// Runs `kernel` of the module `text`; returns 0, or 1 with a message in `error`.
 int ptx_run(const char* text, const char* kernel, int64_t blocks, int threads, int64_t shared_bytes, int64_t cluster,
             bool more_shared, const void* arguments, int64_t argument_bytes, uint64_t seed, char* error,
             int64_t error_bytes) {

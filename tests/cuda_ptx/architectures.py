@@ -1,7 +1,7 @@
 """The PTX that becomes the machine code of each architecture, as the compile gate keeps it (``machine_code.py``).
 
-The library that runs has the text of one of them. The host code is the same for all, so another text can be put in its
-place, under the names that the library's compilation gave.
+The library that runs contains the text of one architecture. The host code is the same for all, so another text can
+replace it, with the names that the library's compilation has given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import cache
 from machine_code import Compiled, architectures, compile_all, find_nvcc
 
 OTHERS = ("100",)
-"""Run beside that of 90. No others are left: but for the target, sm_80 has the text of 90, and sm_120 that of 100."""
+"""Architectures whose PTX is run in addition to that of 90. These suffice: except for the target, sm_80 has the same
+text as 90, and sm_120 the same as 100."""
 
 
 @cache
@@ -40,12 +41,12 @@ def others() -> list[str]:
 
 
 def texts(architecture: str) -> dict[str, str]:
-    """Return by source, such as ``"combine_cuda"``, the PTX of an architecture without what is there for a debugger."""
+    """Return by source, such as ``"combine_cuda"``, the PTX of an architecture without its debug information."""
     return {one.source.stem: code_of(one.ptx(f"sm_{architecture}").read_text()) for one in kept()}
 
 
 def code_of(text: str) -> str:
-    """The kernels alone: no comments, no lines of the source, none of their labels; white space in one way."""
+    """Return only the kernels: without comments, source lines and their labels, and with uniform white space."""
     code = re.split(r"^\s*\.(?:file|section)\b", text, maxsplit=1, flags=re.MULTILINE)[0]
     code = re.sub(r"//.*|^\s*\.loc\b.*|^\$L__tmp\d+:", "", code, flags=re.MULTILINE)
     return "\n".join(" ".join(line.split()) for line in code.splitlines() if line.strip()) + "\n"

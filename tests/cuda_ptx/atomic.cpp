@@ -13,7 +13,7 @@ T value_at(const Warp& warp, uint32_t place, int lane) {
   return warp.at<T>(place)[lane];
 }
 
-// Operand 0 is the result, 1 the address, 2 and 3 the values. Lanes go one after the other, in an order at random.
+// Operand 0 is the result, 1 the address, 2 and 3 the values. Lanes are processed one after the other, in random order.
 template <typename T, auto kNew, Space kSpace, bool kReturns>
 void update(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const auto first = static_cast<int>(warp.launch().random() % kWarpSize);
@@ -59,7 +59,7 @@ void add_bits(std::map<std::string, Update>& all, const std::string& type) {
   all["cas." + type] = updates<T, [](T a, T b, T c) { return a == b ? c : a; }>();
 }
 
-// Integers alone: a sum of floating-point numbers would depend on the order, which no kernel of the library may.
+// Integers only: a sum of floating-point numbers would depend on the order, and no result of the library may.
 const std::map<std::string, Update>& all_updates() {
   static const std::map<std::string, Update> table = [] {
     std::map<std::string, Update> all;
@@ -101,7 +101,8 @@ void commit_copies(Warp& warp, const Instruction&, uint32_t lanes) {
   });
 }
 
-// All but the latest `count` committed groups have arrived afterwards; with kAll also what was not committed.
+// Afterwards all committed groups except the latest `count` have arrived; with kAll also copies that were not
+// committed.
 template <bool kAll>
 void await_copies(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   for_lanes(lanes, [&](int lane) {

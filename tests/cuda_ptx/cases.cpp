@@ -1,5 +1,5 @@
 // Runs the cases of the emulated kernels (tests/cuda_on_cpu/test_*.cpp) on the PTX: they compare a CUDA twin with its
-// CPU twin, and do not know what runs the one. What they ask of the emulator is answered by the interpreter's runtime.
+// CPU twin, whatever runs the CUDA twin. The interpreter's runtime answers their calls of the emulator.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <sys/mman.h>
 

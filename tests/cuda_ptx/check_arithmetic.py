@@ -1,4 +1,6 @@
-"""The interpreter's arithmetic, each instruction against its definition in whole numbers and fractions."""
+"""Tests of the interpreter's arithmetic: each instruction is compared with its definition in whole numbers and
+fractions.
+"""
 
 import math
 import random
@@ -124,7 +126,9 @@ def test_bit_fields_and_bytes():
 
 
 def numbers(form, seed):
-    """Bits of a format: any, and many whose exponents are close, so that rounding and cancellation happen."""
+    """Return bits of a format: arbitrary ones, and many with close exponents, so that rounding and cancellation
+    happen.
+    """
     source = random.Random(seed)
     width = form.exponent + form.fraction + 1
     special = [0, form.sign, form.infinity, form.infinity | form.sign, form.infinity + 1, 1, form.sign | 1]
@@ -165,7 +169,7 @@ def sign_of(x):
 
 
 def agrees(form, got, expected):
-    """``expected`` is bits, or an infinity or NaN."""
+    """Return whether ``got`` equals ``expected``, which is bits, an infinity or NaN."""
     if isinstance(expected, float):
         return form.is_nan(got) if math.isnan(expected) else form.value(got) == expected
     return got == expected
@@ -211,7 +215,7 @@ def test_quotients_and_roots_are_rounded_once(kind):
 def test_a_fused_product_is_rounded_once(kind):
     form = FORMATS[kind]
     a, b, c = numbers(form, 15), numbers(form, 16), numbers(form, 17)
-    # The sum that is left of x * y - round(x * y) needs the product's every bit.
+    # The sum x * y - round(x * y) depends on every bit of the product.
     c = [
         form.round(-form.value(x) * form.value(y)) if i % 3 == 0 and finite(form, x, y) else z
         for i, (x, y, z) in enumerate(zip(a, b, c, strict=True))
@@ -266,7 +270,7 @@ def test_sixteen_bit_formats(kind, form):
         value = form.value(bits)
         assert SINGLE.is_nan(found) if form.is_nan(bits) else SINGLE.value(found) == value
         assert is_negative(SINGLE, found) == is_negative(form, bits) or form.is_nan(bits)
-    # Each number, the midpoints to the next ones, and what lies just beside those.
+    # Each number, the midpoints to the next numbers, and the values just beside the midpoints.
     halves = [one for one in wide[:: 1 if form is HALF else 5] if not SINGLE.is_nan(one)]
     step = 1 << (22 - form.fraction)
     near = [

@@ -1,7 +1,8 @@
-"""Run with the plugin ``ptx_ops``: the kernels' PTX does what the CPU twins do, and what is broken in it is noticed.
+"""Tests that the kernels' PTX computes the same as the CPU twins, and that faults in it are noticed. Run with the
+plugin ``ptx_ops``.
 
-The cases are those of the emulated kernels (tests/cuda_on_cpu/test_*.cpp), each against the CPU twin and under its
-promise. Faults are planted in the PTX, or in the flags that it is compiled with.
+The cases are those of the emulated kernels (tests/cuda_on_cpu/test_*.cpp), each compared with the CPU twin, as exactly
+as the operator promises. Faults are planted in the PTX, or in the flags that it is compiled with.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from ptx_library import ARCHITECTURE, FLAGS, FOLDER, ROOT
 from ptx_ops import architecture, module_of, replacements, runtime
 
 FILES = sorted(path.stem for path in ROOT.glob("tests/cuda_on_cpu/test_*.cpp") if "__global__" not in path.read_text())
-# How many of the cases that the emulator runs: so many that every kernel is launched, fewer of those that take long.
+# The share of the emulator's cases that run here: enough to launch every kernel, and fewer of the slow ones.
 SCALES = {"test_grouped_linear": 0.4, "test_expert_activation": 4, "test_combine": 2, "test_gate_topk": 1.5}
 
 DESIGN = re.findall(r'^TEST_CASE\("(design: [^"]*)"', (Path(__file__).parent / "design_shapes.cpp").read_text(), re.M)
@@ -62,7 +63,7 @@ def plant():
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("other", others())
 def test_the_ptx_of_other_architectures_does_the_same(other, file, plant):
-    """A few cases of each file: nvcc optimises for Blackwell otherwise, and the texts have little in common."""
+    """A few cases of each file run. nvcc optimises differently for Blackwell, so the texts have little in common."""
     for text, replacement in replacements(other):
         assert f".target sm_{other}" in replacement
         plant(text, replacement)
@@ -71,7 +72,7 @@ def test_the_ptx_of_other_architectures_does_the_same(other, file, plant):
 
 @own_ptx
 def test_machine_code_is_made_of_ptx_that_runs():
-    """The text of every architecture that ships is one of those that run, but for the line that names it."""
+    """The text of every architecture that ships is one of those that run, except for the line that names the target."""
     run = [{without_target(code_of(module_of(f"_{file}_cu_"))) for file in texts(ARCHITECTURE)}]
     run += [{without_target(other) for _, other in replacements(name)} for name in others()]
     for name in shipped():
@@ -113,9 +114,10 @@ def edited(text, kernel, pattern, replacement, which=0):
 
 
 NOTHING = r"membar.cta;"
-# Of a pack, or of its first word.
+# The load of a pack, or of its first word.
 LOAD = r"(ld\.global\.nc[\w.]*\.u32\s+[^\[]*\[%rd\d+)\]"
-# The kernel, what is looked for in it, what comes in its place, the cases that must fail, and what they must say.
+# For each fault: the kernel, the pattern to replace in it, the replacement, the cases that must fail, and the messages
+# that they must give.
 FAULTS = {
     "a barrier is gone (routing)": (
         "place_kernel", r"\bbar\.sync\s+0;", NOTHING, "build_routing: one launch equals*", "last barrier|never written",
@@ -174,7 +176,7 @@ FUSED = (
     r"mul\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*(0f395E8083);\s*add\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*\1;",
     r"fma.rn.f32 \4, \2, \3, \5;",
 )
-# As above, wherever the pattern is found in the module.
+# The same, for every match of the pattern in the module.
 FAULTS_EVERYWHERE = {
     "the read-only cache for what the launch writes (gate)": (
         "gate_topk_cuda", READ_ONLY, "--source-file=*test_gate_topk.cpp", "through the read-only cache",
@@ -198,7 +200,7 @@ FAULTS_EVERYWHERE = {
 @own_ptx
 @pytest.mark.parametrize("name", FAULTS_EVERYWHERE)
 def test_faults_planted_everywhere_are_noticed(name, plant, capfd):
-    """None of them gives a wrong value in the cases of usual sizes and numbers, in whatever order threads run."""
+    """None of these faults gives a wrong value in cases of usual sizes and numbers, in any order of the threads."""
     kernel, (pattern, replacement), cases, message = FAULTS_EVERYWHERE[name]
     text = module_of(kernel)
     plant(text, re.sub(pattern, replacement, text))
@@ -223,7 +225,7 @@ def fused_combine():
 
 @own_ptx
 def test_a_build_without_fmad_false_is_noticed(plant, capfd):
-    """Fused products give other bits; a product that the assembler may fuse later is refused before."""
+    """Fused products give different bits; a product that the assembler may fuse later is refused even before."""
     text = module_of("combine_kernel")
     fused = with_names_of(fused_combine(), text)
     assert "fma.rn.f32" in fused
@@ -231,7 +233,8 @@ def test_a_build_without_fmad_false_is_noticed(plant, capfd):
     plant(text, fused)
     assert not run_cases("--test-case=combine: the emulated kernel gives*")
     assert "unknown instruction: mul.f32" in capfd.readouterr().out or "mul.f32" not in fused
-    # The same with each instruction rounded by itself, as if nothing were fused any more: the bits are wrong already.
+    # The same with each instruction rounded by itself, as if the assembler fused nothing more: the bits are already
+    # wrong.
     rounded = re.sub(r"\b(add|sub|mul)\.(f32|f64)\b", r"\1.rn.\2", fused)
     if rounded != fused:
         plant(fused, rounded)
@@ -240,6 +243,6 @@ def test_a_build_without_fmad_false_is_noticed(plant, capfd):
 
 
 def test_launches_come_from_the_library():
-    """The stand-in for the CUDA runtime has no launch of its own: grids and arguments are the host code's."""
+    """The replacement of the CUDA runtime makes no launches itself: grids and arguments come from the host code."""
     source = (Path(__file__).parent / "runtime.cpp").read_text()
     assert not re.search(r"<<<|combine|dispatch|gate_topk", source)

@@ -1,4 +1,6 @@
-"""What the interpreter says of memory, order and collectives: kernels of a few lines that break one rule each."""
+"""Tests of the interpreter's errors about memory, order and collectives, with short kernels that break one rule
+each.
+"""
 
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from ptx_text import PtxError, aligned, run_kernel, unwritten
 SHARED = ".shared .align 16 .b8 tile[512];\n"
 THREAD = "mov.u32 %r1, %tid.x;\nmul.wide.u32 %d1, %r1, 4;\nshl.b32 %r2, %r1, 2;\nmov.u32 %r3, tile;\n"
 MY_PLACE = THREAD + "add.s32 %r4, %r3, %r2;\n"
-# The word of thread (tid + 1) % 128, and of lane (lane + 1) % 32.
+# The words of thread (tid + 1) % 128 and of lane (lane + 1) % 32.
 NEXT_PLACE = "add.s32 %r5, %r1, 1;\nand.b32 %r5, %r5, 127;\nshl.b32 %r5, %r5, 2;\nadd.s32 %r5, %r3, %r5;\n"
 NEXT_LANE = "add.s32 %r5, %r1, 1;\nand.b32 %r5, %r5, 31;\nshl.b32 %r5, %r5, 2;\nadd.s32 %r5, %r3, %r5;\n"
 OUT = "add.s64 %d2, %q0, %d1;\nst.global.u32 [%d2], %r6;\n"
@@ -30,7 +32,7 @@ def refuses(message, body, arrays=(), **how):
 def test_what_it_does_not_know_is_named():
     refuses(r"line \d+: unknown instruction: add\.weird\.s32 %r1, %r2, %r3", "add.weird.s32 %r1, %r2, %r3;")
     refuses("unknown instruction: ex2.approx.f32", "ex2.approx.f32 %f1, %f2;")
-    # The assembler may fuse a sum and a product that do not say how they round.
+    # The assembler may fuse a sum and a product without a rounding qualifier.
     refuses("unknown instruction: mul.f32", "mul.f32 %f1, %f2, %f3;")
     refuses("unknown operand %clock", "mov.u32 %r1, %clock;")
     refuses("expected a register of 4 bytes, got %d1", "add.s32 %d1, %r1, %r2;")
@@ -54,7 +56,9 @@ def test_accesses_of_global_memory():
 
 
 def test_a_parameter_lies_where_its_own_size_says():
-    """What ``.ptr .align`` says is about the memory that it points to: kernels for Blackwell read 4 bytes too early."""
+    """``.ptr .align`` describes the memory to which the parameter points. Kernels for Blackwell used to read 4 bytes
+    too early.
+    """
     array = words(1)
     run_kernel("st.global.u32 [%q1], 7;", [words(1), array], threads=1, types=[".u32", ".u64 .ptr .align 1"])
     assert array[0] == 7
@@ -63,7 +67,7 @@ def test_a_parameter_lies_where_its_own_size_says():
 def test_accesses_of_shared_memory():
     body = SHARED + THREAD
     refuses("never written", body + "ld.shared.u32 %r6, [tile];")
-    # The gap of a structure that is copied may be unwritten, as nothing looks at it.
+    # The gap of a structure that is copied may be unwritten, because nothing uses it.
     copy = "ld.shared.u32 %r6, [tile+12];\nst.shared.u32 [tile+28], %r6;\n"
     run_kernel(body + copy, [], threads=1)
     refuses("never written", body + copy + "add.s32 %r7, %r6, 1;", threads=1)
@@ -85,14 +89,14 @@ def test_threads_that_do_not_wait_for_one_another(seed):
     run_kernel(body + write + "bar.sync 0;\n" + read + OUT, [out], threads=128, seed=seed)
     assert out.tolist() == [(i + 1) % 128 for i in range(128)]
     refuses("since the last barrier", body + write + read + OUT, [words(128)], threads=128, seed=seed)
-    # A barrier of the warp is enough for its lanes, and for them alone.
+    # A barrier of a warp orders its own lanes, and no others.
     of_warp = SHARED + MY_PLACE + NEXT_LANE + start + write + "bar.warp.sync -1;\n" + read + OUT
     run_kernel(of_warp, [words(128)], threads=32, seed=seed)
     refuses("since the last barrier", body + write + "bar.warp.sync -1;\n" + read, threads=128, seed=seed)
     # A shuffle does not order memory accesses.
     shuffle = "shfl.sync.idx.b32 %r7|%p1, %r1, 0, 31, -1;\n"
     refuses("since the last barrier", SHARED + MY_PLACE + NEXT_LANE + start + write + shuffle + read, seed=seed)
-    # Writing again before all have read is as wrong.
+    # Writing again before all threads have read is wrong, too.
     twice = body + write + "bar.sync 0;\n" + read + write
     refuses("another thread has read or written", twice, threads=128, seed=seed)
 
@@ -116,7 +120,7 @@ def test_barriers_that_not_all_reach():
     lane = "mov.u32 %r1, %laneid;\nsetp.ne.u32 %p1, %r1, 5;\n"
     refuses("ended before|do not come", lane + "@%p1 shfl.sync.bfly.b32 %r2|%p2, %r1, 1, 31, -1;")
     refuses("its own mask does not name", "bar.warp.sync 1;")
-    # In two places of the code they do not meet.
+    # Threads at barriers in two places of the code do not meet.
     apart = some + "@%p1 bra $a;\nbar.sync 0;\nbra $b;\n$a:\nbar.sync 0;\n$b:\n"
     refuses("do not come", apart, threads=64)
     wait = "barrier.cluster.wait.aligned;"
@@ -130,7 +134,7 @@ def test_launches_that_no_gpu_would_take():
 
 
 def test_parts_of_a_warp_run_apart():
-    """Lane 0 raises a flag in global memory that the others look at, without a word of synchronisation."""
+    """Lane 0 sets a flag in global memory that the other lanes read, without any synchronisation."""
     body = (
         "mov.u32 %r1, %tid.x;\nsetp.eq.u32 %p1, %r1, 0;\n@%p1 red.global.or.b32 [%q1], 1;\n"
         "atom.global.or.b32 %r6, [%q1], 0;\nmul.wide.u32 %d1, %r1, 4;\n"
@@ -203,7 +207,7 @@ def test_votes_matches_and_reductions():
 
 
 def test_matrices():
-    """Fragments as the ISA draws them; one launch loads A and B by ldmatrix and multiplies."""
+    """Fragments are laid out as in the ISA; one launch loads A and B by ldmatrix and multiplies them."""
     source = np.random.default_rng(1)
     a, b = source.integers(-8, 9, (16, 16)), source.integers(-8, 9, (16, 8))
     for kind in ("bf16", "f16"):
@@ -259,7 +263,7 @@ def test_matrices():
         assert (out.reshape(16, 8) == a @ b + 1).all()
 
 
-# --- copies that run beside the thread, and clusters ---
+# --- asynchronous copies, and clusters ---
 
 COPY = (
     SHARED

@@ -1,6 +1,7 @@
-"""Rules of CUDA for memory, barriers, registers and launches: each is broken by a program and kept by its control.
+"""Tests of CUDA's rules for memory, barriers, registers and launches. For each rule there is one program that breaks
+it, and one that keeps it.
 
-Most programs here give the right values in every order: what is reported is that CUDA does not promise them.
+Most of these programs give the right values in every order. The errors report that CUDA does not promise them.
 """
 
 import numpy as np
@@ -23,7 +24,8 @@ UNORDERED = "global memory that another thread has (read or )?written since the 
 IN_SHARED = "shared memory that another thread has (read or )?written since the last barrier"
 CONSTANT = "the same launch has (read through the read-only cache|written)"
 
-# What is broken: what is said, the program that breaks it, the one that keeps it, how both are launched.
+# For each rule: the error message, the program that breaks the rule, the program that keeps it, and the launch options
+# of both.
 RULES = {
     "the read-only cache: a word that the thread has stored": (
         CONSTANT,
@@ -178,7 +180,9 @@ def test_a_broken_rule_is_reported_in_every_order(rule, seed):
 
 
 def test_barriers_of_parts_that_share_lanes_order_what_went_before():
-    """Lanes 0 to 15 meet, then 8 to 23: of lane 1, lane 20 knows what it did before, and lane 30 does not."""
+    """Lanes 0 to 15 meet, then lanes 8 to 23. After that, earlier accesses of lane 1 are ordered for lane 20, but not
+    for lane 30.
+    """
     meet = (
         "setp.ge.u32 %p1, %r1, 16;\n@%p1 bra A;\nbar.warp.sync 65535;\nA:\n"
         "setp.lt.u32 %p2, %r1, 8;\n@%p2 bra B;\nsetp.ge.u32 %p3, %r1, 24;\n@%p3 bra B;\nbar.warp.sync 16776960;\nB:\n"
@@ -190,7 +194,9 @@ def test_barriers_of_parts_that_share_lanes_order_what_went_before():
 
 
 def test_accesses_that_order_others_are_unknown():
-    """Only barriers order here, so that what would need more is refused, not taken for harmless."""
+    """The interpreter knows only the order of barriers. Code that needs more is refused, and not treated as
+    harmless.
+    """
     array = aligned(np.arange(32, dtype=np.uint32))
     for opcode in ("ld.acquire.gpu.global.u32", "ld.relaxed.gpu.global.u32", "ld.volatile.global.u32"):
         refuses("unknown instruction", opcode + " %r1, [%q0];", [array])
@@ -198,7 +204,7 @@ def test_accesses_that_order_others_are_unknown():
 
 
 def test_static_and_dynamic_shared_memory_share_one_limit():
-    """It is 48 KiB, or 99 where the kernel's attribute allows more."""
+    """The limit is 48 KiB, or 99 KiB if the kernel's attribute allows more."""
     static, dynamic = "mov.u32 %r1, tile;\nmov.u32 %r2, more;", "mov.u32 %r1, more;"
     for allowed, most in ((False, 48 << 10), (True, 99 << 10)):
         how = {"outside": ".extern .shared .align 16 .b8 more[];", "more_shared": allowed, "threads": 1}

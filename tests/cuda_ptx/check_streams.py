@@ -1,7 +1,8 @@
-"""Run with the plugin ``cuda_ops``: the operators as they ship for CUDA, from a CUDA tensor to the launch of a kernel.
+"""Tests of the operators as they ship for CUDA, from a CUDA tensor to the launch of a kernel. Run with the plugin
+``cuda_ops``.
 
-A GPU runs what is launched for the current device, in the order of a stream. So every kernel and memset must be asked
-of the device of the tensors, of the stream that is current there, and of nothing else.
+A GPU runs launches for the current device, in the order of a stream. So every kernel and memset must go to the device
+of the tensors and to the current stream of that device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def back(value: Tensor) -> Tensor:
 
 @contextmanager
 def current(device: int, *streams: int) -> Iterator[None]:
-    """Have ``device`` be current, and one stream of each device."""
+    """Make ``device`` the current device, and make one stream of each device current."""
     torch.ops.cuda_device.use(device, streams)
     try:
         yield
@@ -46,7 +47,7 @@ def current(device: int, *streams: int) -> Iterator[None]:
 
 
 def record() -> list[str]:
-    """Return what streams were asked to do since the last call: ``"DEVICE STREAM WORK"``."""
+    """Return the work that was queued on streams since the last call: ``"DEVICE STREAM WORK"``."""
     return runtime.pymoe_ptx_record().decode().splitlines()
 
 
@@ -76,10 +77,12 @@ def tensors(results) -> list[Tensor]:
 
 @pytest.mark.parametrize("operator", sorted(CALLS))
 def test_work_goes_to_the_tensors_device_and_its_current_stream(operator):
-    """The other device is current, and both have side streams, so that neither is where work goes by default."""
+    """The other device is current, and both have side streams, so that work on the default device or stream would
+    show.
+    """
     used = set()
     for i, call in enumerate(CALLS[operator]):
-        stream = 5 if i % 2 == 0 else 0  # the default one is that of whatever device is current
+        stream = 5 if i % 2 == 0 else 0  # the default stream belongs to the current device
         with current(0, 3, stream):
             expected, found, streams = run(call)
             assert torch.ops.cuda_device.current() == 0
@@ -102,7 +105,9 @@ def logits(seed: int, tokens: int = 300) -> Tensor:
 
 
 def test_each_call_takes_the_stream_that_is_current_then():
-    """Streams are never kept: each of two streams, and then the default one, gets its own kernels and memsets."""
+    """The operators keep no streams: each of two streams, and then the default one, gets its own kernels and
+    memsets.
+    """
     x = on_cuda(logits(1), 0)
     with current(0, 0, 0):
         for stream in (1, 2, 0, 1):
@@ -111,12 +116,12 @@ def test_each_call_takes_the_stream_that_is_current_then():
             gate(x)
             asked = record()
             assert {line.rsplit(" ", 1)[0] for line in asked} == {f"0 {stream}"}
-            assert any(line.endswith(" memset") for line in asked)  # blocks of the gate add up what they count
+            assert any(line.endswith(" memset") for line in asked)  # blocks of the gate add up their counts
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_an_error_of_a_launch_is_raised_and_forgotten(accepted):
-    """Of the gate's memset and of its kernel: the next call goes well."""
+    """The gate's memset or kernel is refused; the next call succeeds."""
     x = on_cuda(logits(2), 1)
     with current(0, 0, 4):
         wanted = [back(one) for one in gate(x)]
@@ -131,7 +136,7 @@ def test_an_error_of_a_launch_is_raised_and_forgotten(accepted):
 
 
 def test_what_a_graph_captures_runs_when_it_is_replayed():
-    """All work goes to the captured stream, nothing waits, and a replay computes anew from the same memory."""
+    """All work goes to the captured stream, nothing waits, and a replay computes again from the same memory."""
     x = on_cuda(logits(3), 1)
     with current(1, 0, 6):
         runtime.pymoe_ptx_begin_capture(1, ctypes.c_int64(6))

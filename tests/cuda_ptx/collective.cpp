@@ -1,4 +1,4 @@
-// What the lanes of a warp do together: shfl, vote, match, redux, activemask, elect.
+// Collective instructions of a warp: shfl, vote, match, redux, activemask, elect.
 #include <algorithm>
 #include <map>
 
@@ -65,7 +65,7 @@ void vote_uniform(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   give(warp, instruction, lanes, all == 0 || all == lanes);
 }
 
-// Returns the lanes that bring the same value.
+// Returns the lanes that have the same value.
 template <typename T>
 void match_any(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   uint32_t result[kWarpSize] = {};

@@ -1,4 +1,4 @@
-// Branches, ends, barriers, and what does nothing here.
+// Branches, ends, barriers, and instructions that do nothing here.
 #include <algorithm>
 #include <set>
 
@@ -11,7 +11,8 @@ void trap(Warp&, const Instruction&, uint32_t lanes) { throw Fault{std::countr_z
 
 void nothing(Warp&, const Instruction&, uint32_t) {}
 
-// The lanes of a warp have met: each knows now what any of them knew, and what they have done.
+// The lanes of a warp have met: accesses that were ordered before any of them are now ordered before all of them, and
+// so are the lanes' own accesses.
 void pass_warp_barrier(Warp& warp, const Instruction&, uint32_t lanes) {
   ++warp.barriers;
   std::array<uint32_t, kWarpSize> all{};
@@ -25,7 +26,7 @@ void pass_warp_barrier(Warp& warp, const Instruction&, uint32_t lanes) {
   for_lanes(lanes, [&](int lane) { warp.known[static_cast<size_t>(lane)] = all; });
 }
 
-// Fences order what barriers and atomics let others see; here memory is in order anyway. A prefetch changes no value.
+// Fences order accesses around barriers and atomics; here memory is always in order. A prefetch changes no value.
 bool does_nothing(const std::string& opcode) {
   static const std::set<std::string> all = {
       "membar.cta",   "membar.gl", "membar.sys", "griddepcontrol.wait", "griddepcontrol.launch_dependents",

@@ -20,8 +20,8 @@ double to_integral(double x, Rounding how) {
   }
 }
 
-// Numbers outside the range become its ends. Not a number becomes 0, but where a type of 64 bits is concerned: there
-// the highest bit alone.
+// Numbers outside of the range become the nearest end of the range. NaN becomes 0, or only the highest bit if one of
+// the types has 64 bits.
 template <typename To, typename From, Rounding kHow>
 To to_integer(From x) {
   if (x != x) {
@@ -35,8 +35,8 @@ To to_integer(From x) {
   return static_cast<To>(whole);
 }
 
-// A magnitude of any finite value, to a format with `kFraction` bits of fraction and `kExponent` of exponent: to
-// nearest, ties to even, with subnormals; too great is infinity.
+// Rounds any finite magnitude to a format with `kFraction` fraction bits and `kExponent` exponent bits: to nearest,
+// ties to even, with subnormals; too large magnitudes become infinity.
 template <int kExponent, int kFraction>
 uint16_t to_small_format(float x) {
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
@@ -47,7 +47,7 @@ uint16_t to_small_format(float x) {
   if (std::isinf(magnitude)) return sign | kInfinity;
   if (magnitude == 0) return sign;
   const int exponent = std::max(std::ilogb(magnitude), 1 - kBias);
-  // The number of units of its binade's last place: exact in double, rounded once.
+  // The number of units in the last place of the value's binade: exact in double, rounded once.
   const double units = std::nearbyint(std::ldexp(magnitude, kFraction - exponent));
   const double rounded = std::ldexp(units, exponent - kFraction);
   if (rounded >= std::ldexp(1.0, kBias + 1)) return sign | kInfinity;
@@ -71,8 +71,8 @@ float from_half(uint16_t bits) {
 }
 float from_bfloat(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
-// Between integers: the value, cut off where it does not fit. What is converted may lie in a wider register, whose low
-// bits it is: such a meaning has the register's bytes after the opcode.
+// Converts between integers: a value that does not fit is truncated. The source may be the low bits of a wider
+// register; the number of the register's bytes then follows the opcode.
 template <typename To, typename From, typename Register>
 void add_wider(Table& table, const std::string& opcode) {
   if constexpr (sizeof(Register) > sizeof(From)) {

@@ -1,8 +1,8 @@
-// Two CUDA devices for a CPU build of torch, whose memory is the host's and is known to the interpreter: operators find
-// tensors of class CUDA, a current device, and a current stream of each device, as on a machine with two GPUs.
+// Two CUDA devices for a CPU build of torch. Their memory is host memory, registered with the interpreter: operators
+// find tensors of class CUDA, a current device, and a current stream of each device, as on a machine with two GPUs.
 //
-// Load it before torch, so that torch finds it when it looks for its CUDA part. Tensors of other operators than pymoe's
-// cannot be computed.
+// Load it before torch, so that torch finds it when it looks for its CUDA part. Only pymoe's operators can compute with
+// such tensors.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/TensorShape.h>
@@ -83,7 +83,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
                                            dtype.value_or(at::ScalarType::Float));
 }
 
-// A new tensor on a device; torch.empty would look for a CUDA build of torch.
+// Returns a new tensor on a device; torch.empty would look for a CUDA build of torch.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, int64_t device) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
@@ -119,7 +119,7 @@ PYMOE_EXPORT void take_the_place_of_the_guard() {
 
 PYMOE_EXPORT int cuda_device_current() { return device_now; }
 
-// As torch's: a stream is a pointer, and the default stream is the null pointer, whatever the device.
+// The same as torch's function: a stream is a pointer, and the default stream is the null pointer on every device.
 PYMOE_EXPORT int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   const int64_t number = streams_now[device];
   *stream = number == 0 ? nullptr : reinterpret_cast<void*>((static_cast<int64_t>(device) + 1) << 16 | number);

@@ -1,6 +1,6 @@
-"""A pytest plugin: ``pymoe._ops`` as it ships for CUDA, and two CUDA devices of which the interpreter runs the kernels.
+"""A pytest plugin: ``pymoe._ops`` as it ships for CUDA, and two CUDA devices whose kernels the interpreter runs.
 
-The devices (``cuda_device.cpp``) must be there before torch is, so both libraries are built by a process of its own.
+The devices (``cuda_device.cpp``) must be loaded before torch, so a separate process builds both libraries.
 """
 
 from __future__ import annotations

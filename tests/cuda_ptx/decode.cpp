@@ -98,7 +98,7 @@ uint32_t Decoder::register_named(const std::string& name, uint8_t& width) {
   if (!is_register(name)) throw Error("not a register: " + name);
   width = static_cast<uint8_t>(program_.kernel.registers.at(name));
   if (const auto found = places_.find(name); found != places_.end()) return found->second;
-  program_.register_bytes += 8;  // the mask of lanes that have set it
+  program_.register_bytes += 8;  // mask of the lanes that have set the register
   program_.registers.push_back(place(width));
   return places_[name] = program_.registers.back();
 }
@@ -211,8 +211,7 @@ bool decode_table(const Statement& statement, Decoder& decoder, Instruction& to)
 
 namespace {
 
-// Finds words that are read from shared memory to be stored there again: a structure that is copied has its gaps
-// copied.
+// Finds words that are read from shared memory only to be stored there again: copying a structure also copies its gaps.
 void find_copies(Program& program) {
   std::set<std::string_view> used, stored;
   for (const Statement& statement : program.kernel.statements) {
@@ -231,8 +230,8 @@ void find_copies(Program& program) {
   }
 }
 
-// Finds pairs of 16 bits of which all uses take the same half, as the other one is shifted out or masked: nvcc packs
-// whatever register is at hand beside that half, also one that nothing has set.
+// Finds pairs of 16 bits of which every use takes the same half, because the other half is shifted out or masked. nvcc
+// fills the other half with any register, even one that nothing has set.
 void find_half_pairs(Program& program) {
   struct Uses {
     int all = 0, of_half[2] = {};

@@ -1,9 +1,10 @@
-// Statements become instructions: a function and the places of its operands in the registers of a warp.
+// Converts statements to instructions: a function and the places of its operands in the registers of a warp.
 //
 // A register is an array of 32 lanes (a predicate is a mask of them); eight bytes before it is a mask of the lanes that
 // have set it. Numbers, special registers and addresses of
-// arrays are registers, too, filled when a warp starts, so that a function need not ask what an operand is. The table
-// of functions has the full text of each opcode: what is not there, qualifiers included, is refused with its text.
+// arrays are registers, too, filled when a warp starts, so that functions need not distinguish kinds of operands. The
+// table of functions has the full text of each opcode, including qualifiers: any other opcode is refused, with its
+// text.
 #pragma once
 
 #include <cstdint>
@@ -39,9 +40,9 @@ struct Instruction {
   uint8_t bytes = 0;          // of an element in memory
   uint8_t count = 1;          // elements of a vector in memory
   bool wide_address = false;  // the address is 64 bits wide
-  bool is_signed = false;     // what is read into a wider register keeps its sign
+  bool is_signed = false;     // a value that is read into a wider register keeps its sign
   bool is_constant = false;   // a load through the read-only cache
-  bool only_copied = false;   // what is read from shared memory goes back there and nowhere else
+  bool only_copied = false;   // values read from shared memory are only stored there again
   int32_t target = -1;
   uint32_t guard = 0;      // its place; 0: none
   uint32_t mask = 0;       // the place of the lanes' mask
@@ -87,7 +88,7 @@ struct Program {
   int64_t dynamic_begin = 0;  // offset of the dynamic array
 };
 
-// Throws Error for an instruction that has no meaning here.
+// Throws Error for an unknown instruction.
 Program decode(Kernel kernel);
 
 // What decoding an instruction may ask for.
@@ -95,17 +96,18 @@ class Decoder {
  public:
   Decoder(Program& program) : program_(program) {}
 
-  // The place of an operand: a register of `width` bytes (0: a predicate), for a source also a number or the like.
+  // Returns the place of an operand: a register of `width` bytes (0: a predicate); a source may also be a number or
+  // another constant.
   uint32_t result(const std::string& name, int width);
   uint32_t source(const std::string& name, int width);
-  // A register of whatever width, which is returned, too.
+  // Returns the place of a register of any width, and sets `width`.
   uint32_t any_result(const std::string& name, uint8_t& width);
   uint32_t any_source(const std::string& name, int width, uint8_t& found);
   // Returns the width of a register; -1 for any other operand.
   int width_of(const Operand& operand) const;
-  // Hands over which registers the operands since the last call were.
+  // Moves the registers of the operands since the last call to the instruction.
   void take_registers(Instruction& to);
-  // Base and offset of an address go into `to`, the base as operand `number`; `parameter` allows parameter names.
+  // Writes base and offset of an address to `to`, the base as operand `number`.
   void address(const Operand& operand, Instruction& to, int number);
   int32_t label(const std::string& name) const;
   const Program& program() const { return program_; }
@@ -120,7 +122,7 @@ class Decoder {
   std::vector<uint32_t> reads_, writes_;
 };
 
-// One meaning of an opcode: how its operands are read. Fills `to` and returns whether it knows the opcode.
+// Decodes one family of opcodes. Fills `to`, and returns whether it knows the opcode.
 using Family = bool (*)(const Statement& statement, Decoder& decoder, Instruction& to);
 bool decode_table(const Statement&, Decoder&, Instruction&);       // lanewise functions: table.h
 bool decode_move(const Statement&, Decoder&, Instruction&);        // mov from and to vectors

@@ -1,9 +1,10 @@
-// The kernels of a layer on the shapes of the design, whole: 4096 tokens of 8 choices, rows of 7168, 128 or 256
-// experts. Each against its CPU twin, and under the promise that it has in tests/cuda_on_cpu: bits, but for dweights.
+// Runs the kernels of a layer on the full shapes of the design: 4096 tokens with 8 choices, rows of 7168 elements, 128
+// or 256 experts. Each is compared with its CPU twin, as exactly as in tests/cuda_on_cpu: bit for bit, except dweights.
 //
-// The matrix products run on one published layer, OLMoE's first: S 32768, H 2048, N 2048, E 64. A product of rows of
-// 7168 with the weights of 256 experts would need 15 GB for these and an hour; a tile of it differs from one of these
-// in the number of its steps alone. So beside the layer one expert's rows have that depth.
+// The matrix products have the sizes of one published layer, OLMoE's first: S 32768, H 2048, N 2048, E 64. A product of
+// rows of 7168 with the weights of 256 experts would need 15 GB for these and an hour; its tiles differ from those of
+// this layer only in the number of steps. So in addition to the layer, one product with that depth runs for the rows of
+// one expert.
 #include <numeric>
 
 #include "cuda_on_cpu/harness.h"
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int64_t kTokens = 4096, kChoices = 8, kRows = kTokens * kChoices, kHidden = 7168, kFeatures = 2048;
 
-// Multiples of 1/16 in [-4, 4), of all types; drawing normal numbers would take longer than the kernels.
+// Returns multiples of 1/16 in [-4, 4), in any type; drawing normal numbers would take longer than the kernels.
 template <typename T>
 Buffer<T> numbers(int64_t count, uint64_t seed) {
   Buffer<T> buffer(count);
@@ -32,7 +33,7 @@ Buffer<T> numbers(int64_t count, uint64_t seed) {
   return buffer;
 }
 
-// Whole numbers from -2 to 2: their products' sums are exact in fp32, so the order of a sum does not show.
+// Returns whole numbers from -2 to 2: sums of their products are exact in fp32, so the order of a sum does not matter.
 template <typename T>
 Buffer<T> whole_numbers(int64_t count, uint64_t seed) {
   Buffer<T> buffer(count);
@@ -130,7 +131,7 @@ void check_activation(Activation kind) {
   CHECK(grad_h.same(expected_h));
 }
 
-// The product, or one of its gradients, of rows that a random choice shares out to the experts.
+// The product, or one of its gradients, of rows that are randomly assigned to the experts.
 enum class Product { kForward, kInputGrad, kWeightGrad };
 
 template <typename T>

@@ -1,4 +1,4 @@
-"""IEEE arithmetic from its definition, in whole numbers: what the interpreter's arithmetic is compared with."""
+"""IEEE arithmetic from its definition, in whole numbers, with which the interpreter's arithmetic is compared."""
 
 from __future__ import annotations
 

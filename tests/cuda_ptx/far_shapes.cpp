@@ -1,6 +1,6 @@
-// Tensors of more than 2^31 elements, in memory that is touched at few places: of each grid only the first and the last
-// blocks run, as if the others took longer. The interpreter sees every address of these, and their values are those of
-// the CPU twin, which has the last rows alone.
+// Tests tensors of more than 2^31 elements, in memory that is used only at a few places: only the first and the last
+// blocks of each grid run. The interpreter checks every address that these blocks use, and their values must equal
+// those of the CPU twin, which gets only the last rows.
 #include "cuda_on_cpu/harness.h"
 #include "cuda_ptx/runtime.h"
 #include "kernels/expert_activation.h"
@@ -14,13 +14,13 @@ namespace {
 
 constexpr int64_t kFar = int64_t{1} << 31;
 
-// While it lives, launches run so many blocks at each end of their grids.
+// While such an object lives, launches run only this many blocks at each end of their grids.
 struct EndsAlone {
   explicit EndsAlone(int64_t blocks) { ptx::set_ends(blocks); }
   ~EndsAlone() { ptx::set_ends(0); }
 };
 
-// A matrix of `rows` x `columns`, zero but for its last rows, which are copied from and to a matrix of their own.
+// A matrix of `rows` x `columns` that is zero except for its last rows, which are copied from and to a separate matrix.
 template <typename T>
 struct Far {
   int64_t rows, columns;
@@ -115,7 +115,7 @@ void check_activation(Activation kind) {
   CHECK(far_grad.ends_with(out_grad));
 }
 
-// y has more than 2^31 elements; then the gradient of the weight.
+// First y has more than 2^31 elements, then the gradient of the weight.
 template <typename T>
 void check_products(bool by_order) {
   constexpr int64_t kLast = 5, kInput = 16, kOutput = 256;
@@ -138,7 +138,7 @@ void check_products(bool by_order) {
   Far<T> x(rows, kInput), y(rows, kOutput);
   Far<int32_t> order(rows, 1);
   x.end_with(near);
-  // Each row is its own place, as far as blocks run that read it.
+  // Each row has its own place, if a block that runs reads it.
   for (int64_t row = 0; row < rows; row += row == 4096 ? rows - 8192 : 1) order.data()[row] = static_cast<int32_t>(row);
   a.offsets = offsets.data(), a.out = y.data(), a.rows = rows, a.order = by_order ? order.data() : nullptr;
   a.x = view(x.data(), kInput);
@@ -190,7 +190,7 @@ TEST_CASE("far: expert_activation and its backward") {
   check_activation(Activation::kRelu);
 }
 
-// The last blocks have no tile, as there are more blocks than tiles.
+// The last blocks have no tile, because there are more blocks than tiles.
 TEST_CASE("far: grouped_linear") {
   const EndsAlone ends(16);
   for (const bool by_order : {false, true}) {

@@ -1,9 +1,9 @@
-// Arithmetic and comparison of floating-point numbers: one IEEE rounding to nearest an operation, subnormals kept.
+// Arithmetic and comparison of floating-point numbers: each operation rounds once to nearest, and keeps subnormals.
 //
-// Only what says how it rounds is here. add.f32, sub.f32 and mul.f32 without .rn may be fused by the assembler into
-// another result, so that a kernel that promises bits may not have them: they are refused as unknown, and with them all
-// code that was compiled without --fmad=false and has a sum of products left. Approximations (ex2.approx and the like)
-// promise no bits, and are unknown too, but for the one that CUDA's own division in double precision begins with.
+// Only instructions with a rounding qualifier are known. The assembler may fuse add.f32, sub.f32 and mul.f32 without
+// .rn, which changes results, so a kernel that promises bits must not contain them. They are refused as unknown; so is
+// all code with sums of products that was compiled without --fmad=false. Approximations, such as ex2.approx, promise no
+// bits, and are unknown, too, except for the one with which CUDA's division in double precision begins.
 //
 // This file must be compiled with -ffp-contract=off.
 #include <cmath>
@@ -57,7 +57,7 @@ void add_arithmetic(Table& table, const std::string& type) {
   table["copysign." + type] = lanewise<[](T a, T b) { return std::copysign(b, a); }, T, T, T>();
 }
 
-// The upper half of the reciprocal: a first guess, good to 20 bits, which the code after it refines.
+// Returns the upper half of the reciprocal: a first approximation to 20 bits, which the code after it refines.
 double guess_reciprocal(double a) {
   const double exact = 1.0 / a;
   if (exact != exact || std::isinf(exact) || std::abs(exact) < std::numeric_limits<double>::min()) {
@@ -72,7 +72,7 @@ void add_comparisons(Table& table, const std::string& type, bool with_unordered)
     table["setp." + name + "." + type] = lanewise<kCompare, Predicate, T, T>();
   };
   add.template operator()<([](T a, T b) { return a == b; })>("eq");
-  // Of floating-point numbers, false where either is not a number, unlike C++.
+  // Comparisons of floating-point numbers; unlike in C++, they are false if either number is NaN.
   add.template operator()<([](T a, T b) { return a < b || a > b; })>("ne");
   add.template operator()<([](T a, T b) { return a < b; })>("lt");
   add.template operator()<([](T a, T b) { return a <= b; })>("le");

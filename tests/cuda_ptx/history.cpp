@@ -5,7 +5,7 @@
 
 namespace pymoe::ptx {
 
-// True if all of them are ordered before `now`.
+// Returns true if all these accesses are ordered before `now`.
 bool Accessors::before(const Moment& now) const {
   if (lanes == 0) return true;
   if (block != now.block) return false;
@@ -17,8 +17,8 @@ bool Accessors::before(const Moment& now) const {
   return true;
 }
 
-// Lanes that no barrier orders among themselves share the latest one's `in_warp`. With barriers of a part of a warp
-// this may be later than theirs was: such a lane is then reported once too often, never too seldom.
+// Lanes that no barrier orders among themselves share the latest one's `in_warp`. If a barrier covers only a part of a
+// warp, this may be later than a lane's own: then the lane may be reported without need, but no conflict is missed.
 void Accessors::join(const Moment& now) {
   const bool same_time = lanes != 0 && block == now.block && in_block == (now.in_block & 0xffffff);
   if (lanes != 0 && block != now.block) {

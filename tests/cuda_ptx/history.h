@@ -1,11 +1,11 @@
-// Who has touched a piece of memory in a launch, and whether an access is ordered after those of other threads.
+// Records which threads have accessed a piece of memory in a launch, and whether an access is ordered after those of
+// other threads.
 //
-// CUDA orders accesses of different threads of a launch by barriers alone: those of the block (and the cluster) for all
-// its threads, bar.warp.sync for the lanes that it names. Shuffles, votes and blocks that come later order nothing.
-// (Fences with flags could; kernels here have none, so loads and stores that would need them are unknown
-// instructions.) Two accesses that no barrier separates, of which one writes, are an error, whatever values came out;
-// atomic operations are none among themselves. What is read through the read-only cache must not be written in the
-// launch at all.
+// Only barriers order accesses of different threads of a launch: barriers of the block (and the cluster) for all its
+// threads, bar.warp.sync for the lanes that it names. Shuffles, votes and the order of blocks order nothing. (Fences
+// with flags could; kernels here have none, so loads and stores that would need them are unknown instructions.) Two
+// accesses that no barrier separates are an error if one of them writes, even if all values are right, unless both are
+// atomic. Memory that is read through the read-only cache must not be written in the launch at all.
 #pragma once
 
 #include <array>
@@ -18,17 +18,18 @@ namespace pymoe::ptx {
 
 enum class Purpose { kRead, kConstantRead, kWrite, kUpdate };  // kConstantRead: through the read-only cache
 
-// The thread of an access, and what is ordered before it.
+// The thread of an access, and the accesses that are ordered before it.
 struct Moment {
-  static constexpr uint32_t kSeveral = 127;  // a `warp`, for a thread of another block of the cluster
+  static constexpr uint32_t kSeveral = 127;  // value of `warp` that stands for threads of another block of the cluster
 
   uint32_t block, warp, lane;
-  uint32_t in_block;      // barriers that the block has passed
-  uint32_t in_warp;       // barriers of any lanes of the warp so far
-  const uint32_t* known;  // of each lane: what it did before the barrier of this number is ordered before this access
+  uint32_t in_block;  // barriers that the block has passed
+  uint32_t in_warp;   // number of barriers of any lanes of the warp so far
+  // for each lane, the number of a barrier: accesses of the lane before it are ordered before this access
+  const uint32_t* known;
 };
 
-// Threads that made accesses of one kind, as far as no barrier orders these before all later accesses.
+// The threads whose accesses of one kind are not yet ordered before all later accesses by a barrier.
 struct Accessors {
   static constexpr uint32_t kBlocks = ~0u;  // several blocks, whose accesses nothing orders
 
@@ -42,7 +43,7 @@ struct Accessors {
   void join(const Moment& now);
 };
 
-// Two accesses that must not meet; none if `access` is null.
+// Two conflicting accesses; none if `access` is null.
 struct Conflict {
   const char* access = nullptr;  // such as "a read of"
   const char* with = nullptr;    // such as "another thread has written"
@@ -57,8 +58,8 @@ struct History {
   Conflict note(Purpose purpose, const Moment& now);
 };
 
-// Of consecutive bytes, the first of them at a multiple of four: each word has one history, until a part of it is
-// accessed; then each byte has one.
+// The histories of consecutive bytes, which begin at a multiple of four. Each word has one history until a part of it
+// is accessed; then each of its bytes has one.
 class Histories {
  public:
   explicit Histories(size_t bytes) : words_((bytes + 3) / 4) {}
@@ -68,7 +69,8 @@ class Histories {
   bool written(size_t byte) const;
 
  private:
-  static constexpr uint32_t kSplit = 126;  // the `warp` of a word's writers, whose `lanes` are a place in split_
+  // value of `warp` for the writers of a split word, whose `lanes` is an index into split_
+  static constexpr uint32_t kSplit = 126;
   std::array<History, 4>& split(History& word);
 
   std::vector<History> words_;

@@ -12,7 +12,7 @@ namespace {
 template <typename T>
 using Unsigned = std::make_unsigned_t<T>;
 
-// A type twice as wide, with the same sign.
+// The type that is twice as wide, with the same signedness.
 template <typename T>
 struct WideOf;
 template <>
@@ -58,7 +58,8 @@ template <typename T>
 T multiply_high(T a, T b) {
   return static_cast<T>((static_cast<Wide<T>>(a) * static_cast<Wide<T>>(b)) >> (8 * sizeof(T)));
 }
-// Division by zero gives all ones, its remainder the dividend: what GPUs give where the ISA leaves it open.
+// Division by zero gives all ones, and its remainder is the dividend. The ISA leaves these results open; GPUs give
+// them.
 template <typename T>
 T divide(T a, T b) {
   if (b == 0) return static_cast<T>(~T{0});
@@ -88,7 +89,7 @@ void add_arithmetic(Table& table, const std::string& type) {
   table["rem." + type] = lanewise<remainder<T>, T, T, T>();
   table["min." + type] = lanewise<[](T a, T b) { return std::min(a, b); }, T, T, T>();
   table["max." + type] = lanewise<[](T a, T b) { return std::max(a, b); }, T, T, T>();
-  // More places than the type has shift everything out; the sign is repeated.
+  // A shift by more places than the type has shifts everything out; a signed type is filled with its sign.
   constexpr uint32_t kBits = 8 * sizeof(T);
   table["shr." + type] = lanewise<[](T a, uint32_t n) {
     if (n >= kBits) return static_cast<T>(a < 0 ? -1 : 0);
@@ -119,7 +120,7 @@ void add_bitwise(Table& table, const std::string& type) {
       lanewise<[](T a, uint32_t n) { return static_cast<T>(n >= kBits ? 0 : a >> n); }, T, T, uint32_t>();
 }
 
-// The field of `length` bits from `begin`; both are taken modulo 256, and what lies past the end is not there.
+// Returns the field of `length` bits from `begin`; both are taken modulo 256, and bits past the end are missing.
 template <typename T>
 T field_mask(uint32_t begin, uint32_t length) {
   begin &= 255, length &= 255;
@@ -141,7 +142,7 @@ T extract_unsigned(T a, uint32_t begin, uint32_t length) {
   return mask == 0 ? 0 : static_cast<T>((a & mask) >> (begin & 255));
 }
 
-// The sign is that of the field's highest bit, or of the highest there is.
+// The sign is the field's highest bit, or the highest bit that exists.
 template <typename T>
 T extract_signed(T a, uint32_t begin, uint32_t length) {
   begin &= 255, length &= 255;
@@ -252,12 +253,12 @@ void add_bits(Table& table) {
       lanewise<[](uint32_t a, uint32_t b, uint32_t n) { return funnel(a, b, std::min(n, 32u), false); }, uint32_t,
                uint32_t, uint32_t, uint32_t>();
 
-  // Global addresses are generic ones as they are; those in shared memory have the window's bit.
+  // A global address is also its generic address; addresses in shared memory get the window's bit.
   const Meaning same = lanewise<[](uint64_t a) { return a; }, uint64_t, uint64_t>();
   table["cvta.to.global.u64"] = table["cvta.global.u64"] = same;
   table["cvta.shared.u64"] = lanewise<[](uint64_t a) { return a | SharedMemory::kWindow; }, uint64_t, uint64_t>();
   table["cvta.to.shared.u64"] = lanewise<[](uint64_t a) { return a & ~SharedMemory::kWindow; }, uint64_t, uint64_t>();
-  // The same place in the block of a given rank of the cluster.
+  // Returns the same place in the cluster's block of the given rank.
   constexpr auto kMap = []<typename T>(T a, uint32_t rank) {
     const auto window = static_cast<T>(a & static_cast<T>(SharedMemory::kWindow));
     return static_cast<T>(window | (a & SharedMemory::kPlace) | static_cast<T>(rank + 1) << SharedMemory::kRankShift);

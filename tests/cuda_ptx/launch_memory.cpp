@@ -37,7 +37,7 @@ LaunchMemory::Page* LaunchMemory::page_of(uint64_t number) {
   return (pages_[number] = std::move(page)).get();
 }
 
-// Of a word that only in part belongs to the stretch nothing is known.
+// Nothing is known about a word that belongs only in part to the stretch.
 bool LaunchMemory::never_written(const Page* page, uint64_t address, const Stretch& stretch) {
   const uint64_t word = address & ~uint64_t{3};
   if (!stretch.holds(word, 4)) return false;

@@ -1,8 +1,9 @@
-// What one launch does to global memory: reads of what was never written, and accesses that conflict (history.h).
+// Checks the accesses of one launch to global memory: reads of memory that was never written, and conflicts
+// (history.h).
 //
-// A page of it is looked at when the launch first touches it: a word that holds only kPoison has never been written,
-// and becomes written byte by byte by the launch itself. (Of two bytes that another launch has left beside two that it
-// wrote nothing is known: numbers of 16 bits may look like poison.)
+// A page is examined when the launch first accesses it: a word that holds only kPoison has never been written, and
+// becomes written byte by byte by the launch itself. (If another launch wrote only two bytes of a word, nothing is
+// known about the other two: numbers of 16 bits may look like poison.)
 #pragma once
 
 #include <array>
@@ -18,19 +19,19 @@ namespace pymoe::ptx {
 class LaunchMemory {
  public:
   static constexpr uint64_t kPage = 1024;
-  // What is watched for conflicts, as each byte costs twelve for its history. A launch that touches more, such as those
-  // of the design's full shapes, has the pages that it touches later watched for unwritten words alone.
+  // The number of pages that are checked for conflicts; each byte costs twelve for its history. If a launch accesses
+  // more pages, like those of the design's full shapes, later pages are only checked for unwritten words.
   static constexpr size_t kMostPages = 16384;
 
-  // What an instruction has touched last, which it is likely to touch next.
+  // The page that an instruction accessed last, which it is likely to access next.
   struct Recent {
     Stretch stretch;
     uint64_t number = 0;
     void* page = nullptr;  // of that number
   };
 
-  // Checks and notes an access of bytes that a stretch holds. With `written` false they may never have been written.
-  // Throws Error.
+  // Checks and records an access to bytes of a stretch. If `written` is false, bytes that were never written are
+  // allowed. Throws Error.
   void note(Recent& recent, uint64_t address, int bytes, Purpose purpose, const Moment& now, bool written);
 
  private:

@@ -7,7 +7,8 @@
 namespace pymoe::ptx {
 namespace {
 
-constexpr int64_t kMostInstructions = int64_t{1} << 31;  // of a block's warps, before it is taken not to end
+// maximum number for the warps of a block; a block with more counts as one that never ends
+constexpr int64_t kMostInstructions = int64_t{1} << 31;
 constexpr int32_t kNowhere = INT32_MAX;
 
 // What an operand without a register holds.
@@ -54,7 +55,7 @@ void require_set(const Warp& warp, uint32_t place, uint32_t lanes) {
   if (missing != 0) throw Fault{std::countr_zero(missing), "a register that the thread has not set"};
 }
 
-// Runs an instruction for lanes that have set what it reads.
+// Runs an instruction for lanes, which must have set the registers that it reads.
 void run_for(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   for (const uint32_t place : instruction.reads) require_set(warp, place, lanes);
   instruction.run(warp, instruction, lanes);
@@ -74,7 +75,7 @@ class Grid {
   explicit Grid(Launch& launch) : launch_(launch), code_(launch.program.code) {}
 
   void run() {
-    // Some blocks at a time; the next one is any of those left.
+    // Some blocks run at a time; the next one is any of the remaining ones.
     const int64_t all = launch_.shape.blocks / launch_.shape.cluster, ends = launch_.shape.ends;
     const int64_t clusters = ends > 0 && 2 * ends < all ? 2 * ends : all;
     const int64_t first = random(clusters);
@@ -109,11 +110,11 @@ class Grid {
       for (auto& other : cluster) block->cluster.push_back(other.get());
     }
     live_.push_back(std::move(cluster));
-    // A large grid has most of its blocks in step, to end in time.
+    // In a large grid most blocks run their warps in step, which saves time.
     apart_ = random(launch_.shape.blocks > 256 ? 8 : 2) == 0;
   }
 
-  // Runs a few turns of warps; false when all have ended.
+  // Runs a few turns of warps; returns false when all have ended.
   bool advance(Cluster& cluster) {
     for (int turns = 0; turns < 64; ++turns) {
       Warp* const warp = choose(cluster);
@@ -166,20 +167,20 @@ class Grid {
                 ": " + statement.text + "]");
   }
 
-  // Chooses the lanes of a warp that go first.
+  // Chooses the lanes of a warp that run first.
   uint32_t choose_turn(uint32_t ready) {
     if (!apart_ || random(2) == 0) return ready;
     const auto some = ready & static_cast<uint32_t>(launch_.random());
     return some != 0 ? some : ready;
   }
 
-  // Runs about `budget` instructions of a warp, or until none of its lanes can go on.
+  // Runs about `budget` instructions of a warp, or until none of its lanes can continue.
   void run(Warp& warp, int budget) {
     while (budget > 0) {
       const uint32_t ready = warp.alive & ~warp.waiting;
       if (ready == 0) return;
       if ((warp.turn & ready) == 0) warp.turn = choose_turn(ready);
-      // Those that are furthest behind, until they reach the next ones.
+      // The lanes that are furthest behind run until they reach the next ones.
       int32_t place = kNowhere, next = kNowhere;
       uint32_t group = 0;
       for_lanes(ready & warp.turn, [&](int lane) {
@@ -256,7 +257,8 @@ class Grid {
     return here;
   }
 
-  // `lanes` have come to a collective or barrier: it happens if all that it needs are there.
+  // Called when `lanes` have reached a collective or barrier, which takes place if all lanes that it needs have
+  // arrived.
   void meet(Warp& warp, const Instruction& instruction, uint32_t lanes, int32_t place) {
     const int first = std::countr_zero(lanes);
     if (instruction.kind == Instruction::kBlock) {
@@ -271,7 +273,7 @@ class Grid {
     }
   }
 
-  // Each lane brings a mask of the lanes that it meets; lanes that bring another one wait for one another.
+  // Each lane has a mask of the lanes that it meets; lanes with different masks do not meet.
   void meet_named(Warp& warp, const Instruction& instruction, uint32_t lanes, int32_t place) {
     const uint32_t* const masks = warp.at<uint32_t>(instruction.mask);
     for (const uint32_t read : instruction.reads) require_set(warp, read, lanes);
@@ -298,7 +300,7 @@ class Grid {
     move(warp, lanes, place + 1);
   }
 
-  // A barrier of all threads of the block, none of which may have ended.
+  // Handles a barrier of all threads of the block, none of which may have ended.
   void meet_block(Block& block, int lane, int32_t place) {
     bool all_there = true;
     for (const Warp& warp : block.warps) {

@@ -1,14 +1,14 @@
-// Runs a kernel: every thread has its place in the code, and a seed decides who goes on.
+// Runs a kernel: every thread has its own place in the code, and a seed decides which thread continues.
 //
-// Threads of a warp go side by side where they stand at the same instruction, or apart: at random, a part of a warp
-// runs ahead until it meets a collective. Warps of a block take turns of random length, blocks become live in random
-// order. What CUDA does not promise is thus not there: lanes in step without bar.warp.sync, warps in any order between
-// barriers, one block before another. (Conflicts in memory are found whatever the order: history.h.)
+// Threads of a warp that are at the same instruction run together or separately: at random, a part of a warp runs ahead
+// until it reaches a collective. Warps of a block take turns of random length, blocks become live in random order. So a
+// kernel cannot rely on an order that CUDA does not promise: of lanes without bar.warp.sync, of warps between barriers,
+// or of blocks. (Conflicts in memory are found whatever the order: history.h.)
 //
-// Errors, thrown with the instruction and the thread: an access outside the memory that was made known, or not aligned
-// to its size, or of bytes that nothing has written; a conflict in shared or global memory; a read through the
-// read-only cache of what the launch writes; a register that was not set; a barrier or collective that not all threads
-// reach; a wait that never ends; an instruction without a meaning here. So is a launch that a GPU would refuse.
+// Errors name the instruction and the thread: an access outside of registered memory, not aligned to its size, or to
+// bytes that nothing has written; a conflict in shared or global memory; a read through the read-only cache of memory
+// that the launch writes; a register that was not set; a barrier or collective that not all threads reach; a wait that
+// never ends; an unknown instruction; a launch that a GPU would refuse.
 #pragma once
 
 #include <array>
@@ -27,8 +27,8 @@
 namespace pymoe::ptx {
 
 inline constexpr int kWarpSize = 32;
-// Shared memory of a block: what it may have, and what it may have if the kernel's attribute allows more. The second is
-// that of the GPUs with the least (compute capability 8.6, 8.9, 12.0), which run the same PTX as others.
+// Limits of a block's shared memory: the usual one, and the maximum if the kernel's attribute allows more. The maximum
+// is that of the GPUs with the least (compute capability 8.6, 8.9, 12.0), which run the same PTX as others.
 inline constexpr int64_t kUsualShared = 48 << 10, kMostShared = 99 << 10;
 
 struct LaunchShape {
@@ -37,7 +37,7 @@ struct LaunchShape {
   int64_t shared_bytes = 0;  // dynamic
   int64_t cluster = 1;       // blocks a cluster
   bool more_shared = false;  // whether it may have more than kUsualShared
-  int64_t ends = 0;          // how many clusters run at each end of the grid; 0: all
+  int64_t ends = 0;          // number of clusters that run at each end of the grid; 0: all run
 };
 
 struct Block;
@@ -59,16 +59,17 @@ struct Warp {
   Block* block = nullptr;
   int index = 0;  // in the block
   unsigned char* registers = nullptr;
-  uint32_t all = 0;                                                // lanes that the launch asked for
-  uint32_t alive = 0;                                              // lanes that have not ended
-  uint32_t waiting = 0;                                            // lanes at a collective or barrier
-  uint32_t turn = 0;                                               // lanes that may run before the others of the warp
-  uint32_t barriers = 0;                                           // bar.warp.sync that lanes of the warp have passed
+  uint32_t all = 0;      // lanes that the launch asked for
+  uint32_t alive = 0;    // lanes that have not ended
+  uint32_t waiting = 0;  // lanes at a collective or barrier
+  uint32_t turn = 0;     // lanes that may run before the others of the warp
+  // number of bar.warp.sync that lanes of the warp have passed
+  uint32_t barriers = 0;
   std::array<std::array<uint32_t, kWarpSize>, kWarpSize> known{};  // Moment::known of each lane
   std::array<int32_t, kWarpSize> place{};
   const Instruction* current = nullptr;
   std::array<std::vector<std::vector<AsyncCopy>>, kWarpSize>
-      copies;  // of each lane: committed groups, the last is open
+      copies;  // for each lane: its committed groups of copies, and last the open one
 
   template <typename T>
   T* at(uint32_t offset) const {
@@ -124,8 +125,8 @@ inline void for_lanes(uint32_t lanes, F&& f) {
   }
 }
 
-// Runs the whole grid. `arguments` are the bytes of the kernel's parameters. Returns how many instructions warps have
-// executed. Throws Error.
+// Runs the whole grid. `arguments` are the bytes of the kernel's parameters. Returns the number of instructions that
+// warps have executed. Throws Error.
 int64_t run(const Program& program, const LaunchShape& shape, std::vector<unsigned char> arguments, uint64_t seed);
 
 }  // namespace pymoe::ptx

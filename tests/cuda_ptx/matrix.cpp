@@ -42,7 +42,7 @@ double from_half(uint32_t bits) {
 // D (16 x 8) = A (16 x 16) B (16 x 8) + C. Operands: D[0..3], A[0..3], B[0..1], C[0..3].
 //   A[i]: row g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next.   B[i]: rows 2 t + 8 i and the next, column g.
 //   C[i], D[i]: row g + 8 (i / 2), column 2 t + i % 2.
-// Products are exact, as on the GPU. How a GPU rounds their sum is not documented: here it is rounded once, from
+// Products are exact, as on the GPU. It is not documented how a GPU rounds their sum: here it is rounded once, from
 // double.
 template <auto kWiden>
 void multiply(Warp& warp, const Instruction& instruction, uint32_t lanes) {

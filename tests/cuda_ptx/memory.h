@@ -1,8 +1,8 @@
-// The global memory that a kernel may touch: stretches that were made known, and nothing between them.
+// The global memory that a kernel may access: registered stretches, and nothing between them.
 //
-// Memory of the process is used as it is. What has never been written is known by its contents: whoever makes a stretch
-// known fills it with kPoison, and four aligned bytes that all still are kPoison were never written (or were copied
-// from such, which is as bad).
+// Memory of the process is used as it is. Memory that was never written is recognised by its contents: the caller that
+// registers a stretch fills it with kPoison, and four aligned bytes that all equal kPoison were never written (or were
+// copied from such bytes, which is just as wrong).
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@ namespace pymoe::ptx {
 inline constexpr unsigned char kPoison = 0xa5;
 inline constexpr uint32_t kPoisonWord = 0xa5a5a5a5u;
 
-// Safe to call from several threads. Stretches do not overlap; `add` of no bytes does nothing.
+// These functions may be called from several threads. Stretches must not overlap; adding a stretch of no bytes does
+// nothing.
 void add_memory(const void* begin, int64_t bytes);
 void remove_memory(const void* begin);
 

@@ -70,7 +70,7 @@ std::vector<std::string> words(std::string_view text) {
 std::string without_comments(std::string_view text) {
   std::string clean(text);
   for (size_t i = 0; i + 1 < clean.size(); ++i) {
-    if (clean[i] == '"') {  // a string may hold what looks like a comment
+    if (clean[i] == '"') {  // a string may contain text that looks like a comment
       i = std::min(clean.find('"', i + 1), clean.size());
     } else if (clean[i] == '/' && clean[i + 1] == '/') {
       for (; i < clean.size() && clean[i] != '\n'; ++i) clean[i] = ' ';
@@ -118,7 +118,7 @@ Declared parse_array(std::string_view text) {
       const int64_t alignment = number(parts.at(++i));
       if (!points) own_alignment = alignment;
     } else if (parts[i] == ".ptr") {
-      points = true;  // what follows is said of the memory that it points to
+      points = true;  // what follows describes the memory to which the parameter points
     } else if (parts[i][0] == '.') {
       const int width =
           std::isdigit(static_cast<unsigned char>(parts[i].back())) ? width_of_type(parts[i].substr(1)) : 0;
@@ -182,7 +182,7 @@ class Parser {
   void skip_spaces() {
     while (at_ < text_.size() && is_space(text_[at_])) ++at_;
   }
-  // Up to the semicolon, without ".shared", ".extern" and the like.
+  // Returns the text up to the semicolon, without directives such as ".shared" and ".extern".
   std::string_view declaration() {
     const size_t end = text_.find(';', at_);
     std::string_view all = std::string_view(text_).substr(at_, end - at_);
@@ -295,7 +295,7 @@ class Parser {
       }
       return;
     }
-    // Names of an inner scope hide those outside, and may come again with another type.
+    // Names of an inner scope hide names outside, and may be declared again with another type.
     const std::string unique = std::string(name) + "@" + std::to_string(kernel.registers.size());
     scopes_.back()[std::string(name)] = unique;
     kernel.registers[unique] = width;

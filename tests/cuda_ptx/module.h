@@ -1,5 +1,5 @@
-// The text of a PTX module, taken apart: kernels, their parameters and arrays, and statements with their operands.
-// Nothing here knows what an instruction does; decode.h does.
+// The parsed text of a PTX module: kernels, their parameters and arrays, and statements with their operands. Nothing
+// here knows what an instruction does; decode.h does.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace pymoe::ptx {
 
-// What is wrong with the text, or with what it does; the message quotes the place.
+// An error in the text, or in the program that it describes; the message quotes the place.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -57,7 +57,7 @@ struct Kernel {
   std::map<std::string, std::vector<std::string>> tables;  // .branchtargets
 };
 
-// The kernels of a module by name. Throws Error for text that is not understood.
+// Returns the kernels of a module by name. Throws Error for text that cannot be parsed.
 std::map<std::string, Kernel> parse_module(std::string_view text);
 
 }  // namespace pymoe::ptx

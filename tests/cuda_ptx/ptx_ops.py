@@ -1,6 +1,6 @@
 """A pytest plugin: ``pymoe._ops`` is the library whose CPU operators run the kernels' PTX (``ptx_library``).
 
-With PYMOE_PTX_ARCHITECTURE=100 it is the PTX of that architecture (``architectures.py``), else that of 90.
+With PYMOE_PTX_ARCHITECTURE=100 it is the PTX of that architecture (``architectures.py``), otherwise the PTX of 90.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ architecture = os.environ.get("PYMOE_PTX_ARCHITECTURE", ARCHITECTURE)
 
 
 def module_of(kernel: str) -> str:
-    """The PTX that runs and has a kernel with ``kernel`` in its name."""
+    """Return the running PTX module that has a kernel with ``kernel`` in its name."""
     text: str = runtime.pymoe_ptx_module(kernel.encode()).decode()
     assert text, f"no kernel {kernel}"
     return text
 
 
 def replacements(architecture: str) -> list[tuple[str, str]]:
-    """Every module that runs, and that of another architecture under the names by which the library knows it."""
+    """Return every running module, with its counterpart for another architecture, in which names are those of the
+    library.
+    """
     from architectures import texts, with_names_of
 
     own = {source: module_of(f"_{source}_cu_") for source in texts(architecture)}

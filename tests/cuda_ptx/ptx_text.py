@@ -48,8 +48,8 @@ def run_kernel(
 ) -> None:  # fmt: skip
     """Run a kernel whose parameters ``p0``, ``p1``, ... are the arrays' addresses, held by ``%q0``, ``%q1``, ...
 
-    ``more_shared``: whether a block may have more than 48 KiB of shared memory. ``types``: what the parameters are
-    declared as, if not all as ``.u64``.
+    ``more_shared``: whether a block may have more than 48 KiB of shared memory. ``types``: the declared types of the
+    parameters; by default all are ``.u64``.
     """
     parameters = ", ".join(f".param {kind} p{i}" for i, kind in enumerate(types or [".u64"] * len(arrays)))
     loads = "".join(f"ld.param.u64 %q{i}, [p{i}];\n" for i in range(len(arrays)))
@@ -83,7 +83,7 @@ def size_of(kind: str) -> int:
 
 
 def lanewise(instruction: str, result: str, operands: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """Give the bits that ``instruction`` makes of operands' bits, one lane each.
+    """Return the bits that ``instruction`` computes from the operands' bits, one lane each.
 
     ``instruction`` names its operands ``{d}``, ``{0}``, ``{1}``, ...; a result of kind ``pred`` comes as 0 or 1.
     """

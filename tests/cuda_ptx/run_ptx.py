@@ -2,8 +2,8 @@
 
     python tests/cuda_ptx/run_ptx.py [--level=exhaustive] [PYTEST'S OPTIONS ...]
 
-Without nvcc there is no PTX: the interpreter's own tests run then, and it says so. At the end of a run without ``-k``
-every kernel of the library must have been launched.
+Without nvcc there is no PTX: then only the interpreter's own tests run, and the program says so. At the end of a run
+without ``-k`` every kernel of the library must have been launched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from machine_code import find_nvcc  # noqa: E402
 
 INTERPRETER = ["check_arithmetic.py", "check_machine.py", "check_rules.py"]
-# On the operators whose CPU tensors go to the kernels; the second line is thousands of cases.
+# These tests run on operators that pass CPU tensors to the kernels; the second line has thousands of cases.
 LAYERS = ["tests/nn/test_moe_values.py", "tests/nn/test_moe_losses.py"]
 OPERATORS = ["tests/ops/test_native_equals_reference.py"]
 ON_CUDA = "not narrower and not asked_for and not quantize"
@@ -52,7 +52,9 @@ def never_launched(folder: Path) -> list[str]:
 
 
 def narrowed(options: list[str]) -> tuple[list[str], bool]:
-    """Return the options with ``-k``, however it is spelt, narrowed to what concerns CUDA; and whether it was there."""
+    """Return the options with ``-k``, however it is spelt, narrowed to tests that concern CUDA; also return whether
+    ``-k`` was among them.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-k", dest="words")
     own, others = parser.parse_known_args(options)
@@ -73,7 +75,7 @@ def main() -> int:
     from architectures import kept, others
     from ptx_library import build
 
-    build()  # once, before several processes ask for it, as what the compile gate keeps
+    build()  # build once, before several processes need it, as the compile gate does
     kept()
     exhaustive = "--level=exhaustive" in options
     selected = [str(ROOT / name) for name in [*LAYERS, *(OPERATORS if exhaustive else [])]]

@@ -1,9 +1,9 @@
-// The CUDA runtime that the kernels' host code finds in the tests: it takes the PTX out of the fat binary that the
-// compiler put beside that code, and every launch runs it at once. Grid, block, shared memory, arguments and stream are
-// thus those that the library itself gives.
+// The CUDA runtime that the kernels' host code uses in the tests: it extracts the PTX from the fat binary that the
+// compiler has added to that code, and every launch runs the PTX immediately. So grid, block, shared memory, arguments
+// and stream are the library's own.
 //
-// A launch that a GPU would refuse is refused, and an error of the interpreter is the launch's: cudaGetErrorString has
-// its text, which kernels/cuda/launch.h throws.
+// A launch that a GPU would refuse is refused. An error of the interpreter becomes the launch's error:
+// cudaGetErrorString returns its text, which kernels/cuda/launch.h throws.
 #include "cuda_ptx/runtime.h"
 
 #include <cuda_runtime.h>
@@ -82,7 +82,7 @@ cudaError_t ask(const std::string& what, void* stream, std::function<void()> wor
   return refusal.empty() ? cudaSuccess : refuse(cudaErrorLaunchFailure, refusal);
 }
 
-// What nvcc's fatbinary writes: a header, then entries with a header each; kind 1 is PTX.
+// The format of nvcc's fat binaries: a header, then entries with a header each; kind 1 is PTX.
 struct FatHeader {
   uint32_t magic;
   uint16_t version, header_bytes;
@@ -255,7 +255,7 @@ cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttribute attribute, 
   }
   return cudaSuccess;
 }
-// The capability that the PTX was made for.
+// Returns the compute capability for which the PTX was made.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const bool major = attribute == cudaDevAttrComputeCapabilityMajor;
   if (!major && attribute != cudaDevAttrComputeCapabilityMinor) {

@@ -52,7 +52,8 @@ unsigned char* SharedMemory::write(uint64_t address, int bytes, const Moment& no
 
 unsigned char* SharedMemory::update(uint64_t address, int bytes, const Moment& now) {
   unsigned char* const place = checked(address, bytes);
-  require(kUnwritten, address - kBegin, bytes, "");  // what was never written stays so, for whoever reads it
+  // bytes that were never written stay so, whichever thread reads them
+  require(kUnwritten, address - kBegin, bytes, "");
   note(address, bytes, Purpose::kUpdate, now);
   return place;
 }

@@ -11,7 +11,7 @@ namespace pymoe::ptx {
 
 class SharedMemory {
  public:
-  // Addresses begin here, so that one that was forgotten, 0, is outside.
+  // Addresses begin here, so that a missing address, 0, is out of bounds.
   static constexpr uint64_t kBegin = 1024;
   // Bits of a generic address that points into this memory.
   static constexpr uint64_t kWindow = uint64_t{1} << 56;
@@ -22,11 +22,11 @@ class SharedMemory {
   // Filled with bytes that depend on `junk`.
   SharedMemory(int64_t bytes, uint64_t junk);
 
-  // Each checks bounds, and throws Error. With `written` false bytes may be read that never were.
+  // Each function checks bounds, and throws Error. If `written` is false, bytes that were never written may be read.
   unsigned char* read(uint64_t address, int bytes, const Moment& now, bool written = true);
   unsigned char* write(uint64_t address, int bytes, const Moment& now);
   unsigned char* update(uint64_t address, int bytes, const Moment& now);  // atomically
-  // cp.async: nobody may touch the bytes until the thread that copies has waited for them.
+  // cp.async: no thread may access the bytes until the copying thread has waited for them.
   void begin_copy(uint64_t address, int bytes, const Moment& now);
   unsigned char* end_copy(uint64_t address, int bytes, const Moment& now);
 

@@ -43,7 +43,7 @@ std::string issue(const std::string& what, void* stream, std::function<void()> w
 using namespace pymoe::ptx;
 
 PYMOE_EXPORT void pymoe_ptx_ask_device(int (*ask)()) { current_device = ask; }
-// The piece of work after `accepted` more is refused.
+// After `accepted` more pieces of work, the next one is refused.
 PYMOE_EXPORT void pymoe_ptx_refuse_after(int accepted) { refuses_in = accepted; }
 
 // "DEVICE STREAM WORK" in a line for each piece of work since the last call; valid until the next one.

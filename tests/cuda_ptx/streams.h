@@ -1,5 +1,5 @@
-// What is asked of streams: each piece of work is noted with its device and stream, and done at once, or when the graph
-// that is being captured is replayed.
+// The work on streams: each piece of work is recorded with its device and stream, and done immediately, or when the
+// graph that is being captured is replayed.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// The table of instructions that every lane does for itself, and how an ordinary function becomes one:
+// The table of instructions that every lane executes by itself. It is filled from ordinary functions:
 //
 //     table.add("add.s32", lanewise<[](uint32_t a, uint32_t b) { return a + b; }, uint32_t, uint32_t, uint32_t>());
 #pragma once
@@ -22,7 +22,7 @@ inline constexpr int kWidth<Predicate> = 0;
 
 struct Meaning {
   Function run = nullptr;
-  std::vector<int> widths;  // of the operands, the result first; 0 is a predicate
+  std::vector<int> widths;  // widths of the operands, the result first; 0 means a predicate
 };
 
 using Table = std::unordered_map<std::string, Meaning>;

@@ -1,4 +1,4 @@
-"""What run_ptx.py makes of its options, and of the lists of launches that the processes leave."""
+"""Tests how run_ptx.py uses its options, and the lists of launches that the processes leave."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,9 @@ from run_ptx import ON_CUDA, narrowed, never_launched
 
 @pytest.mark.parametrize("spelt", [["-k", "gate or combine"], ["-k=gate or combine"], ["-kgate or combine"]])
 def test_words_are_recognised_however_they_are_spelt(spelt):
-    """With ``-k=`` the words were once handed on beside a second -k, which pytest took, and so all tests ran."""
+    """With ``-k=`` the words used to be passed on together with a second -k. pytest used the second one, and so all
+    tests ran.
+    """
     options, some = narrowed(["-n", "2", *spelt, "--level=exhaustive"])
     assert options == ["-k", f"(gate or combine) and {ON_CUDA}", "-n", "2", "--level=exhaustive"]
     assert some

@@ -1,5 +1,5 @@
-// CPU tensors in memory that the interpreter watches: each is a stretch of its own, filled with kPoison, between bands
-// that belong to nobody.
+// CPU tensors in memory that the interpreter watches: each has its own stretch, filled with kPoison, between bands that
+// belong to no tensor.
 #include <c10/core/Allocator.h>
 
 #include <cstdlib>
@@ -37,7 +37,7 @@ class WatchedMemory final : public c10::Allocator {
   static void release_nothing(void*) {}
 };
 
-// Takes the place of torch's own when the library is loaded; never destroyed, as tensors live until the process ends.
+// Replaces torch's allocator when the library is loaded; never destroyed, because tensors live until the process ends.
 [[maybe_unused]] const bool installed = [] {
   c10::SetAllocator(c10::DeviceType::CPU, new WatchedMemory, /*priority=*/200);
   return true;

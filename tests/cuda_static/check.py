@@ -29,7 +29,7 @@ OF_BARS = "sm_90"
 AT_MOST = ("registers", "launches", "memsets")
 AT_LEAST = ("16-byte loads together",)
 IDEAL = {"launches": 1, "memsets": 0}
-"""The design's goals. A limit in bars.json that allows more has a reason beside it."""
+"""The design's goals. A limit in bars.json that allows more states its reason."""
 
 # Kernels that write results only in packs of 16 bytes, and kernels without divisions whose sums must equal the CPU's.
 PACKED_NAMES = (

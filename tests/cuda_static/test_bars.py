@@ -90,7 +90,7 @@ def test_faults_that_cannot_be_judged_for_want_of_nvdisasm_are_no_success(monkey
 def test_names_keep_the_arguments_of_their_templates():
     if shutil.which("c++filt") is None:
         pytest.xfail("there is no c++filt")
-    # As nvcc mangles expert_activation_kernel<Activation(1), BFloat16>(BFloat16*); it numbers unnamed namespaces.
+    # The mangled name of expert_activation_kernel<Activation(1), BFloat16>(BFloat16*); nvcc numbers unnamed namespaces.
     unnamed = "_GLOBAL__N__1234abcd_25_expert_activation_cuda_cu_5678abcd"
     name = f"_ZN5pymoe4cuda{len(unnamed)}{unnamed}24expert_activation_kernelILNS_10ActivationE1ENS_8BFloat16EEEvPKT0_"
     assert demangle([name]) == ["expert_activation_kernel<(Activation)1, BFloat16>"]

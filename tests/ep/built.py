@@ -41,7 +41,9 @@ def as_one_process(rank, world, dtype, by):
 
 
 def largest(rank, world):
-    """Return the most numbers drawn at once when experts are initialized, and the size of one expert's weight."""
+    """Return the largest number of values drawn in one call when experts are initialized, and the size of one expert's
+    weight.
+    """
     sizes, real = [], torch.empty
 
     def spy(*args, **options):

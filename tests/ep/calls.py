@@ -26,7 +26,7 @@ def case(dtype="float32", **more):
 
 
 def prepared(rank, one, **options):
-    """Return the layer on the ranks, with this rank's tokens and directions."""
+    """Return the layer spread over the ranks, this rank's tokens, and the gradients of its output."""
     layer = one.spread(dist.group.WORLD, **options)
     x, directions = (parts[rank] for parts in one.rows())
     return layer, x.clone().requires_grad_(), directions
@@ -108,7 +108,7 @@ def checkpointed(rank, world, chunks, **way):
 
 
 def twice_backward(rank, world, **way):
-    """Return what a second pass over a kept graph changes."""
+    """Return what differs after a second pass over a kept graph."""
     layer, x, directions = prepared(rank, case(chunks=2), **way)
     loss = (layer(x) * directions).sum()
     loss.backward(retain_graph=True)

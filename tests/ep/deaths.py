@@ -98,7 +98,7 @@ def bug(*_):
 
 
 def sleep(*_):
-    """Take much longer than waits take to look for failures."""
+    """Sleep much longer than the interval at which waits look for failures."""
     time.sleep(3 * failures.LOOK.total_seconds())
 
 
@@ -230,7 +230,7 @@ def two_groups(rank, address, results):
 
 
 def leaves(rank, address, results):
-    """Send what is left of a group after it was destroyed: threads, open files, and records in the store."""
+    """Send the remains of a group after it was destroyed: threads, open files, and records in the store."""
     threading.excepthook = lambda args: results.send(("other", repr(args)))
     files = None
     for attempt in range(3):

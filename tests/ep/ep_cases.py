@@ -64,7 +64,7 @@ class Case:
         return x, [draw(count) for count in self.tokens]
 
     def spread(self, group, **options):
-        """Return the layer spread over a group, perhaps with its experts on other ranks than at first."""
+        """Return the layer spread over a group, possibly with experts on other ranks than initially."""
         options = {
             "chunks": self.chunks,
             "scope": self.scope,
@@ -77,7 +77,7 @@ class Case:
 
 
 def shuffled(experts, ranks, seed=0):
-    """Return a random placement with as many experts on each rank as at first."""
+    """Return a random placement with as many experts on each rank as initially."""
     order = list(range(experts))
     random.Random(seed + experts).shuffle(order)
     hosts = [()] * experts

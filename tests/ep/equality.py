@@ -29,8 +29,8 @@ def sharded(case, group, **way):
 def one(rank, world, case, **way):
     """Return what differs from one process on this rank; None if the rank is not in the group.
 
-    With ``deduplicate``, outputs and gradients of inputs are compared to rounding, the rest as without. Cases have no
-    clones where rows travel in another way.
+    With ``deduplicate``, outputs and gradients of inputs are compared up to rounding, all other results bit for bit.
+    Cases in which rows travel in another way have no clones.
     """
     case = Case(**case) if isinstance(case, dict) else drawn(case)
     group = groups()[case.world]

@@ -22,7 +22,9 @@ def model():
 
 
 def gradients(rank, world, schedule, checkpoint, clones=0):
-    """Return the largest difference from one process with the rows of both pipes, relative to the largest gradient."""
+    """Return the largest difference of a gradient from that of one process with both pipes' rows, relative to the
+    largest one.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     stage_number, place = mesh.get_coordinate()
     whole, spread = model(), model()

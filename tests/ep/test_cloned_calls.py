@@ -57,7 +57,7 @@ def test_room_counts_the_rows_that_a_rank_computes_with_clones(ranks):
 
 @pytest.mark.parametrize(
     ("activation", "bias", "rows"),
-    [("swiglu", False, 9), ("relu", False, 6), ("swiglu", True, 11)],  # 1.5 F, F, and (3 H F + 2 F + H) / (2 H)
+    [("swiglu", False, 9), ("relu", False, 6), ("swiglu", True, 11)],  # rows: 1.5 F, F, (3 H F + 2 F + H) / (2 H)
 )
 def test_a_clone_is_taken_where_its_weights_travel_no_longer_than_its_rows(ranks, activation, bias, rows):
     assert ranks.run(cloned.default_min_rows_to_clone, activation=activation, bias=bias) == [rows] * 4

@@ -71,7 +71,7 @@ def test_every_row_is_computed_once_and_no_rank_takes_too_many_clones(rows, clon
 
 
 def test_one_clone_a_rank_brings_a_skewed_load_to_a_tenth_of_the_mean():
-    """E 128, K 8, 32 ranks: the fullest rank has more than twice the mean as it is."""
+    """E 128, K 8, 32 ranks: without clones the fullest rank has more than twice the mean."""
     for seed in range(3):
         choices = random_choices(32 * 256, 128, 8, seed, skew=1.0)
         source = torch.arange(len(choices)) // 256

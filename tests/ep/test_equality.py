@@ -2,8 +2,8 @@
 
 Outputs, gradients of inputs and gradients of experts are equal bit for bit, also where rows travel in padded buffers;
 gradients of router and shared experts, which are sums over ranks, are equal to rounding, and so are gradients of
-experts that ranks cloned. Where a token travels once to a rank, outputs and gradients of inputs are equal to rounding,
-too.
+experts that ranks cloned. If a token travels once to a rank, outputs and gradients of inputs are equal only to
+rounding, too.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Ranks that disagree or fail before the exchange all raise, and say who and what; the group can be used afterwards."""
+"""Ranks that disagree or fail before the exchange all raise an error that names ranks and reason; the group can be used
+afterwards.
+"""
 
 import failures
 import pytest

@@ -143,7 +143,7 @@ def test_a_norm_that_is_not_finite_is_refused_where_asked_for(ranks):
             "data_parallel: model must not have been given to it before, as 'module.1.0.experts' has",
         ),
         ("turned", "ValueError", "data_parallel: the last dimension of mesh must be "),
-        ("group", "TypeError", "data_parallel: the ranks must be given by mesh alone, got process_group, too"),
+        ("group", "TypeError", "data_parallel: the ranks must be given only by mesh, got process_group, too"),
         ("no modules", "TypeError", "data_parallel: blocks must be modules, got str"),
         ("one module", "TypeError", "data_parallel: blocks must be several modules, got Linear"),
         ("module of another", "ValueError", "data_parallel: blocks must be modules of model, got a Linear of another"),

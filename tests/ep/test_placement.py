@@ -1,4 +1,6 @@
-"""Placement by load places every expert, within its room, never worse than contiguous shards, and repeatably."""
+"""Tests that placement by load places every expert within the limits, is never worse than contiguous shards, and is
+repeatable.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def test_a_hot_expert_gets_the_replicas():
 
 
 def test_the_loads_of_the_example_of_eplb_become_even():
-    """The loads are of the first layer in the example's README: 16 places for 12 experts."""
+    """The loads are those of the first layer in the example of EPLB's README: 16 places for 12 experts."""
     load = torch.tensor([90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86])
     placed = place(load, 4, replicas=1)
     assert sum(map(len, placed.held)) == 16

@@ -28,8 +28,8 @@ SMALL = (
     *("--sample-bytes", "8", "--compare-steps", "1", "--eval-every", "15"),
 )
 STEPS = 30
-# In nats per byte. Both backends choose the same experts and move the same rows, but their matrix products differ by
-# rounding, and the difference grows during training.
+# The unit is nats per byte. Both backends choose the same experts and move the same rows, but their matrix products
+# differ by rounding, and the difference grows during training.
 CURVE_TOLERANCE = 1e-4
 
 

@@ -98,7 +98,7 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
         *command[:1],
         f"-I{place / 'csrc'}",
         *command[1:],
-        "-O0",  # the compiler takes most of a run's time, and a third as long without optimisation
+        "-O0",  # compiling takes most of a run's time, and only a third as long without optimisation
         "-o",
         str(place / "kernel.o"),
         "-c",

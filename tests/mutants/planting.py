@@ -86,7 +86,7 @@ class StreamFault(Fault):
     """A fault between a CUDA tensor and a launch, for tests/cuda_ptx/check_streams.py."""
 
     source: str
-    """What is compiled with it: a file of kernels, or ``with_torch``, all operators."""
+    """The source that is compiled with it: a file of kernels, or ``with_torch`` for all operators."""
     word: str
     """A part of the names of the tests that must notice it."""
 
@@ -100,7 +100,7 @@ class Kind:
     prepare: Callable[[Sequence[Any]], Any]
     """Builds the common parts for the chosen faults, and runs the tests without a fault; RuntimeError if they fail."""
     judge: Callable[[Any, Any], tuple[bool, str]]
-    """Takes a fault and the result of ``prepare``; returns whether the fault was detected, and by what."""
+    """Takes a fault and the result of ``prepare``; returns whether the fault was detected, and the evidence."""
     at_once: int = os.cpu_count() or 1
     """The number of faults that are tried at the same time."""
 

@@ -1,4 +1,6 @@
-"""Print as JSON what layers ask of the system: ``python asked_experts.py LIBRARY FILE`` with recorded_advice.cpp."""
+"""Print as JSON the requests of layers to the system: ``python asked_experts.py LIBRARY FILE`` with
+recorded_advice.cpp.
+"""
 
 import copy
 import ctypes

@@ -1,5 +1,5 @@
-// A CUDA device that does not exist: this library answers what torch's autograd engine asks of a device. With it, torch
-// runs fake CUDA tensors (FakeTensorMode) forward and backward where there is no GPU, in a CPU build and in a CUDA
+// A CUDA device that does not exist: this library answers the questions of torch's autograd engine about a device. With
+// it, torch runs fake CUDA tensors (FakeTensorMode) forward and backward without a GPU, in a CPU build and in a CUDA
 // build. Nothing can be computed on it.
 //
 // Load it before torch, so that torch finds it when it looks for its CUDA part; call take_the_place_of_the_guard after.

@@ -1,4 +1,4 @@
-// For LD_PRELOAD: records what is asked of the system with MADV_WILLNEED, and answers what is in memory as told.
+// For LD_PRELOAD: records requests with MADV_WILLNEED, and reports pages as missing or in memory as a test has set.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -62,7 +62,7 @@ def with_checkpoints(layer):
 
 
 def by_functions(layer):
-    """Return the layer computed from its router, and one function for its experts."""
+    """Return a function that computes the layer by its router and by ``apply_experts``."""
     own = layer.experts
 
     def call(x):

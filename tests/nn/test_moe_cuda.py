@@ -1,4 +1,5 @@
-"""The layer on a GPU: a training step in a CUDA graph, compiled in one piece, under autocast, and as on the CPU.
+"""The layer on a GPU: a training step in a CUDA graph, compiled in one piece, under autocast, and compared with the
+CPU.
 
 test_cuda_graph.py captures only forward and backward and proves that they never wait; most other tests of this folder
 run on the GPU too. Without a GPU nothing is collected here.

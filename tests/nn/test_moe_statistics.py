@@ -172,7 +172,9 @@ def test_a_saved_layer_does_not_grow_with_its_tokens():
 
 
 def test_two_that_ask_at_once_get_the_same():
-    """If two threads asked at once, the second got the record's initial zeros while the first was computing."""
+    """If two threads asked at the same time, the second got the record's initial zeros while the first was
+    computing.
+    """
     last, other = LastCall(load=torch.zeros(1)), []
 
     def compute():

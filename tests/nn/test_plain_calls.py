@@ -49,10 +49,10 @@ READ_BY_CALLS = (
         "_get_backward_hooks",
         "_get_backward_pre_hooks",
         "_maybe_warn_non_full_backward_hook",
-        "_slow_forward",  # of torch.jit.trace, which records names of modules there and calls ``forward``
+        "_slow_forward",  # used by torch.jit.trace, which records names of modules there and calls ``forward``
     }
 )
-"""The attributes that a module's call reads, besides its ``forward``."""
+"""The attributes that a module's call reads in addition to ``forward``."""
 
 
 def hook_names(module, everywhere):

@@ -46,12 +46,12 @@ def pages(begin, size):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Return what layers have asked for in a process of their own."""
+    """Return the requests of layers in a separate process."""
     folder = tmp_path_factory.mktemp("asked")
     library, path = folder / "recorded_advice.so", folder / "layer.safetensors"
     compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-shared", "-fPIC", "-O1"]
     subprocess.run([*compiler, str(HERE / "recorded_advice.cpp"), "-o", str(library)], check=True)
-    saved(path, hidden_size=320, ffn_size=768)  # an expert's weights take more than a request
+    saved(path, hidden_size=320, ffn_size=768)  # an expert's weights need more than one request
     preload = " ".join(filter(None, (os.environ.get("LD_PRELOAD"), str(library))))
     command = [sys.executable, str(HERE / "asked_experts.py"), str(library), str(path)]
     environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

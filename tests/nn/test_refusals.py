@@ -218,8 +218,8 @@ QUANTIZED = {
 @pytest.mark.parametrize("one_node", [True, False], ids=["direct", "one by one"])
 @pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
 def test_it_is_refused_with_quantised_experts(case, one_node):
-    """Experts whose last product has other outputs than H were taken by the native call of the whole layer; and bytes
-    on the meta device, which no kernel can read.
+    """The native call of the whole layer accepted experts whose last product does not have H outputs, and packed
+    weights on the meta device, which no kernel can read.
     """
     change, error, words = case
     biases = [True] if case is QUANTIZED["b_in on meta"] else [False, True]

@@ -2,9 +2,9 @@
 
     python tests/nn/trace_on_fake_cuda.py path/of/fake_cuda.so
 
-Fake tensors know shape, dtype and device, and no values. So whatever reads a value on the host (``.item()``, a Python
-branch on a tensor: a synchronisation, which no CUDA graph can hold), and whatever mixes a tensor of the CPU into a
-computation on CUDA, cannot be traced.
+Fake tensors know shape, dtype and device, and no values. So code cannot be traced if it reads a value on the host
+(``.item()``, a Python branch on a tensor: a synchronisation, which no CUDA graph can hold), or if it mixes a CPU tensor
+into a computation on CUDA.
 """
 
 from __future__ import annotations

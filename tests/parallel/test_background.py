@@ -87,7 +87,7 @@ def test_the_language_of_concurrent_futures() -> None:
 
 
 def test_isolated_passes_in_the_background() -> None:
-    """Run both passes of several calls at once, without a map."""
+    """Run both passes of several calls at the same time, without a map."""
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     xs = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
     passes = [run_in_background(run_isolated_forward, torch.matmul, x, weight) for x in xs]

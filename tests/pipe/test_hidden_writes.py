@@ -261,7 +261,7 @@ def test_a_stage_that_is_not_recomputed_takes_no_fingerprints(monkeypatch):
 
 
 class WritesAgain(nn.Module):
-    """Its recomputation writes to state that the first run did not change, or does not change it either."""
+    """Calls ``write`` on a parameter in recomputations, and not in first runs; ``write`` may do nothing."""
 
     def __init__(self, write):
         super().__init__()

@@ -107,7 +107,7 @@ def test_an_end_wakes_who_waits_and_nobody_else_starts_before() -> None:
 
 
 def test_an_action_that_can_start_keeps_the_gil() -> None:
-    """The action starts at once even if it depends on another worker's action that has ended."""
+    """The action starts immediately even if it depends on another worker's action that has ended."""
     schedule = build("gpipe", 2, 5_000)
     turns = 0
     stop = threading.Event()

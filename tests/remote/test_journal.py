@@ -208,8 +208,8 @@ async def test_a_client_that_said_nothing_for_long_is_forgotten_and_told_so() ->
 
 @in_loop
 async def test_a_client_that_was_forgotten_before_its_first_answer_is_told_so() -> None:
-    """The client has had no answer from any run of the server. Soon after its first attempt it is new; much later
-    it may have been forgotten.
+    """The client has had no answer from any run of the server. Shortly after its first attempt it counts as new; much
+    later it may have been forgotten, so it is refused.
     """
     for age, refused in ((0.0, False), (journal_module.KEEP_CLIENT_S / 3, False), (journal_module.KEEP_CLIENT_S, True)):
         request = Request()

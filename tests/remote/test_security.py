@@ -160,7 +160,7 @@ def test_what_counts_as_this_machine(address: str, local: bool) -> None:
 
 
 def test_a_token_is_not_sent_in_clear_to_another_machine() -> None:
-    with pytest.raises(ValueError, match="a token is sent over TLS alone"):
+    with pytest.raises(ValueError, match="a token is sent only over TLS"):
         connect("192.0.2.1:7000", token=TOKEN)
 
 

@@ -214,7 +214,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_stream_whose_idle_time_is_over_is_given_to_no_request(late: Any) -> None:
-    """The request lost its stream when the function finally ran: with 30 s left, it timed out at once."""
+    """The request lost its stream when the function finally ran: with 30 s left, it timed out immediately."""
     held = Held(opened=True)
     with ExpertServer(of(held)) as server, connect(server.address, retries=False, timeout=LONG) as there:
         (remote,) = there.backends()

@@ -1,4 +1,4 @@
-"""Isolation: a bad request fails alone, and no request affects another's rows."""
+"""Isolation: only a bad request fails, and no request affects another's rows."""
 
 from __future__ import annotations
 

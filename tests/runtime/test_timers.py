@@ -112,8 +112,8 @@ def test_an_exception_is_reported_and_delays_no_other_timer(
 
 
 def test_a_timer_whose_time_has_come_can_be_cancelled_or_reset_until_its_call_begins() -> None:
-    """Several due timers were taken at once. Those behind a slow one were called even if they had been cancelled or
-    reset meanwhile: a request with 30 s left timed out at once.
+    """Several due timers were taken together. Those behind a slow one were called even if they had been cancelled or
+    reset meanwhile: a request with 30 s left timed out immediately.
     """
     called: list[str] = []
     cancelled, postponed = TimerHandle(called.append, "cancelled"), TimerHandle(called.append, "postponed")

@@ -33,7 +33,9 @@ from pymoe.pipe.execution import plan  # noqa: E402
 
 
 def on_clients(client):
-    """Run ``client(number)`` on several threads at once; return the sum of the results, the numbers of calls."""
+    """Run ``client(number)`` on several threads at the same time; return the sum of the results, which are numbers of
+    calls.
+    """
     counts, errors = [], []
 
     def run(number):

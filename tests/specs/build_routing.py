@@ -21,7 +21,7 @@ def samples(dtype: torch.dtype, generator: torch.Generator) -> Iterator[Sample]:
     for make in (routings.usual, routings.odd, routings.large):
         for choices in make(generator):
             yield sample(choices, dtype)
-            for capacity in (0, 1, 5):  # nothing kept, one row an expert, and a few
+            for capacity in (0, 1, 5):  # no row, one row, or a few rows per expert
                 if choices.capacity is None:
                     arguments = (choices.experts.to(dtype), choices.num_experts)
                     yield Sample(f"{choices.name}_capacity{capacity}", arguments, {"capacity": capacity})

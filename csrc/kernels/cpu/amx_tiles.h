@@ -14,7 +14,7 @@
 // row p holds elements 4 p to 4 p + 3 of 16 columns, and the sums are integers of 32 bits.
 //
 // The instructions are written as assembly: gcc's intrinsics do not tell the compiler that tiles are read from memory
-// and written to it. The assembler must know AMX (binutils 2.35, LLVM 11); the compiler need not be told of it.
+// and written to it. The assembler must know AMX (binutils 2.35, LLVM 11); the compiler needs no flag for it.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ inline constexpr int64_t kTileElements = 512, kTileBytes = 1024;
 inline constexpr int64_t kTileSums = 256;  // number of sums in a tile of C
 
 // Item i of a tile is item items[i] of the operand, and step p is step steps[p]; null: in order. With `items`, each
-// item is contiguous; with `steps`, the items of a step are (gemm.h).
+// item must be contiguous along k; with `steps`, each step must be contiguous along the items (see gemm.h).
 struct TileSource {
   const BFloat16* data;
   int64_t item_stride;

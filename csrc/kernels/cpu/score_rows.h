@@ -9,7 +9,7 @@ template <typename S>
 inline constexpr int kLaneVectors = kSumLanes / kLanes<S>;
 
 // Calls f(vector, first, count, part) along a row of `size` elements stored as T, one block of kSumLanes elements after
-// the other; vector `part` of a block holds elements `first` to `first + count`. In the last block count may be less
+// the other; vector `part` of a block holds elements `first` to `first + count`. In the last block, `count` may be less
 // than a vector's lanes, down to 0; the other lanes are then `fill`.
 template <typename T, typename F>
 PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, const F& f) {

@@ -153,8 +153,8 @@ PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
   memcpy(target, padded, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Calls f(first, count) along [0, size), one vector after the other; in the last one count may be less than kStep<T>. f
-// is compiled twice, so that only the last call has partial loads and stores.
+// Calls f(first, count) along [0, size), one vector after the other; in the last one, `count` may be less than
+// kStep<T>. f is compiled twice, so that only the last call has partial loads and stores.
 template <typename T, typename F>
 PYMOE_INLINE void for_vectors(int64_t size, const F& f) {
   int64_t first = 0;

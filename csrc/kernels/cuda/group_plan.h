@@ -92,7 +92,7 @@ inline constexpr unsigned kBand = 8;
 PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t rows, int tile_rows, unsigned block,
                                  unsigned column_tiles) {
   const int tile = static_cast<int>(block / column_tiles);
-  // The last e with tiles[e] <= tile. A warp compares 32 at once: two rounds up to E = 1023.
+  // The last e with tiles[e] <= tile. A warp compares 32 values per round: two rounds up to E = 1023.
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int expert = 0, candidates = experts + 1;
   while (candidates > 1) {

@@ -36,7 +36,7 @@ inline void check(const char* operator_name, cudaError_t error) {
 }
 #endif
 
-// Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns at once. Throws std::runtime_error, which
+// Enqueues kernel(arguments...) on `stream` (a cudaStream_t) and returns immediately. Throws std::runtime_error, which
 // names the operator, if the launch is refused.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* operator_name, void (*kernel)(Parameters...), const LaunchShape& shape, void* stream,

@@ -21,7 +21,7 @@ OWN = ("hidden", "ffn", "experts", "choices")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, or 2 if the call was wrong."""
+    """Run the command; return the exit status: 0, or 2 if the command line was wrong."""
     options = parser().parse_args(arguments)
     try:
         found = simulation_of(options)

@@ -101,9 +101,10 @@ class Spread:
 
 
 def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
-    """Yield a :class:`Spread` for every layer and step of ``load``, in the way ``name``, scaled to ``tokens`` per rank.
+    """Yield a :class:`Spread` for every layer and step of ``load``, scaled to ``tokens`` per rank.
 
-    A clone is made for at least ``min_rows_to_clone`` rows of the tokens of the load.
+    ``name`` is one of :data:`SPREADS`. ``min_rows_to_clone`` is the smallest number of the load's rows for which an
+    expert is cloned.
     """
     source = source_ranks(load.tokens, ranks)
     for before, now in load.with_past():
@@ -169,7 +170,7 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 
 
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
-    """Return the approximate ratio of the fullest rank to the mean under a uniform router, by chance alone.
+    """Return the approximate ratio of the fullest rank to the mean under a uniform router, which is due only to chance.
 
     The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens per rank and E divisible by R. The
     loads of the R ranks are nearly normal, with a relative standard deviation of the second root, and the expected

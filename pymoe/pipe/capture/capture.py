@@ -66,7 +66,7 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # also those that opaque modules change: changes in a capture are undone
+    external = ExternalValues(model)  # includes those that opaque modules change: a capture's changes are undone
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
     closed: set[str] = set()  # modules whose forward changes their attributes

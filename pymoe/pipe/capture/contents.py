@@ -185,7 +185,7 @@ def _make_holder(kind: type, value: Any) -> Holder:
 
 
 def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Holder:
-    """Return how to read an object: the contents that ``base`` reads, its attributes, and its class."""
+    """Return a :class:`Holder` that reads the contents that ``base`` reads, the object's attributes, and its class."""
     about_class = [] if _is_finished(kind) else [kind]
     if not slots and not has_dict and not about_class:
         return base
@@ -214,7 +214,9 @@ def dict_of(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> Holder:
-    """Return how to read objects of a class in C: by the state that ``pickle`` would save, if it can."""
+    """Return a :class:`Holder` for objects of a class in C: it reads the state that ``pickle`` would save, if there is
+    one.
+    """
     try:
         _bytes_of(value)
     except Exception:
@@ -371,7 +373,7 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-# Holders are found by class alone, so this one has to read numpy arrays of every dtype.
+# Holders are found only by class, so this one has to read numpy arrays of every dtype.
 _ARRAY = Holder(
     lambda value: list(value.ravel()) if value.dtype.hasobject else [],
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),

@@ -108,8 +108,8 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without recorded values that cannot be copied. If there are any, the copy's
-        check fails and the model is captured again.
+        """Return the state for a copy, without recorded values that cannot be copied. If there are any such values, the
+        copy's check fails and the model is captured again.
         """
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens

@@ -1,4 +1,4 @@
-"""Opaque calls: of autograd Functions and modules that a graph calls unchanged instead of tracing them.
+"""Opaque calls: calls of autograd Functions and modules that a graph makes unchanged instead of tracing them.
 
 ``torch.export`` records the operators of a Function's forward and drops its backward, and it runs a module's Python
 code only once. An opaque call is one node instead. The target of the node makes the call, with everything that belongs
@@ -152,8 +152,8 @@ def choose_opaque(
     whose graph would be valid for one length only.
 
     Raises:
-        TypeError: an entry of ``opaque`` is neither a type of modules nor a name. ValueError: an entry of ``opaque``
-        names a module that the model does not have.
+        TypeError: an entry of ``opaque`` is neither a type of modules nor a name.
+        ValueError: an entry of ``opaque`` names a module that the model does not have.
         CaptureError: the whole model would have to be opaque.
     """
     types: list[type] = []

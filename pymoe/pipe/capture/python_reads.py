@@ -119,7 +119,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 class _Operators(TorchDispatchMode):
     """Records the addresses of the real tensors that operators get (``seen``) and of those that are converted to a
-    number (``asked``), and whether a fake tensor is converted whose value torch knows (``asked_known``).
+    number (``asked``), and whether a fake tensor whose value torch knows is converted (``asked_known``).
     """
 
     def __init__(self) -> None:
@@ -430,7 +430,7 @@ _ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
 
 def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
     """Return whether ``frame`` belongs to torch or pymoe, and not to the model's code. A frame of a file in
-    ``passed_over`` reads on behalf of its caller, so the caller counts.
+    ``passed_over`` reads for its caller, so its caller is tested instead.
     """
     while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
         frame = frame.f_back

@@ -26,7 +26,7 @@ from pymoe.pipe.python_values import MISSING, is_numpy_array
 
 
 class _Contents(NamedTuple):
-    """A container, and a copy of what it held."""
+    """Holds a container and a copy of its contents."""
 
     name: str
     container: Any

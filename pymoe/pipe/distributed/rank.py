@@ -115,7 +115,7 @@ class RankStep:
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
         """Run a stage's forward. Return the model's output values in the last stage.
 
-        ``inputs`` (of the model) and ``rows`` (of the micro-batch) are used by stage 0 alone.
+        ``inputs`` (of the model) and ``rows`` (of the micro-batch) are used only by stage 0.
         """
         plan, pipeline = self.plan, self.plan.pipeline
         about = pipeline.stages[stage]
@@ -259,8 +259,8 @@ class RankStep:
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
     def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        """Wait for a message of this step and return it. Take over the random numbers' base, and whether a stage has
-        drawn.
+        """Wait for a message of this step and return it. Copy two of its notes: the base of random numbers, and whether
+        a stage has drawn.
         """
         message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
@@ -348,7 +348,7 @@ SCHEDULE = Words(
 
 
 class Rank:
-    """The stages of a pipe that were built in this process, and what they share."""
+    """Holds the stages of a pipe that were built in this process, and the objects that they share."""
 
     def __init__(self, staged: StagedModel, checkpoint: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.staged = staged
@@ -541,7 +541,7 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """Return this process's :class:`Rank` for a pipe and a group, which the stages share that are built from them."""
+    """Return this process's :class:`Rank` for a pipe and a group; all stages that are built from them share it."""
     ranks = _ranks.setdefault(pipe, {})
     if group not in ranks:
         ranks[group] = Rank(pipe.staged, pipe.checkpoint, group, device)

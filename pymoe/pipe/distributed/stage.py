@@ -38,8 +38,8 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     - Rows are dimension 0 of the first tensor among the arguments. A micro-batch is weighted by its rows, unless the
       schedule has ``scale_grads=False``: then losses are sums. The number of rows may change from step to step.
       A loss that is a mean over something else, such as tokens that are not padding, raises ValueError in the process
-      of the last stage, as far as its graph shows that. Instead let it return the sum, divided by the number of such
-      tokens in the whole mini-batch, with ``scale_grads=False``.
+      of the last stage, if its graph shows that. Instead let it return the sum, divided by the number of such tokens in
+      the whole mini-batch, with ``scale_grads=False``.
     - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
       gradients of several steps add up. Every process has a copy of a parameter that stages of several processes
       share, with the same gradient, the sum. Before the first step, copies are set to the first stage's copy.

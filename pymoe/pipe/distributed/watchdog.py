@@ -57,8 +57,8 @@ class RankError(RuntimeError):
     Attributes:
         rank: the rank of the group that failed. None: unknown.
         stage: the stage that the rank was running; None: no stage, or unknown.
-        micro_batch: as ``stage``.
-        phase: "forward", "backward", "loss", or another word of the rank's; None: as ``stage``.
+        micro_batch: the micro-batch that the rank was running; None: no stage, or unknown.
+        phase: "forward", "backward", "loss", or another word of the rank's; None: unknown.
         error: what it raised, with its traceback; empty if its process has ended.
     """
 
@@ -170,9 +170,9 @@ class Peer:
 
 # The failure detector.
 
-PATIENCE_S = 30.0  # silence after which a rank on another host has failed
-SUSPICION_S = 3.0  # silence after which it has failed if a connection has broken
-GRACE_S = 3.0  # wait for the others' first heartbeats, and for them to read of a failure
+PATIENCE_S = 30.0  # silence after which a rank on another host counts as failed
+SUSPICION_S = 3.0  # the same if a connection to the rank has broken
+GRACE_S = 3.0  # time limit for the others' first heartbeats, and for the others to read a report of a failure
 STORE_TIMEOUT_S = 30.0  # time limit of a call of the store
 LEAVE_S = 60.0  # a finished rank waits this long for the others to end their steps
 
@@ -257,7 +257,7 @@ class FailureDetector:
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
         if is_about_connections(error):
-            # Most likely caused by another rank's failure, which the thread finds a moment later.
+            # This error most likely follows from another rank's failure, which the thread finds a moment later.
             self._patience = min(self._patience, SUSPICION_S)
             self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
             if self._failure is None:

@@ -209,7 +209,7 @@ class Engine:
                 self._shared = layouts, found
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
-            # Code in another mode, or its captured graph, may write to other state.
+            # The same code may write to other state in another mode, and so may another captured graph.
             code = [*state.functions(), *(module.training for one in layouts for module in one.modules.values())]
             turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
         # A loss runs as a part of the last stage.

@@ -71,7 +71,7 @@ class HeldSnapshot:
 
 
 class Seen(NamedTuple):
-    """Keeps the state before a forward, as far as a recomputation of the forward needs it."""
+    """Keeps the part of the state before a forward that a recomputation of the forward needs."""
 
     state: HeldSnapshot | None
     """The state before the forward; None if it had tensors with a history, whose graphs must not be kept alive."""
@@ -162,8 +162,8 @@ class HeldState:
         )
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of the state that has changed since ``seen`` was made, as far as a device need not be waited
-        for.
+        """Return the names of the state that has changed since ``seen`` was made. State that only a wait for a device
+        would show is left out.
         """
         layout = seen.layout
         names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]

@@ -87,7 +87,7 @@ class ActionPlan:
 
 
 class InlinePolicy:
-    """Decides from earlier runs whether a run of a plan starts all threads at once.
+    """Decides from earlier runs whether a run of a plan starts all threads at its beginning.
 
     If actions spend much of their time in Python, threads lose more time waiting for the interpreter's lock than they
     save: a stage of two linear layers of width 64 takes longer on two threads than on one. So the first run begins
@@ -101,7 +101,7 @@ class InlinePolicy:
 
     @property
     def uses_threads(self) -> bool:
-        """Return whether a run starts all threads at once."""
+        """Return whether a run starts all threads at its beginning."""
         return self._needs_threads or ALWAYS_THREADS
 
     def saw_inline(self, seconds: float) -> None:

@@ -143,8 +143,8 @@ class Turns:
 
 
 def _only_reads(root: Any) -> bool:
-    """Return whether forwards are assumed not to write to a value before any has run: true for parameters and torch's
-    own layers.
+    """Return whether a step assumes, until forwards have run, that they do not write to a value. True for parameters
+    and torch's own layers.
     """
     if isinstance(root, nn.Module):
         return type(root).__module__.startswith("torch.nn.modules") and not any(

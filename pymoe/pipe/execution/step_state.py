@@ -281,8 +281,8 @@ class Recomputation:
         seen: Seen,
         edited: dict[int, BoundaryTensor],
     ) -> None:
-        """Keep the inputs. ``edited``: copies of the inputs that the forward changes, from before the first run, by
-        id.
+        """Keep the inputs. ``edited`` maps the id of each input that the forward changes to its copy from before the
+        first run.
         """
         self.stage = stage
         self.seen = seen
@@ -355,7 +355,7 @@ class StepState:
         """Take the values of the pipeline's inputs; forwards of the micro-batches ``recomputed`` are recomputed.
 
         ``graphs``: there will be backward passes. ``loss_weights``: the gradients of the micro-batches' losses, which
-        an additional last stage computes that is not in schedules; None: there is no loss. ``around``: the threads of
+        an additional last stage computes (it is not in schedules); None: there is no loss. ``around``: the threads of
         the pipes that run this one inside a stage.
         """
         self.inputs = StepInputs()

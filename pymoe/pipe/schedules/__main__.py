@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return the schedule ``name``, simulated. Of several schedules, each gets only the options that it has."""
+    """Return the record of the simulated schedule ``name``. If all schedules are requested, options that this one does
+    not have are left out.
+    """
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:

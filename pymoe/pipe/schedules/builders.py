@@ -3,7 +3,7 @@
     @register("gpipe")
     def gpipe(stages: int, micro_batches: int) -> Schedule: ...
 
-Keywords after ``stages`` and ``micro_batches`` are options of that schedule alone (``virtual_stages``, ``live_limit``).
+Keywords after ``stages`` and ``micro_batches`` are options of only that schedule (``virtual_stages``, ``live_limit``).
 A user's own schedule is registered when the user imports its module.
 """
 

@@ -131,7 +131,7 @@ def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
         if len(segments) >= stages and least_maximum(segments, stages) <= TOLERANCE * best:
             sizes = balance_cost(segments, stages)
             return [starts[end] for end in list(accumulate(sizes))[:-1]]
-    raise AssertionError("with all boundaries allowed there is the optimum")
+    raise AssertionError("an optimum exists if all boundaries are allowed")
 
 
 def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:

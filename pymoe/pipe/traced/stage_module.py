@@ -52,8 +52,8 @@ class StageModule(nn.Module):
         """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
-        """Return the values of the stage's outputs. ``variant``: which graph; None: the latest that fits
-        ``training``.
+        """Return the values of the stage's outputs. ``variant``: the number of the graph; None: the latest graph for
+        the present mode.
         """
         if variant is None:
             modes = [number for number, training in enumerate(self._modes) if training == self.training]

@@ -223,7 +223,9 @@ def test_clones_pay_off_from_the_rows_from_which_a_layer_makes_them():
 
 
 def test_what_a_clone_is_worth_is_in_rows_of_the_tokens_that_are_simulated():
-    """64 rows recorded of the one expert, all of them on rank 0, of which 32 would move; each may stand for ten."""
+    """The recorded load has 64 rows for one expert, all on rank 0, of which 32 would move. Each row may represent
+    ten.
+    """
     block = Block("hot", 8, 8, 2, 1)
     load = Load("hot", ((torch.zeros(64, 1, dtype=torch.int64),),), 2)
 

@@ -103,7 +103,7 @@ def test_sums_over_tokens_are_divided_by_those_of_the_whole_mini_batch(ranks, sc
 
 
 def refused_losses(rank, world):
-    """Return the errors for losses that are not means over rows; each runs in a group of this rank alone."""
+    """Return the errors for losses that are not means over rows; each runs in a group of only this rank."""
     x, target = padded_batch(world)
     said = []
     for loss in (F.cross_entropy, lambda a, b: F.cross_entropy(a, b, reduction="sum"), lambda a, b: a.mean().sqrt()):

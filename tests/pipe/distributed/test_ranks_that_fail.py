@@ -38,11 +38,11 @@ class Plan:
     """Rank, phase, micro-batch and step of an error."""
     steps: int = 100_000
     after_bug: str = "ends"
-    """What the rank does after it raised: "ends", "lingers", or "goes on" with the next step."""
+    """The behaviour of the rank after it raised: "ends", "lingers", or "goes on" with the next step."""
     is_in_block: bool = True
     """Whether steps are in ``with`` blocks."""
     hosts_differ: bool = False
-    """Whether every rank pretends to be on a separate host."""
+    """True if every rank pretends to be on a separate host."""
     patience: float = 30.0
     slow: dict[int, float] | None = None
     """Seconds that ranks sleep at the end of a step."""

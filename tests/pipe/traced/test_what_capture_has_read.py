@@ -139,7 +139,7 @@ value_of = operator.attrgetter("value")
 item_of = operator.itemgetter(0)
 key_of = operator.itemgetter("key")
 
-# How to make a holder of a value, how code gets the value, and how to replace it.
+# Functions that make a holder of a value, code that gets the value, and functions that replace it.
 HOLDERS = {
     "list": (lambda v: [v], item_of, put_item),
     "list of a thousand": (lambda v: [v, *range(1000)], item_of, put_item),
