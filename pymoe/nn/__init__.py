@@ -4,6 +4,7 @@ The path of a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :clas
 """
 
 from pymoe.nn.apply_experts import apply_experts
+from pymoe.nn.expert_load import expert_load
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
@@ -24,6 +25,7 @@ __all__ = [
     "SharedExperts",
     "Stats",
     "apply_experts",
+    "expert_load",
     "inject_loss",
     "load_quantized",
     "prefetch_experts",

@@ -347,7 +347,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         return
     loads = [router.counted["load"] for router in routers]
     if dist.is_available() and dist.is_initialized():
-        loads = _summed_over_ranks(loads, group)
+        loads = summed_over_ranks(loads, group)
     for router, load_E in zip(routers, loads, strict=True):
         assert router.expert_bias is not None
         # This is sign(mean - load) without rounding the mean.
@@ -357,7 +357,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         router.bias_was_updated = True
 
 
-def _summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the loads, which may lie on several devices, summed over ``group`` in one all-reduce."""
     flat = torch.cat([load.to(loads[0].device) for load in loads])
     dist.all_reduce(flat, group=group)

@@ -17,9 +17,21 @@ from pymoe.integrations.transformers.checkpoints import from_transformers, to_tr
 from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
+from pymoe.integrations.transformers.load_callback import LoadCallback
+from pymoe.integrations.transformers.routing import Counting, count_expert_load
 from pymoe.integrations.transformers.switch import disable, enable
 
-__all__ = ["PymoeConfig", "disable", "enable", "experts_forward", "from_transformers", "to_transformers"]
+__all__ = [
+    "Counting",
+    "LoadCallback",
+    "PymoeConfig",
+    "count_expert_load",
+    "disable",
+    "enable",
+    "experts_forward",
+    "from_transformers",
+    "to_transformers",
+]
 
 register(experts_forward)
 quantized.register()
