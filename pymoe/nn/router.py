@@ -13,6 +13,7 @@ from pymoe._common import checks
 from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.types import Gate, Routing, Score
 from pymoe._transforms import in_torch_func
+from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.local_tensors import LocalTensors, count_on_backward
 from pymoe.nn.operands import check_place, linear
 from pymoe.nn.options import (
@@ -328,12 +329,13 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
     that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
 
     Args:
-        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Layers without an
+        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers, or a model of
+            transformers after :func:`pymoe.integrations.transformers.add_expert_biases`. Layers without an
             ``expert_bias`` are skipped; if no layer has one, a ``UserWarning`` is given once.
         group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.
     """
     check_model("update_expert_biases", model)
-    all_routers = [module for module in model.modules() if isinstance(module, Router)]
+    all_routers = [module for module in model.modules() if isinstance(module, (Router, ExpertBias))]
     routers = [router for router in all_routers if router.expert_bias is not None]
     if not routers:
         seen = "whose bias_update_rate is 0" if all_routers else "no pymoe.nn.MoE or Router layer"
@@ -341,7 +343,8 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         warn_once(
             "nothing to update",
             f"update_expert_biases: the {type(model).__name__} that it was called with {has}{seen}, so the call has "
-            "no effect; build the layers with MoE(..., bias_update_rate=0.001), or drop the call",
+            "no effect; build the layers with MoE(..., bias_update_rate=0.001), call add_expert_biases for a model of "
+            "transformers, or drop the call",
             stacklevel=3,  # one more level for torch.no_grad's wrapper
         )
         return
@@ -352,7 +355,8 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         assert router.expert_bias is not None
         # This is sign(mean - load) without rounding the mean.
         direction_E = torch.sign(load_E.sum() - router.num_experts * load_E)
-        router.expert_bias.add_(direction_E.to(router.expert_bias.dtype), alpha=router.bias_update_rate)
+        direction_E = direction_E.to(router.expert_bias.dtype).view_as(router.expert_bias)
+        router.expert_bias.add_(direction_E, alpha=router.bias_update_rate)
         router.counted.zero_()
         router.bias_was_updated = True
 

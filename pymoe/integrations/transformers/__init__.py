@@ -13,18 +13,20 @@ this raises :class:`ImportError` if transformers is missing or older.
 """
 
 from pymoe.integrations.transformers import outside, quantized, quantizer
+from pymoe.integrations.transformers.biases import add_expert_biases
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
 from pymoe.integrations.transformers.load_callback import LoadCallback
-from pymoe.integrations.transformers.routing import Counting, count_expert_load
+from pymoe.integrations.transformers.routing import Attached, count_expert_load
 from pymoe.integrations.transformers.switch import disable, enable
 
 __all__ = [
-    "Counting",
+    "Attached",
     "LoadCallback",
     "PymoeConfig",
+    "add_expert_biases",
     "count_expert_load",
     "disable",
     "enable",

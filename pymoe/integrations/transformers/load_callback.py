@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers.interface import trainer_callback
-from pymoe.integrations.transformers.routing import Counting, count_expert_load, sparse_experts
+from pymoe.integrations.transformers.routing import Attached, count_expert_load, sparse_experts
 from pymoe.nn import MoE, expert_load
 from pymoe.nn.load_picture import draw_expert_load
 from pymoe.nn.router import summed_over_ranks
@@ -54,7 +54,7 @@ class LoadCallback(TrainerCallback):
     def __init__(self, trainer: Any, folder: str | Path | None = None) -> None:
         self.trainer = trainer
         self.folder = None if folder is None else Path(folder)
-        self._counting: Counting | None = None
+        self._counting: Attached | None = None
         self._load: dict[str, Tensor] = {}
         self._dropped: dict[str, Tensor] = {}
         self._frames: list[list[list[float]]] = []

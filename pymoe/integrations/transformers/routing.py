@@ -7,7 +7,7 @@ implementation of experts. So a hook on the experts sees every choice, and no cl
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -19,6 +19,13 @@ from pymoe.nn.options import check_model
 
 COUNTED = "pymoe_load"
 """Name of the submodule of experts that keeps their load."""
+
+
+class Removable(Protocol):
+    """A hook, or several."""
+
+    def remove(self) -> None:
+        """Remove it."""
 
 
 class Choice(NamedTuple):
@@ -71,21 +78,27 @@ def sparse_experts(function: str, model: nn.Module) -> dict[str, Any]:
     return {name or "experts": module for name, module in model.named_modules() if interface.is_behind(module)}
 
 
-class Counting:
-    """Counts loads until :meth:`remove` is called."""
+class Attached:
+    """What was attached to a model, until :meth:`remove` is called."""
 
-    def __init__(self, attached: list[tuple[Any, Any]]) -> None:
-        self._attached = attached
+    def __init__(self) -> None:
+        self._parts: list[tuple[nn.Module, str, tuple[Removable, ...]]] = []
+
+    def add(self, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
+        """Attach a submodule to experts, with the hooks that use it."""
+        setattr(experts, name, part)
+        self._parts.append((experts, name, hooks))
 
     def remove(self) -> None:
-        """End the counting that the call which returned this began. Further calls do nothing."""
-        for experts, hook in self._attached:
-            hook.remove()
-            delattr(experts, COUNTED)
-        self._attached = []
+        """Leave the model as it was before the call that returned this. Further calls do nothing."""
+        for experts, name, hooks in self._parts:
+            for hook in hooks:
+                hook.remove()
+            delattr(experts, name)
+        self._parts = []
 
 
-def count_expert_load(model: nn.Module) -> Counting:
+def count_expert_load(model: nn.Module) -> Attached:
     """Make the experts of a model of transformers keep the load of their last forward, for
     :func:`pymoe.nn.expert_load`.
 
@@ -111,19 +124,12 @@ def count_expert_load(model: nn.Module) -> Counting:
             f"count_expert_load: expected a model with experts behind transformers' interface, got "
             f"{type(model).__name__} with none"
         )
-    attached = []
+    attached = Attached()
     for experts in found.values():
         if not hasattr(experts, COUNTED):
-            counted = CountedLoad(number_of(experts), next(experts.parameters()).device)
-            setattr(experts, COUNTED, counted)
-            attached.append((experts, experts.register_forward_pre_hook(partial(_count, counted))))
-    return Counting(attached)
-
-
-def number_of(experts: Any) -> int:
-    """Return E of an experts module."""
-    number: int = experts.num_experts
-    return number
+            counted = CountedLoad(experts.num_experts, next(experts.parameters()).device)
+            attached.add(experts, COUNTED, counted, experts.register_forward_pre_hook(partial(_count, counted)))
+    return attached
 
 
 def _count(counted: CountedLoad, experts: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -18,8 +18,6 @@ from pymoe.nn import MoE, expert_load
 
 MODELS = sorted({one.model for one in experts_classes()})
 EXPERTS = 8
-# They are chosen by behaviour: one router with groups, one without, one with a bias, and one that skips experts.
-QUICK = {"deepseek_v3", "mixtral", "gpt_oss", "zaya"}
 
 
 def mixtral(**other):
@@ -44,7 +42,8 @@ def numbers(load):
     return {name: one.tolist() for name, one in load.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(m, marks=[] if m in QUICK else pytest.mark.slow) for m in MODELS])
+@pytest.mark.thinned(usual=4)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_model_counts_the_choices_that_its_experts_get(name):
     model = build(name)
     counting = count_expert_load(model)
