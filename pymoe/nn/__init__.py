@@ -12,6 +12,7 @@ from pymoe.nn.prefetch import prefetch_experts
 from pymoe.nn.quantized_dense import QuantizedDenseLinear, quantize_linears
 from pymoe.nn.quantized_experts import Quantized, QuantizedExperts, QuantizedLinear, quantize_experts
 from pymoe.nn.quantized_files import load_quantized, save_quantized
+from pymoe.nn.replay import Routes, record_routing, replay_routing
 from pymoe.nn.router import Router, update_expert_biases
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "QuantizedExperts",
     "QuantizedLinear",
     "Router",
+    "Routes",
     "SharedExperts",
     "Stats",
     "apply_experts",
@@ -31,6 +33,8 @@ __all__ = [
     "prefetch_experts",
     "quantize_experts",
     "quantize_linears",
+    "record_routing",
+    "replay_routing",
     "save_quantized",
     "set_aux_loss_scale",
     "update_expert_biases",

@@ -133,6 +133,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
         self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.row_invariant = False
+        self.replaced: Callable[[Gate, Tensor], Gate] | None = None
+        """Makes the gate of another choice of that of the forward; see :mod:`pymoe.nn.replay`."""
         self.bias_was_updated = False
         """True once ``update_expert_biases`` has changed the bias, or it was loaded and may be meant to stay fixed."""
         self.reset_parameters()
@@ -197,6 +199,8 @@ class Router(nn.Module):
             topk_groups=self.topk_groups,
             scale=self.scale,
         )
+        if self.replaced is not None:
+            gate = self.replaced(gate, logits_TE)
         return self._counted(gate), logits_TE
 
     def route(self, x_TH: Tensor, capacity: int | None, *, alone: bool) -> tuple[Gate, Tensor, Tensor, Routing | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ChosenBy
+from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ChosenBy, router_of
 from pymoe.integrations.transformers.routing import Attached, choice_of, sparse_experts
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.expert_load import load_of
@@ -81,7 +81,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
                 f"add_expert_biases: {bias[1]} of {type(bias[0]).__name__} must be of float32, got "
                 f"{getattr(*bias).dtype}, in which small steps are lost"
             )
-        if bias is None and _router(blocks.get(name)) is None:
+        if bias is None and router_of(blocks.get(name)) is None:
             raise ValueError(
                 f"add_expert_biases: expected experts in a block with a router called {' or '.join(ROUTERS)}, got "
                 f"{name} in {type(blocks.get(name, model)).__name__}"
@@ -97,7 +97,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
         added = ExpertBias(experts.num_experts, rate, bias, next(experts.parameters()).device)
         chosen_by = None
         if bias is None:
-            chosen_by = ChosenBy(_router(blocks[name]), partial(_mode, added))
+            chosen_by = ChosenBy(router_of(blocks[name]), partial(_mode, added))
             interface.call_before_saving(refuse_to_save)
         hook = experts.register_forward_pre_hook(_Hook(added, chosen_by))
         attached.add(experts, ADDED, added, hook, *(() if chosen_by is None else (chosen_by,)))
@@ -124,10 +124,6 @@ def _own_bias(block: nn.Module, experts: Any) -> tuple[nn.Module, str] | None:
                 if isinstance(bias, Tensor) and bias.numel() == experts.num_experts:
                     return module, name
     return None
-
-
-def _router(block: nn.Module | None) -> Any:
-    return next((child for name in ROUTERS if (child := getattr(block, name, None)) is not None), None)
 
 
 def _mode(added: ExpertBias) -> Choosing:

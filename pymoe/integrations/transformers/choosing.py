@@ -7,6 +7,7 @@ router computes the weights by its own rule, whatever that is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 ROUTERS = ("gate", "router")
 """The names of routers in blocks."""
+
+
+def router_of(block: nn.Module | None) -> Any:
+    """Return the router of a sparse block, or None."""
+    return next((child for name in ROUTERS if (child := getattr(block, name, None)) is not None), None)
 
 
 class Choosing(TorchFunctionMode):
@@ -47,11 +53,23 @@ class Choosing(TorchFunctionMode):
         if size != self.num_experts or dim not in (-1, input.dim() - 1):
             self.groups = self.groups or size > 1  # the choice of the only group changes nothing
             return func(input, k, dim, **other)
-        self.indices = indices = self.choose(input.detach(), k)
+        indices = self.choose(input.detach(), k)
+        for mode in _running.modes:  # those around this one do not see the call
+            mode.indices = indices
         values = input.gather(-1, indices)
         if self.groups:  # the scores of experts outside of the router's own groups are lost, so no weight may use them
             values = torch.full_like(values, torch.nan)
         return torch.return_types.topk((values, indices))
+
+
+class _Running(threading.local):
+    """The modes that are on in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[Choosing] = []
+
+
+_running = _Running()
 
 
 class ChosenBy:
@@ -65,7 +83,7 @@ class ChosenBy:
     def __init__(self, router: nn.Module, make: Callable[[], Choosing]) -> None:
         self.make = make
         self._last: Choosing | None = None
-        self._running: list[Choosing] = []
+        self._own: list[Choosing] = []
         self._hooks: list[RemovableHandle] = [
             router.register_forward_pre_hook(self._begin),
             router.register_forward_hook(self._end, always_call=True, prepend=True),
@@ -88,9 +106,11 @@ class ChosenBy:
             )
         mode = self.make()
         mode.__enter__()
-        self._running.append(mode)
+        self._own.append(mode)
+        _running.modes.append(mode)
 
     def _end(self, router: nn.Module, arguments: Any, output: Any) -> None:
-        if self._running:
-            self._last = self._running.pop()
+        if self._own:
+            self._last = self._own.pop()
+            _running.modes.remove(self._last)
             self._last.__exit__(None, None, None)

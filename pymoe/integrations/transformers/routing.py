@@ -7,25 +7,19 @@ implementation of experts. So a hook on the experts sees every choice, and no cl
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import place
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.nn.choices import Removable
 from pymoe.nn.expert_load import CountedLoad
 from pymoe.nn.options import check_model
 
 COUNTED = "pymoe_load"
 """Name of the submodule of experts that keeps their load."""
-
-
-class Removable(Protocol):
-    """A hook, or several."""
-
-    def remove(self) -> None:
-        """Remove it."""
 
 
 class Choice(NamedTuple):
