@@ -29,6 +29,8 @@ class ChoosingLayer(Protocol):
 
     num_experts: int
     """E."""
+    top_k: int | None
+    """K; None if only a forward shows it."""
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
         """Call ``keep`` with the choice (T, K), integers, of every forward of the layer."""
@@ -74,6 +76,7 @@ class _LayerOfPymoe:
     def __init__(self, layer: MoE) -> None:
         self.layer = layer
         self.num_experts = layer.num_experts
+        self.top_k: int | None = layer.top_k
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
         # A hook also makes the layer call its router, in place of one native call of router and experts.

@@ -1,4 +1,4 @@
-"""The layers of models of transformers whose choice of experts :mod:`pymoe.nn.replay` records and replaces."""
+"""The layers of models of transformers that choose experts, as :mod:`pymoe.nn.choices` takes them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class _Layer:
         self.experts = experts
         self.block = block
         self.num_experts: int = experts.num_experts
+        self.top_k: int | None = None  # the names of its options differ between models
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
         def see(experts: Any, arguments: tuple[Any, ...]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from experts_classes import experts_classes
@@ -12,6 +13,7 @@ pytest.importorskip("transformers", minversion="5")
 
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
+from pymoe.ep.simulate import LoadRecorder
 from pymoe.integrations.transformers import LoadCallback, count_expert_load
 from pymoe.integrations.transformers.interface import is_behind
 from pymoe.nn import MoE, expert_load
@@ -151,6 +153,28 @@ def test_layers_of_pymoe_have_the_load_of_their_statistics():
     model(torch.randn(5, 8))
     assert numbers(expert_load(model)) == {str(place): model[place].stats.load.tolist() for place in (0, 1)}
     assert list(expert_load(model[0])) == ["moe"]
+
+
+def test_a_recorder_writes_what_the_routers_chose(tmp_path):
+    model = mixtral().train()
+    seen = seen_choices(model)
+    recorder = LoadRecorder(model)
+    assert (recorder.experts, recorder.top_k) == (EXPERTS, None)
+    steps = [tokens(9), tokens(9).flip(0)]
+    for ids in steps:
+        with recorder:
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    recorder.save(tmp_path / "loads.npz")
+    assert recorder.top_k == 2
+    with np.load(tmp_path / "loads.npz") as found:
+        assert found["layers"].tolist() == list(seen)
+        expected = np.stack([np.stack([calls[step].numpy() for calls in seen.values()]) for step in range(2)])
+        assert np.array_equal(found["choices"], expected)
+    mixed = mixtral()
+    mixed.model.layers[1].mlp.gate.top_k = 3
+    with pytest.raises(ValueError, match=r"expected layers with one K, got \[2, 3\]"), LoadRecorder(mixed):
+        mixed(input_ids=tokens(9))
 
 
 class Reported(torch.nn.Module):

