@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ChosenBy, router_of
-from pymoe.integrations.transformers.routing import Attached, choice_of, sparse_experts
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, sparse_experts
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.expert_load import load_of
 from pymoe.nn.options import check_number
@@ -100,7 +100,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
             chosen_by = ChosenBy(router_of(blocks[name]), partial(_mode, added))
             interface.call_before_saving(refuse_to_save)
         hook = experts.register_forward_pre_hook(_Hook(added, chosen_by))
-        attached.add(experts, ADDED, added, hook, *(() if chosen_by is None else (chosen_by,)))
+        attach(attached, experts, ADDED, added, hook, *(() if chosen_by is None else (chosen_by,)))
     return attached
 
 

@@ -78,11 +78,6 @@ class Attached:
     def __init__(self) -> None:
         self._parts: list[tuple[nn.Module, str, tuple[Removable, ...]]] = []
 
-    def add(self, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
-        """Attach a submodule to experts, with the hooks that use it."""
-        setattr(experts, name, part)
-        self._parts.append((experts, name, hooks))
-
     def remove(self) -> None:
         """Leave the model as it was before the call that returned this. Further calls do nothing."""
         for experts, name, hooks in self._parts:
@@ -90,6 +85,12 @@ class Attached:
                 hook.remove()
             delattr(experts, name)
         self._parts = []
+
+
+def attach(attached: Attached, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
+    """Add to ``attached`` a submodule of experts, and the hooks that use it."""
+    setattr(experts, name, part)
+    attached._parts.append((experts, name, hooks))
 
 
 def count_expert_load(model: nn.Module) -> Attached:
@@ -122,7 +123,7 @@ def count_expert_load(model: nn.Module) -> Attached:
     for experts in found.values():
         if not hasattr(experts, COUNTED):
             counted = CountedLoad(experts.num_experts, next(experts.parameters()).device)
-            attached.add(experts, COUNTED, counted, experts.register_forward_pre_hook(partial(_count, counted)))
+            attach(attached, experts, COUNTED, counted, experts.register_forward_pre_hook(partial(_count, counted)))
     return attached
 
 
