@@ -209,4 +209,25 @@ FAULTS = [
         "        self._frames.append",
         (f"{TESTS}/test_expert_load.py", "-k", "reports_the_load"),
     ),
+    Fault(
+        "parts that are added in evaluation are in training",
+        f"{PACKAGE}/routing.py",
+        "part.train(experts.training)",
+        "part",
+        (f"{TESTS}/test_router_losses.py", "-k", "evaluation"),
+    ),
+    Fault(
+        "the balancing loss of a sigmoid is that of a softmax",
+        f"{PACKAGE}/router_losses.py",
+        "losses.score = mode.score",
+        "",
+        (f"{TESTS}/test_router_losses.py", "-k", "formulas"),
+    ),
+    Fault(
+        "transformers' balancing loss is added, too",
+        f"{PACKAGE}/router_losses.py",
+        "if model.training and asked and model.router_aux_loss_coef:",
+        "if False:",
+        (f"{TESTS}/test_router_losses.py", "-k", "count_twice"),
+    ),
 ]

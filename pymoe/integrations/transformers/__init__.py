@@ -19,6 +19,7 @@ from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
 from pymoe.integrations.transformers.load_callback import LoadCallback
+from pymoe.integrations.transformers.router_losses import add_router_losses
 from pymoe.integrations.transformers.routing import Attached, count_expert_load
 from pymoe.integrations.transformers.switch import disable, enable
 
@@ -27,6 +28,7 @@ __all__ = [
     "LoadCallback",
     "PymoeConfig",
     "add_expert_biases",
+    "add_router_losses",
     "count_expert_load",
     "disable",
     "enable",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ChosenBy, router_of
+from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ModeAround, router_of
 from pymoe.integrations.transformers.routing import Attached, attach, choice_of, sparse_experts
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.expert_load import load_of
@@ -97,7 +97,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
         added = ExpertBias(experts.num_experts, rate, bias, next(experts.parameters()).device)
         chosen_by = None
         if bias is None:
-            chosen_by = ChosenBy(router_of(blocks[name]), partial(_mode, added))
+            chosen_by = ModeAround(router_of(blocks[name]), partial(_mode, added))
             interface.call_before_saving(refuse_to_save)
         hook = experts.register_forward_pre_hook(_Hook(added, chosen_by))
         attach(attached, experts, ADDED, added, hook, *(() if chosen_by is None else (chosen_by,)))
@@ -138,7 +138,7 @@ def _mode(added: ExpertBias) -> Choosing:
 class _Hook:
     """Is called with the arguments of every call of experts."""
 
-    def __init__(self, added: ExpertBias, chosen_by: ChosenBy | None) -> None:
+    def __init__(self, added: ExpertBias, chosen_by: ModeAround[Choosing] | None) -> None:
         self.added = added
         self.chosen_by = chosen_by
         self.checked = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 ROUTERS = ("gate", "router")
 """The names of routers in blocks."""
+
+
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
 
 
 def router_of(block: nn.Module | None) -> Any:
@@ -42,6 +45,15 @@ class Choosing(TorchFunctionMode):
         self.groups = False
         """True once there was another choice before: of groups of experts, whose scores are masked afterwards."""
 
+    def __enter__(self) -> Choosing:
+        _running.modes.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        _running.modes.remove(self)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, Tensor.topk):
@@ -53,8 +65,9 @@ class Choosing(TorchFunctionMode):
         if size != self.num_experts or dim not in (-1, input.dim() - 1):
             self.groups = self.groups or size > 1  # the choice of the only group changes nothing
             return func(input, k, dim, **other)
+        func(input, k, dim, **other)  # for modes around this one, which do not see the call otherwise
         indices = self.choose(input.detach(), k)
-        for mode in _running.modes:  # those around this one do not see the call
+        for mode in _running.modes:
             mode.indices = indices
         values = input.gather(-1, indices)
         if self.groups:  # the scores of experts outside of the router's own groups are lost, so no weight may use them
@@ -72,24 +85,24 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class ChosenBy:
-    """Puts a :class:`Choosing` around every call of a router, until :meth:`remove`.
+class ModeAround(Generic[Mode]):
+    """Puts a mode around every call of a router, until :meth:`remove`.
 
     Args:
         router: the module whose call makes the choice.
         make: returns the mode for one call.
     """
 
-    def __init__(self, router: nn.Module, make: Callable[[], Choosing]) -> None:
+    def __init__(self, router: nn.Module, make: Callable[[], Mode]) -> None:
         self.make = make
-        self._last: Choosing | None = None
-        self._own: list[Choosing] = []
+        self._last: Mode | None = None
+        self._own: list[Mode] = []
         self._hooks: list[RemovableHandle] = [
             router.register_forward_pre_hook(self._begin),
             router.register_forward_hook(self._end, always_call=True, prepend=True),
         ]
 
-    def take(self) -> Choosing | None:
+    def take(self) -> Mode | None:
         """Return the mode of the router's call, once; None if it was not called since."""
         last, self._last = self._last, None
         return last
@@ -102,15 +115,13 @@ class ChosenBy:
     def _begin(self, router: nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"{type(router).__name__}: the choice of experts can be changed in eager code only, got torch.compile"
+                f"{type(router).__name__}: what a router computes can be followed in eager code only, got torch.compile"
             )
         mode = self.make()
         mode.__enter__()
         self._own.append(mode)
-        _running.modes.append(mode)
 
     def _end(self, router: nn.Module, arguments: Any, output: Any) -> None:
         if self._own:
             self._last = self._own.pop()
-            _running.modes.remove(self._last)
             self._last.__exit__(None, None, None)

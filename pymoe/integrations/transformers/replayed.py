@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pymoe.integrations.transformers.choosing import Choosing, ChosenBy, router_of
+from pymoe.integrations.transformers.choosing import Choosing, ModeAround, router_of
 from pymoe.integrations.transformers.routing import choice_of, sparse_experts
 from pymoe.nn.choices import ChoosingLayer, Removable, finders
 
@@ -54,7 +54,7 @@ class _Replaced:
         self.choice_TK = choice_TK
         self.used = used
         router = router_of(layer.block)
-        self.chosen_by = None if router is None else ChosenBy(router, lambda: Choosing(self.num_experts, self.choose))
+        self.chosen_by = None if router is None else ModeAround(router, lambda: Choosing(self.num_experts, self.choose))
         self.hook = layer.experts.register_forward_pre_hook(self.check)
 
     def choose(self, scores: Tensor, k: int) -> Tensor:

@@ -76,21 +76,23 @@ class Attached:
     """What was attached to a model, until :meth:`remove` is called."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[nn.Module, str, tuple[Removable, ...]]] = []
+        self._parts: list[tuple[nn.Module, str]] = []
+        self._hooks: list[Removable] = []
 
     def remove(self) -> None:
         """Leave the model as it was before the call that returned this. Further calls do nothing."""
-        for experts, name, hooks in self._parts:
-            for hook in hooks:
-                hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        for experts, name in self._parts:
             delattr(experts, name)
-        self._parts = []
+        self._parts, self._hooks = [], []
 
 
 def attach(attached: Attached, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
     """Add to ``attached`` a submodule of experts, and the hooks that use it."""
-    setattr(experts, name, part)
-    attached._parts.append((experts, name, hooks))
+    setattr(experts, name, part.train(experts.training))
+    attached._parts.append((experts, name))
+    attached._hooks += hooks
 
 
 def count_expert_load(model: nn.Module) -> Attached:

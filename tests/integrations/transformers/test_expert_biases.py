@@ -160,6 +160,10 @@ def test_loads_are_counted_once_under_checkpointing_and_add_up(name, reentrant):
     model.eval()
     loss(model, batches[0]).backward()
     assert counts(model) == expected  # evaluation does not count
+    late = build(name)
+    add_expert_biases(late, rate=0.01)  # to a model that is in evaluation
+    loss(late, batches[0]).backward()
+    assert not any(map(any, counts(late).values()))
 
 
 def test_the_state_dict_keeps_added_biases_and_saving_in_files_is_refused(tmp_path):
