@@ -23,7 +23,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 from common import read_record
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
+
+from pymoe.nn.load_picture import draw_expert_load
 
 matplotlib.use("Agg")
 
@@ -121,30 +122,7 @@ def plot_loss(record: dict[str, Any], path: Path) -> Path:
 def plot_expert_load(record: dict[str, Any], path: Path) -> Path:
     """Draw one heat map per layer: the share of the layer's work that each expert got over the run."""
     load = record["expert_load"]
-    frames = load["relative_load"]
-    layers, experts = len(frames[0]), len(frames[0][0])
-    figure, rows = plt.subplots(
-        layers, 1, figsize=(7, 1.0 + layers * (0.5 + 0.1 * experts)), sharex=True, squeeze=False, layout="constrained"
-    )
-    image = None
-    for layer, axes in enumerate(rows[:, 0]):
-        table = [[frame[layer][expert] for frame in frames] for expert in range(experts)]
-        image = axes.imshow(
-            table,
-            aspect="auto",
-            cmap="PuOr_r",
-            norm=TwoSlopeNorm(1.0, 0.0, 2.0),
-            interpolation="nearest",
-            extent=(0.5, load["steps"] + 0.5, experts + 0.5, 0.5),
-        )
-        axes.set_ylabel(f"layer {layer + 1}\nexpert")
-        axes.set_yticks(range(1, experts + 1) if experts <= 8 else [1, experts])
-        axes.tick_params(axis="y", labelsize=7)
-    rows[-1, 0].set_xlabel("optimizer step")
-    figure.suptitle(f"Load of every expert: {describe(record)}", fontsize=10)
-    bar = figure.colorbar(image, ax=list(rows[:, 0]), extend="max", aspect=30)
-    bar.set_label("share of the layer's slots, as a multiple of an even share")
-    return _save(figure, path)
+    return draw_expert_load(load["relative_load"], load["steps"], path, f"Load of every expert: {describe(record)}")
 
 
 def plot_comparison(records: list[dict[str, Any]], path: Path, *, labels: list[str], over: str = "steps") -> Path:

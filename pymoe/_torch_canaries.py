@@ -101,7 +101,9 @@ def graphs() -> Exercises:
     kept: list[bool] = []
     output = leaf * 2
     assert output.grad_fn is not None
+    tasks: list[int] = []
     output.register_hook(lambda grad: kept.append(private.get_current_graph_task_keep_graph()))
+    output.register_hook(lambda grad: tasks.append(private.current_graph_task_id()))
     edges = GradientEdge(output.grad_fn, 0), torch.autograd.graph.get_gradient_edge(leaf)
     one = torch.ones_like(leaf)
     found = [
@@ -110,6 +112,7 @@ def graphs() -> Exercises:
     ]
     yield "run_backward", [grad.tolist() for (grad,) in found] == [[2.0], [2.0]] and leaf.grad is None
     yield "get_current_graph_task_keep_graph", kept == [True, False]
+    yield "current_graph_task_id", len({*tasks, -1}) == 3 and private.current_graph_task_id() == -1
 
     squared = super(torch.autograd.Function, _Square).apply(leaf)  # type: ignore[misc]
     own = isinstance(squared.grad_fn, private.FunctionBase) and not isinstance(output.grad_fn, private.FunctionBase)

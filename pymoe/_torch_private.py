@@ -74,6 +74,8 @@ DelayedError: Any = _C._functions.DelayedError
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
 # Returns whether this thread's running backward pass was started with ``retain_graph``; nodes get no such argument.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
+# The number of this thread's running backward pass, or -1 if there is none.
+current_graph_task_id: Any = _C._current_graph_task_id
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter

@@ -51,6 +51,7 @@ PYTHON_MAY_USE = {
     "ops": {"_common", "reference", "ops", "_native", "_ops", "_torch_canaries", "_torch_private", "_transforms"},
     "nn": {"_common", "reference", "ops", "nn", "_torch_canaries", "_torch_private", "_transforms"},
     "nn/quantized_files": {"_common", "nn"},
+    "nn/load_picture": set(),
     "ep": {
         "_common",
         "reference",
@@ -119,6 +120,7 @@ MAY_IMPORT_LAZILY = {
     "ep",
     "integrations",
     "mixture",
+    "nn/load_picture",
     "nn/quantized_files",
     "pipe",
     "quantize",

@@ -4,6 +4,7 @@ The path of a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :clas
 """
 
 from pymoe.nn.apply_experts import apply_experts
+from pymoe.nn.expert_load import expert_load
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.losses import inject_loss, set_aux_loss_scale
 from pymoe.nn.moe import MoE, Stats
@@ -11,6 +12,7 @@ from pymoe.nn.prefetch import prefetch_experts
 from pymoe.nn.quantized_dense import QuantizedDenseLinear, quantize_linears
 from pymoe.nn.quantized_experts import Quantized, QuantizedExperts, QuantizedLinear, quantize_experts
 from pymoe.nn.quantized_files import load_quantized, save_quantized
+from pymoe.nn.replay import Routes, record_routing, replay_routing
 from pymoe.nn.router import Router, update_expert_biases
 
 __all__ = [
@@ -21,14 +23,18 @@ __all__ = [
     "QuantizedExperts",
     "QuantizedLinear",
     "Router",
+    "Routes",
     "SharedExperts",
     "Stats",
     "apply_experts",
+    "expert_load",
     "inject_loss",
     "load_quantized",
     "prefetch_experts",
     "quantize_experts",
     "quantize_linears",
+    "record_routing",
+    "replay_routing",
     "save_quantized",
     "set_aux_loss_scale",
     "update_expert_biases",

@@ -13,6 +13,7 @@ from pymoe._common import checks
 from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.types import Gate, Routing, Score
 from pymoe._transforms import in_torch_func
+from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.local_tensors import LocalTensors, count_on_backward
 from pymoe.nn.operands import check_place, linear
 from pymoe.nn.options import (
@@ -132,6 +133,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
         self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.row_invariant = False
+        self.replaced: Callable[[Gate, Tensor], Gate] | None = None
+        """Makes the gate of another choice of that of the forward; see :mod:`pymoe.nn.replay`."""
         self.bias_was_updated = False
         """True once ``update_expert_biases`` has changed the bias, or it was loaded and may be meant to stay fixed."""
         self.reset_parameters()
@@ -196,6 +199,8 @@ class Router(nn.Module):
             topk_groups=self.topk_groups,
             scale=self.scale,
         )
+        if self.replaced is not None:
+            gate = self.replaced(gate, logits_TE)
         return self._counted(gate), logits_TE
 
     def route(self, x_TH: Tensor, capacity: int | None, *, alone: bool) -> tuple[Gate, Tensor, Tensor, Routing | None]:
@@ -328,12 +333,13 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
     that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
 
     Args:
-        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers. Layers without an
+        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers, or a model of
+            transformers after :func:`pymoe.integrations.transformers.add_expert_biases`. Layers without an
             ``expert_bias`` are skipped; if no layer has one, a ``UserWarning`` is given once.
         group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.
     """
     check_model("update_expert_biases", model)
-    all_routers = [module for module in model.modules() if isinstance(module, Router)]
+    all_routers = [module for module in model.modules() if isinstance(module, (Router, ExpertBias))]
     routers = [router for router in all_routers if router.expert_bias is not None]
     if not routers:
         seen = "whose bias_update_rate is 0" if all_routers else "no pymoe.nn.MoE or Router layer"
@@ -341,23 +347,25 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         warn_once(
             "nothing to update",
             f"update_expert_biases: the {type(model).__name__} that it was called with {has}{seen}, so the call has "
-            "no effect; build the layers with MoE(..., bias_update_rate=0.001), or drop the call",
+            "no effect; build the layers with MoE(..., bias_update_rate=0.001), call add_expert_biases for a model of "
+            "transformers, or drop the call",
             stacklevel=3,  # one more level for torch.no_grad's wrapper
         )
         return
     loads = [router.counted["load"] for router in routers]
     if dist.is_available() and dist.is_initialized():
-        loads = _summed_over_ranks(loads, group)
+        loads = summed_over_ranks(loads, group)
     for router, load_E in zip(routers, loads, strict=True):
         assert router.expert_bias is not None
         # This is sign(mean - load) without rounding the mean.
         direction_E = torch.sign(load_E.sum() - router.num_experts * load_E)
-        router.expert_bias.add_(direction_E.to(router.expert_bias.dtype), alpha=router.bias_update_rate)
+        direction_E = direction_E.to(router.expert_bias.dtype).view_as(router.expert_bias)
+        router.expert_bias.add_(direction_E, alpha=router.bias_update_rate)
         router.counted.zero_()
         router.bias_was_updated = True
 
 
-def _summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the loads, which may lie on several devices, summed over ``group`` in one all-reduce."""
     flat = torch.cat([load.to(loads[0].device) for load in loads])
     dist.all_reduce(flat, group=group)

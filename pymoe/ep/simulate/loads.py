@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pymoe.ep.simulate.block import Block, at_least
-from pymoe.nn import MoE
+from pymoe.nn.choices import Removable, choosing_layers
 from pymoe.nn.options import check_number
 from pymoe.ops import gate_topk
 
@@ -220,22 +219,24 @@ class LoadRecorder:
     costs nothing; inside it copies the choices to the CPU, which waits for the device.
 
     Args:
-        model: a model with at least one :class:`pymoe.nn.MoE`; all of them must have the same E and K.
+        model: a model with at least one :class:`pymoe.nn.MoE`, or one of transformers whose experts are behind its
+            interface, after the import of :mod:`pymoe.integrations.transformers`. All layers must have the same E and
+            K; K of models of transformers is known after the first step.
 
     Raises:
         ValueError: the model has no such layer, or layers of several sizes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = {name or "moe": layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
-        sizes = sorted({(layer.num_experts, layer.top_k) for layer in self.layers.values()})
+        self.layers = choosing_layers("LoadRecorder", model)
+        sizes = {(layer.num_experts, layer.top_k) for layer in self.layers.values()}
         if len(sizes) != 1:
-            found = ", ".join(f"E {experts} K {top_k}" for experts, top_k in sizes) or "no MoE layer"
+            found = ", ".join(f"E {experts} K {top_k}" for experts, top_k in sorted(sizes, key=str))
             raise ValueError(f"LoadRecorder: expected a model whose MoE layers have one E and one K, got {found}")
-        self.experts, self.top_k = sizes[0]
+        ((self.experts, self.top_k),) = sizes
         self.steps: list[Tensor] = []
         self._seen: dict[str, list[Tensor]] = {}
-        self._hooks: list[Any] = []
+        self._hooks: list[Removable] = []
 
     def __enter__(self) -> LoadRecorder:
         """Begin a step: record the choices of all routers until the end of the block."""
@@ -244,10 +245,10 @@ class LoadRecorder:
         self._seen = {name: [] for name in self.layers}
         for name, layer in self.layers.items():
 
-            def keep(router: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-                self._seen[name].append(output[0].experts.detach().to("cpu", torch.int32))
+            def keep(experts_TK: Tensor, name: str = name) -> None:
+                self._seen[name].append(experts_TK.detach().to("cpu", torch.int32))
 
-            self._hooks.append(layer.router.register_forward_hook(keep))
+            self._hooks.append(layer.observe(keep))
         return self
 
     def __exit__(
@@ -255,7 +256,8 @@ class LoadRecorder:
     ) -> None:
         """End the step and keep it, unless the block raised.
 
-        Raise ValueError if a layer had no tokens, or another number of tokens than other layers or earlier steps.
+        Raise ValueError if a layer had no tokens, or another number of tokens than other layers or earlier steps, or if
+        layers have several K.
         """
         for hook in self._hooks:
             hook.remove()
@@ -267,6 +269,11 @@ class LoadRecorder:
         for name, number in tokens.items():
             if number != expected or not number:
                 raise ValueError(f"LoadRecorder: expected {expected or 'some'} tokens in layer {name}, got {number}")
+        choices = {part.shape[1] for parts in self._seen.values() for part in parts}
+        if self.top_k is None and len(choices) == 1:
+            (self.top_k,) = choices
+        if choices != {self.top_k}:
+            raise ValueError(f"LoadRecorder: expected layers with one K, got {sorted(choices)} choices a token")
         self.steps.append(torch.stack([torch.cat(parts) for parts in self._seen.values()]))
 
     def save(self, file: str | Path) -> None:

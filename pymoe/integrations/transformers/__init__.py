@@ -12,16 +12,33 @@ and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgrap
 this raises :class:`ImportError` if transformers is missing or older.
 """
 
-from pymoe.integrations.transformers import outside, quantized, quantizer
+from pymoe.integrations.transformers import outside, quantized, quantizer, replayed
+from pymoe.integrations.transformers.biases import add_expert_biases
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
+from pymoe.integrations.transformers.load_callback import LoadCallback
+from pymoe.integrations.transformers.router_losses import add_router_losses
+from pymoe.integrations.transformers.routing import Attached, count_expert_load
 from pymoe.integrations.transformers.switch import disable, enable
 
-__all__ = ["PymoeConfig", "disable", "enable", "experts_forward", "from_transformers", "to_transformers"]
+__all__ = [
+    "Attached",
+    "LoadCallback",
+    "PymoeConfig",
+    "add_expert_biases",
+    "add_router_losses",
+    "count_expert_load",
+    "disable",
+    "enable",
+    "experts_forward",
+    "from_transformers",
+    "to_transformers",
+]
 
 register(experts_forward)
 quantized.register()
 outside.register()
 quantizer.register()
+replayed.register()

@@ -164,6 +164,14 @@ def quantizer_bases() -> tuple[Any, Any, Any]:
     return QuantizationConfigMixin, HfQuantizer, ConversionOps
 
 
+def trainer_callback() -> Any:
+    """Return the base class of callbacks of a ``Trainer``."""
+    check_installed()
+    from transformers.trainer_callback import TrainerCallback
+
+    return TrainerCallback
+
+
 def register_quantizer(config: type, quantizer: type) -> None:
     """Make transformers know a method of quantisation as ``"pymoe"``. Doing so again changes nothing."""
     from transformers.quantizers import auto

@@ -1,0 +1,167 @@
+"""Balances the experts of models of transformers without an auxiliary loss, by a bias of every expert.
+
+The rule is that of arXiv 2408.15664 (algorithm 1) and DeepSeek-V3 (arXiv 2412.19437), as for :class:`pymoe.nn.Router`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ModeAround, router_of
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, sparse_experts
+from pymoe.nn.expert_bias import ExpertBias
+from pymoe.nn.expert_load import load_of
+from pymoe.nn.options import check_number
+
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""The names of the biases that routers of transformers add to scores for the choice alone."""
+
+ADDED = "pymoe_bias"
+"""Name of the submodule of experts that :func:`add_expert_biases` adds."""
+
+
+def add_expert_biases(model: nn.Module, rate: float) -> Attached:
+    """Balance the experts of a model of transformers by biases that :func:`pymoe.nn.update_expert_biases` moves.
+
+    ::
+
+        add_expert_biases(model, rate=0.001)
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_expert_biases(model)
+
+    Call it before the first step. A router's bias is added to that by which the router chooses, never to the weights of
+    the chosen experts (arXiv 2408.15664). If routers have a bias of their own, such as ``e_score_correction_bias`` of
+    DeepSeek-V3, it is theirs that is moved, it is saved with the model, and other routers of the model are left alone.
+    Otherwise every router gets a bias of zeros, in float32: it is added to the scores of routers that choose by scores,
+    as Mixtral's, and to the logits of those that choose by logits, as GPT-OSS's.
+
+    Biases that were added are in the state dict, as ``...experts.pymoe_bias.bias``. No other program would add them to
+    the router's scores, so ``save_pretrained`` raises :class:`ValueError` once one of them is not 0, and so does a
+    ``Trainer`` that saves: keep ``model.state_dict()`` by ``torch.save``, and load it after another
+    ``add_expert_biases``. Adapters are saved by PEFT without them.
+
+    Loads are counted in the backward pass, in training: once a step even under activation checkpointing, and only if
+    the weights of the choice need a gradient.
+
+    Args:
+        model: a model whose experts are behind transformers' interface.
+        rate: the step by which an update moves a bias; DeepSeek-V3 trains with 0.001.
+
+    Returns:
+        A handle; its ``remove()`` ends the balancing, and drops the biases that were added. Biases of the model's own
+        keep their values.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: the rate is not positive; the model has no experts behind the interface, or others; it has biases by
+            this function already; a bias of its own is narrower than float32, so that steps would be lost; or it has no
+            bias and a block without a router ``gate`` or ``router``.
+
+    The first forward raises :class:`ValueError` if a router that got a bias does not choose by one ``torch.topk`` among
+    all experts, as those that first choose groups of experts, and :class:`RuntimeError` in code that is compiled.
+    """
+    check_number("add_expert_biases", "rate", rate, above=0)
+    found = sparse_experts("add_expert_biases", model)
+    if any(hasattr(experts, ADDED) for experts in found.values()):
+        raise ValueError("add_expert_biases: expected a model without added biases, got one that has them")
+    blocks = {name: model.get_submodule(name.rpartition(".")[0]) for name in found if "." in name}
+    own = {name: bias for name, block in blocks.items() if (bias := _own_bias(block, found[name])) is not None}
+    balanced = own or dict.fromkeys(found, None)
+    for name, bias in balanced.items():
+        if bias is not None and getattr(*bias).dtype.itemsize < 4:
+            raise ValueError(
+                f"add_expert_biases: {bias[1]} of {type(bias[0]).__name__} must be of float32, got "
+                f"{getattr(*bias).dtype}, in which small steps are lost"
+            )
+        if bias is None and router_of(blocks.get(name)) is None:
+            raise ValueError(
+                f"add_expert_biases: expected experts in a block with a router called {' or '.join(ROUTERS)}, got "
+                f"{name} in {type(blocks.get(name, model)).__name__}"
+            )
+    if not balanced:
+        raise ValueError(
+            "add_expert_biases: expected a model with experts behind transformers' interface, got "
+            f"{type(model).__name__} with none"
+        )
+    attached = Attached()
+    for name, bias in balanced.items():
+        experts = found[name]
+        added = ExpertBias(experts.num_experts, rate, bias, next(experts.parameters()).device)
+        chosen_by = None
+        if bias is None:
+            chosen_by = ModeAround(router_of(blocks[name]), partial(_mode, added))
+            interface.call_before_saving(refuse_to_save)
+        hook = experts.register_forward_pre_hook(_Hook(added, chosen_by))
+        attach(attached, experts, ADDED, added, hook, *(() if chosen_by is None else (chosen_by,)))
+    return attached
+
+
+def refuse_to_save(model: nn.Module) -> None:
+    """Raise if ``save_pretrained`` would write biases that no program adds to the scores when it reads them."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertBias) and module.bias is not None and module.bias.any():
+            raise ValueError(
+                f"save_pretrained: expected a model without biases by add_expert_biases, got {name}.bias, which "
+                "from_pretrained would drop; keep model.state_dict() by torch.save and load it after add_expert_biases"
+            )
+
+
+def _own_bias(block: nn.Module, experts: Any) -> tuple[nn.Module, str] | None:
+    """Return the module of a sparse block that holds the bias of its router, and its name."""
+    inside = set(experts.modules())
+    for module in block.modules():
+        if module not in inside:
+            for name in BIASES:
+                bias = getattr(module, name, None)
+                if isinstance(bias, Tensor) and bias.numel() == experts.num_experts:
+                    return module, name
+    return None
+
+
+def _mode(added: ExpertBias) -> Choosing:
+    bias = added.expert_bias
+
+    def choose(scores: Tensor, k: int) -> Tensor:
+        return torch.topk(scores + bias, k).indices
+
+    return Choosing(added.num_experts, choose)
+
+
+class _Hook:
+    """Is called with the arguments of every call of experts."""
+
+    def __init__(self, added: ExpertBias, chosen_by: ModeAround[Choosing] | None) -> None:
+        self.added = added
+        self.chosen_by = chosen_by
+        self.checked = False
+
+    def __call__(self, experts: nn.Module, arguments: tuple[Any, ...]) -> Any:
+        x_TH, experts_TK, weights_TK = choice_of(experts, arguments)
+        if self.chosen_by is not None:
+            self._check(experts, experts_TK, self.chosen_by.take())
+        load = load_of(experts_TK, self.added.num_experts)
+        return x_TH, experts_TK, self.added.count(weights_TK, load)
+
+    def _check(self, experts: nn.Module, experts_TK: Tensor, mode: Choosing | None) -> None:
+        """Raise unless the bias has changed the choice as it should."""
+        problem = ""
+        if mode is None or mode.indices is None:
+            problem = "chooses in another way"
+        elif mode.groups:
+            problem = "chooses groups of experts first"
+        elif not self.checked and not torch.equal(mode.indices.reshape(experts_TK.shape), experts_TK):
+            problem = "changes the choice"  # the code is the same in every call, so this waits for the device once
+        if problem:
+            raise ValueError(
+                f"add_expert_biases: expected a router that chooses by one torch.topk among {self.added.num_experts} "
+                f"experts, got that of {type(experts).__name__}, which {problem}"
+            )
+        self.checked = True

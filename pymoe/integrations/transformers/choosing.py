@@ -1,0 +1,127 @@
+"""Changes the choice of a router of transformers, and nothing else of what the router computes.
+
+Routers choose by ``torch.topk``, of scores whose last dimension is E. :class:`Choosing` is on while a router runs: it
+replaces the indices that this call returns, and returns the router's own scores of the new indices as values. So the
+router computes the weights by its own rule, whatever that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+ROUTERS = ("gate", "router")
+"""The names of routers in blocks."""
+
+
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
+
+
+def router_of(block: nn.Module | None) -> Any:
+    """Return the router of a sparse block, or None."""
+    return next((child for name in ROUTERS if (child := getattr(block, name, None)) is not None), None)
+
+
+class Choosing(TorchFunctionMode):
+    """Lets ``choose`` choose the experts.
+
+    Args:
+        num_experts: E.
+        choose: takes the scores (..., E), detached, and K; returns the indices (..., K), int64, of distinct experts.
+    """
+
+    def __init__(self, num_experts: int, choose: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.choose = choose
+        self.indices: Tensor | None = None
+        """The last choice among all experts."""
+        self.groups = False
+        """True once there was another choice before: of groups of experts, whose scores are masked afterwards."""
+
+    def __enter__(self) -> Choosing:
+        _running.modes.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        _running.modes.remove(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **kwargs)
+        return self._choice(func, *args, **kwargs)
+
+    def _choice(self, func: Any, input: Tensor, k: int, dim: int = -1, **other: Any) -> Any:
+        size = input.shape[-1]
+        if size != self.num_experts or dim not in (-1, input.dim() - 1):
+            self.groups = self.groups or size > 1  # the choice of the only group changes nothing
+            return func(input, k, dim, **other)
+        func(input, k, dim, **other)  # for modes around this one, which do not see the call otherwise
+        indices = self.choose(input.detach(), k)
+        for mode in _running.modes:
+            mode.indices = indices
+        values = input.gather(-1, indices)
+        if self.groups:  # the scores of experts outside of the router's own groups are lost, so no weight may use them
+            values = torch.full_like(values, torch.nan)
+        return torch.return_types.topk((values, indices))
+
+
+class _Running(threading.local):
+    """The modes that are on in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[Choosing] = []
+
+
+_running = _Running()
+
+
+class ModeAround(Generic[Mode]):
+    """Puts a mode around every call of a router, until :meth:`remove`.
+
+    Args:
+        router: the module whose call makes the choice.
+        make: returns the mode for one call.
+    """
+
+    def __init__(self, router: nn.Module, make: Callable[[], Mode]) -> None:
+        self.make = make
+        self._last: Mode | None = None
+        self._own: list[Mode] = []
+        self._hooks: list[RemovableHandle] = [
+            router.register_forward_pre_hook(self._begin),
+            router.register_forward_hook(self._end, always_call=True, prepend=True),
+        ]
+
+    def take(self) -> Mode | None:
+        """Return the mode of the router's call, once; None if it was not called since."""
+        last, self._last = self._last, None
+        return last
+
+    def remove(self) -> None:
+        """Leave the router as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, router: nn.Module, arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{type(router).__name__}: what a router computes can be followed in eager code only, got torch.compile"
+            )
+        mode = self.make()
+        mode.__enter__()
+        self._own.append(mode)
+
+    def _end(self, router: nn.Module, arguments: Any, output: Any) -> None:
+        if self._own:
+            self._last = self._own.pop()
+            self._last.__exit__(None, None, None)

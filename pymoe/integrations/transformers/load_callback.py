@@ -1,0 +1,121 @@
+"""LoadCallback: shows the load of the experts in what a Trainer of transformers reports."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers.interface import trainer_callback
+from pymoe.integrations.transformers.routing import Attached, count_expert_load, sparse_experts
+from pymoe.nn import MoE, expert_load
+from pymoe.nn.load_picture import draw_expert_load
+from pymoe.nn.router import summed_over_ranks
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+else:
+    TrainerCallback = trainer_callback()
+
+PICTURE = "experts.png"
+
+
+class LoadCallback(TrainerCallback):
+    """Logs the load of the experts of every layer whenever a ``Trainer`` logs its loss.
+
+    ::
+
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.add_callback(LoadCallback(trainer))
+
+    The numbers go to everything that the ``Trainer`` reports to, such as W&B or TensorBoard, under
+    ``expert_load/LAYER/...``:
+
+    - ``max_over_mean``: the slots of the busiest expert, as a multiple of an even share; 1 is perfect balance;
+    - ``entropy``: the entropy of the experts' shares of slots, divided by that of even shares: 1 is perfect balance,
+      and 0 means that one expert gets all slots;
+    - ``dropped``: the share of slots that exceeded an expert's capacity, for :class:`pymoe.nn.MoE` layers. Experts of
+      transformers drop nothing.
+
+    They cover the last micro-batch of each optimizer step since the last log, on all ranks if ``torch.distributed`` is
+    initialised. A layer that got no tokens is left out.
+
+    Args:
+        trainer: the ``Trainer`` whose ``log`` is called. Its model has experts behind transformers' interface, which
+            are counted during the training (see :func:`count_expert_load`), or ``MoE`` layers, or both.
+        folder: if it is given, ``experts.png`` is written into it when the training ends: for each layer, the share of
+            slots of each expert between two logs. This needs matplotlib.
+    """
+
+    def __init__(self, trainer: Any, folder: str | Path | None = None) -> None:
+        self.trainer = trainer
+        self.folder = None if folder is None else Path(folder)
+        self._counting: Attached | None = None
+        self._load: dict[str, Tensor] = {}
+        self._dropped: dict[str, Tensor] = {}
+        self._frames: list[list[list[float]]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin to count."""
+        model: nn.Module = self.trainer.model
+        self._load, self._dropped, self._frames = {}, {}, []
+        if sparse_experts("LoadCallback", model):
+            self._counting = count_expert_load(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Add the load of the step's last micro-batch."""
+        model: nn.Module = self.trainer.model
+        _add(self._load, expert_load(model))
+        layers = {name or "moe": layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
+        _add(self._dropped, {name: layer.stats.dropped for name, layer in layers.items()})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Log the load next to the loss of the same steps."""
+        if not self._load or "loss" not in (logs or {}):  # a log of an evaluation, or the one that this makes
+            return
+        found = _on_all_ranks([*self._load.values(), *self._dropped.values()])
+        loads = dict(zip(self._load, found, strict=False))
+        dropped = dict(zip(self._dropped, found[len(loads) :], strict=True))
+        self._load, self._dropped = {}, {}
+        self._frames.append([(load * (len(load) / load.sum().clamp(min=1))).tolist() for load in loads.values()])
+        self.trainer.log(_numbers(loads, dropped))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """End the counting and draw the picture, if it was asked for."""
+        if self._counting is not None:
+            self._counting.remove()
+            self._counting = None
+        if self.folder is not None and self._frames and state.is_world_process_zero:
+            title = f"Load of every expert: {type(self.trainer.model).__name__}"
+            draw_expert_load(self._frames, state.global_step, self.folder / PICTURE, title)
+
+
+def _add(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        totals[name] = totals[name] + value if name in totals else value.long()
+
+
+def _on_all_ranks(counts: list[Tensor]) -> list[Tensor]:
+    flat = [count.reshape(-1) for count in counts]
+    if dist.is_available() and dist.is_initialized():
+        flat = summed_over_ranks(flat, None)
+    return [count.to("cpu", torch.float64) for count in flat]
+
+
+def _numbers(loads: dict[str, Tensor], dropped: dict[str, Tensor]) -> dict[str, float]:
+    numbers = {}
+    for name, load in loads.items():
+        slots, experts = load.sum().item(), len(load)
+        if slots == 0:
+            continue
+        shares = load / slots
+        entropy = -torch.special.xlogy(shares, shares).sum().item()
+        numbers[f"expert_load/{name}/max_over_mean"] = shares.max().item() * experts
+        numbers[f"expert_load/{name}/entropy"] = entropy / math.log(experts) if experts > 1 else 1.0
+        if name in dropped:
+            numbers[f"expert_load/{name}/dropped"] = dropped[name].item() / slots
+    return numbers

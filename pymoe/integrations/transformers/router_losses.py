@@ -1,0 +1,135 @@
+"""Auxiliary losses of routers of transformers: those of :class:`pymoe.nn.MoE`, injected in the same way."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pymoe._common.types import Gate, Score
+from pymoe.integrations.transformers.choosing import ROUTERS, ModeAround, router_of
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, sparse_experts
+from pymoe.nn.expert_load import load_of
+from pymoe.nn.losses import AuxiliaryLosses
+
+ADDED = "pymoe_losses"
+"""Name of the submodule of experts that :func:`add_router_losses` adds."""
+
+_SCORES: dict[Any, Score] = {
+    **dict.fromkeys((torch.softmax, Tensor.softmax, functional.softmax), "softmax"),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, functional.sigmoid), "sigmoid"),
+    **dict.fromkeys((torch.topk, Tensor.topk), "softmax"),  # of the logits of the chosen experts, later
+}
+_SAME = {Tensor.float, Tensor.to, Tensor.type, Tensor.view, Tensor.reshape}
+"""Functions of logits that return the same logits."""
+
+
+class _Logits(TorchFunctionMode):
+    """Finds the logits of a router: a product of E columns, of which it takes scores or the largest."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.logits: Tensor | None = None
+        self.score: Score = "softmax"
+        self._products: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        of_logits = bool(args) and any(args[0] is product for product in self._products)
+        if func is functional.linear or (of_logits and func in _SAME):
+            if result.shape[-1] == self.num_experts:
+                self._products.append(result)
+        elif of_logits and self.logits is None and func in _SCORES:
+            self.logits, self.score = args[0], _SCORES[func]
+        return result
+
+
+def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_coef: float = 0.0) -> Attached:
+    """Add the balancing loss and the z loss to the training of a model of transformers.
+
+    As in :class:`pymoe.nn.MoE`, the losses are no part of the model's loss: in training mode the backward pass of any
+    loss adds the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss`` of every layer, whatever factor
+    scales the loss; :func:`pymoe.nn.set_aux_loss_scale` is for gradient accumulation and loss scaling. The balancing
+    loss takes the scores that the router computes of its logits, a softmax or a sigmoid; for routers that choose by
+    logits and take the softmax of the chosen ones, such as GPT-OSS's, it takes the softmax of all.
+
+    transformers adds a balancing loss of its own to the loss of some models if they return their routers' logits. A
+    forward with both raises, so that it does not count twice.
+
+    Args:
+        model: a model whose experts are behind transformers' interface.
+        aux_loss_coef: factor of the balancing loss (Switch Transformer, arXiv 2101.03961), at least 0.
+        z_loss_coef: factor of the z loss (ST-MoE, arXiv 2202.08906), at least 0.
+
+    Returns:
+        A handle; its ``remove()`` ends this.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: both coefficients are 0, or one is negative; the model has no experts behind the interface, or
+            others, or a block without a router ``gate`` or ``router``; or it has losses by this function already.
+
+    A forward in training raises :class:`ValueError` if a router takes scores of something else than a product, such as
+    logits that it has masked or capped, or other scores; and :class:`RuntimeError` in code that is compiled.
+    """
+    found = sparse_experts("add_router_losses", model)
+    if not found:
+        raise ValueError(
+            "add_router_losses: expected a model with experts behind transformers' interface, got "
+            f"{type(model).__name__} with none"
+        )
+    if aux_loss_coef == z_loss_coef == 0:
+        raise ValueError("add_router_losses: expected aux_loss_coef or z_loss_coef greater than 0, got 0 for both")
+    if any(hasattr(experts, ADDED) for experts in found.values()):
+        raise ValueError("add_router_losses: expected a model without added losses, got one that has them")
+    routers = {name: router_of(model.get_submodule(name.rpartition(".")[0])) for name in found if "." in name}
+    for name in found:
+        if routers.get(name) is None:
+            raise ValueError(
+                f"add_router_losses: expected experts beside a router called {' or '.join(ROUTERS)}, got {name}"
+            )
+    attached = Attached()
+    for name, experts in found.items():
+        losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef)
+        logits = ModeAround(routers[name], partial(_Logits, experts.num_experts))
+        hook = experts.register_forward_pre_hook(partial(_inject, losses, logits))
+        attach(attached, experts, ADDED, losses, hook, logits)
+    for module in model.modules():
+        if aux_loss_coef > 0 and hasattr(module, "router_aux_loss_coef"):
+            attached._hooks.append(module.register_forward_pre_hook(_refuse_double, with_kwargs=True))
+    return attached
+
+
+def _refuse_double(model: Any, arguments: Any, named: dict[str, Any]) -> None:
+    asked = named.get("output_router_logits")
+    if asked is None:
+        asked = getattr(model.config, "output_router_logits", False)
+    if model.training and asked and model.router_aux_loss_coef:
+        raise ValueError(
+            "add_router_losses: expected a forward without transformers' own balancing loss, got one that returns "
+            "logits of routers (output_router_logits), for which it is added; set the model's router_aux_loss_coef to 0"
+        )
+
+
+def _inject(
+    losses: AuxiliaryLosses, followed: ModeAround[_Logits], experts: Any, arguments: tuple[Any, ...]
+) -> tuple[Tensor, ...] | None:
+    x_TH, experts_TK, weights_TK = choice_of(experts, arguments)
+    mode = followed.take()
+    if not losses.injects():
+        return None
+    logits = None if mode is None or mode.logits is None else mode.logits.reshape(-1, experts.num_experts)
+    if mode is None or logits is None or len(logits) != len(experts_TK):
+        raise ValueError(
+            f"add_router_losses: expected a router that takes a softmax, a sigmoid or the largest of its logits, got "
+            f"that of {type(experts).__name__}"
+        )
+    losses.score = mode.score
+    gate = Gate(weights_TK, experts_TK, load_of(experts_TK, experts.num_experts))
+    weights_TK, _ = losses(gate, logits)
+    return x_TH, experts_TK, weights_TK

@@ -1,0 +1,133 @@
+"""The places in a model of transformers through which the choice of its routers passes.
+
+Every sparse block calls its experts with the hidden states, the indices and the weights of the choice, whatever the
+implementation of experts. So a hook on the experts sees every choice, and no class of blocks has to be known.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import place
+from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.nn.choices import Removable
+from pymoe.nn.expert_load import CountedLoad
+from pymoe.nn.options import check_model
+
+COUNTED = "pymoe_load"
+"""Name of the submodule of experts that keeps their load."""
+
+
+class Choice(NamedTuple):
+    """The arguments with which a sparse block calls its experts."""
+
+    x_TH: Tensor
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+
+def choice_of(experts: Any, arguments: tuple[Any, ...]) -> Choice:
+    """Return the arguments of a call of an experts module.
+
+    Raises:
+        TypeError: the module was called in another way than sparse blocks do.
+        ValueError: the experts are spread over ranks by transformers, so that the indices are not those of the router.
+    """
+    if len(arguments) != 3 or not all(isinstance(argument, Tensor) for argument in arguments):
+        raise TypeError(
+            f"{type(experts).__name__}: expected hidden states, indices and weights, by position, got "
+            f"{len(arguments)} such arguments"
+        )
+    if interface.flags(experts).expert_parallel:
+        raise ValueError(
+            f"{type(experts).__name__}: expected all experts on one rank, got indices of expert parallelism of "
+            "transformers, which are not those that the router chose"
+        )
+    return Choice(*arguments)
+
+
+def sparse_experts(function: str, model: nn.Module) -> dict[str, Any]:
+    """Return the experts modules behind transformers' interface, by their names in ``model``; there may be none.
+
+    Args:
+        function: the name for errors.
+        model: any module.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: the model has experts outside of the interface, whose choice cannot be seen.
+    """
+    check_model(function, model)
+    for module in model.modules():
+        known = place(type(module))
+        if known in FORWARDS or known in REFUSED:
+            raise ValueError(
+                f"{function}: expected experts behind transformers' interface, got {type(module).__name__}, which is "
+                "outside of it, so that its choice does not pass through one place"
+            )
+    return {name or "experts": module for name, module in model.named_modules() if interface.is_behind(module)}
+
+
+class Attached:
+    """What was attached to a model, until :meth:`remove` is called."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[nn.Module, str]] = []
+        self._hooks: list[Removable] = []
+
+    def remove(self) -> None:
+        """Leave the model as it was before the call that returned this. Further calls do nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        for experts, name in self._parts:
+            delattr(experts, name)
+        self._parts, self._hooks = [], []
+
+
+def attach(attached: Attached, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
+    """Add to ``attached`` a submodule of experts, and the hooks that use it."""
+    setattr(experts, name, part.train(experts.training))
+    attached._parts.append((experts, name))
+    attached._hooks += hooks
+
+
+def count_expert_load(model: nn.Module) -> Attached:
+    """Make the experts of a model of transformers keep the load of their last forward, for
+    :func:`pymoe.nn.expert_load`.
+
+    The counts are no part of the state dict, follow the model's device, and are copied and pickled with it. Experts run
+    by any implementation are counted, also in evaluation and in code that is compiled afterwards; code that was
+    compiled before does not count. A token counts for an expert that is given it, even with the weight 0, as Zaya's
+    first expert is for tokens that skip all. Experts that are counted already, and :class:`pymoe.nn.MoE` layers, which
+    always count, are left alone.
+
+    Args:
+        model: a model whose experts are behind transformers' interface.
+
+    Returns:
+        A handle; its ``remove()`` ends the counting.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: the model has no experts behind the interface, or others.
+    """
+    found = sparse_experts("count_expert_load", model)
+    if not found:
+        raise ValueError(
+            f"count_expert_load: expected a model with experts behind transformers' interface, got "
+            f"{type(model).__name__} with none"
+        )
+    attached = Attached()
+    for experts in found.values():
+        if not hasattr(experts, COUNTED):
+            counted = CountedLoad(experts.num_experts, next(experts.parameters()).device)
+            attach(attached, experts, COUNTED, counted, experts.register_forward_pre_hook(partial(_count, counted)))
+    return attached
+
+
+def _count(counted: CountedLoad, experts: nn.Module, arguments: tuple[Any, ...]) -> None:
+    counted.count(choice_of(experts, arguments).experts_TK)

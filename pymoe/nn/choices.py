@@ -1,0 +1,113 @@
+"""The layers of a model that choose experts, whatever library they come from: to see a choice, or to replace it.
+
+Those of :class:`pymoe.nn.MoE` are found here. Integrations add their own to :data:`finders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pymoe._common.types import Gate
+from pymoe.nn.expert_load import load_of
+from pymoe.nn.moe import MoE
+from pymoe.reference.gate_topk import weights_of
+
+
+class Removable(Protocol):
+    """A hook, or several."""
+
+    def remove(self) -> None:
+        """Remove it."""
+
+
+class ChoosingLayer(Protocol):
+    """A layer that chooses experts."""
+
+    num_experts: int
+    """E."""
+    top_k: int | None
+    """K; None if only a forward shows it."""
+
+    def observe(self, keep: Callable[[Tensor], None]) -> Removable:
+        """Call ``keep`` with the choice (T, K), integers, of every forward of the layer."""
+
+    def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
+        """Use another choice in every forward, with the weights that the router's own rule gives it.
+
+        Args:
+            choice_TK: (T, K) int64.
+            used: is called with the router's own choice in every forward, and raises if it may not be replaced.
+        """
+
+
+finders: list[Callable[[str, nn.Module], dict[str, ChoosingLayer]]] = []
+"""Functions of the name of a function, for errors, and a model; each returns the model's layers of one library."""
+
+
+def choosing_layers(function: str, model: nn.Module) -> dict[str, ChoosingLayer]:
+    """Return the layers of a model that choose experts, by their names, in the model's order.
+
+    Args:
+        function: the name for errors.
+        model: the model.
+
+    Raises:
+        ValueError: the model has none, or some whose choice cannot be seen.
+    """
+    found: dict[str, ChoosingLayer] = {
+        name or "moe": _LayerOfPymoe(layer) for name, layer in model.named_modules() if isinstance(layer, MoE)
+    }
+    for find in finders:
+        found.update(find(function, model))
+    if not found:
+        raise ValueError(
+            f"{function}: expected a model that chooses experts, got {type(model).__name__} with no MoE layer; for a "
+            "model of transformers, import pymoe.integrations.transformers"
+        )
+    order = {name or "moe": place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda pair: order[pair[0]]))
+
+
+class _LayerOfPymoe:
+    def __init__(self, layer: MoE) -> None:
+        self.layer = layer
+        self.num_experts = layer.num_experts
+        self.top_k: int | None = layer.top_k
+
+    def observe(self, keep: Callable[[Tensor], None]) -> Removable:
+        # A hook also makes the layer call its router, in place of one native call of router and experts.
+        return self.layer.router.register_forward_hook(lambda router, inputs, output: keep(output[0].experts))
+
+    def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
+        return _Replaced(self.layer, choice_TK, used)
+
+
+class _Replaced:
+    """Replaces the choice of a router of pymoe until it is removed."""
+
+    def __init__(self, layer: MoE, choice_TK: Tensor, used: Callable[[Tensor], None]) -> None:
+        self.router = layer.router
+        self.choice_TK = choice_TK
+        self.used = used
+        self.hook = self.router.register_forward_pre_hook(lambda router, inputs: None)  # see `observe`
+        self.before, self.router.replaced = self.router.replaced, self.choose
+
+    def choose(self, gate: Gate, logits_TE: Tensor) -> Gate:
+        """Return the gate of the other choice: with the same bits if it is that of ``gate``."""
+        router = self.router
+        self.used(gate.experts)
+        experts_TK = self.choice_TK.to(gate.experts.device)
+        if torch.equal(experts_TK, gate.experts):
+            return gate
+        weights_TK = weights_of(logits_TE, experts_TK, router.score, router.renormalize, router.scale)
+        same_T1 = (experts_TK == gate.experts).all(dim=1, keepdim=True)  # the native kernel rounds otherwise, a little
+        load = load_of(experts_TK, router.num_experts)
+        return Gate(torch.where(same_T1, gate.weights, weights_TK), experts_TK.to(torch.int32), load)
+
+    def remove(self) -> None:
+        self.hook.remove()
+        self.router.replaced = self.before

@@ -1,0 +1,67 @@
+"""The expert bias of a router that is not a :class:`pymoe.nn.Router`, and the load since its last update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe._transforms import in_torch_func
+from pymoe.nn.local_tensors import LocalTensors, count_on_backward
+
+
+class ExpertBias(nn.Module):
+    """What :func:`pymoe.nn.update_expert_biases` needs of a router of another library: attached as a submodule.
+
+    Args:
+        num_experts: E.
+        bias_update_rate: the step by which an update moves an expert's bias.
+        kept_by: a module and the name of its bias, of E elements; None makes a bias of zeros, ``bias``, in the state
+            dict.
+        device: of the counts, and of a bias that is made.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        bias_update_rate: float,
+        kept_by: tuple[nn.Module, str] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.bias_update_rate = bias_update_rate
+        self.bias_was_updated = False
+        self._kept_by = kept_by  # in a tuple, so that the module does not become a submodule of this one
+        self.register_buffer("bias", torch.zeros(num_experts, device=device) if kept_by is None else None)
+        self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
+
+    @property
+    def expert_bias(self) -> Tensor:
+        """Return the bias: E elements."""
+        if self._kept_by is not None:
+            kept: Tensor = getattr(*self._kept_by)
+            return kept
+        assert self.bias is not None
+        return self.bias
+
+    def count(self, weights_TK: Tensor, load: Tensor) -> Tensor:
+        """Return the weights of a choice; their backward pass counts its load (E,), as that of a router of pymoe does.
+
+        Nothing is counted in evaluation, nor inside a transform of :mod:`torch.func`.
+        """
+        self.counted.follow(load.device)
+        if not self.training or in_torch_func():
+            return weights_TK
+        return count_on_backward(weights_TK, load, self.counted["load"])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
+            self.bias = bias.to(self.bias.device)  # bfloat16() and half() leave it in float32
+        return self

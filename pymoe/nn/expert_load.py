@@ -1,0 +1,92 @@
+"""The load of the experts: how many slots each expert got in the last forward of every layer of a model.
+
+A :class:`pymoe.nn.MoE` keeps its load by itself. A :class:`CountedLoad` keeps that of other experts: it is attached to
+them as a submodule, and is told of every choice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pymoe._transforms import in_torch_func, is_exporting
+from pymoe.nn.local_tensors import LocalTensors
+from pymoe.nn.moe import MoE
+from pymoe.nn.options import check_model
+
+
+class CountedLoad(LocalTensors):
+    """The load of the last forward of experts that are not those of a :class:`pymoe.nn.MoE`.
+
+    Args:
+        num_experts: E.
+        device: of the counts.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device | None = None) -> None:
+        super().__init__(
+            load=torch.zeros(num_experts, device=device, dtype=torch.int32),
+            forwards=torch.zeros((), device=device, dtype=torch.int64),
+        )
+
+    def count(self, experts_TK: Tensor) -> None:
+        """Keep the load of a choice (T, K) in place of the last one. It is not kept where ``MoE.stats`` is not."""
+        if in_torch_func() or is_exporting():
+            return
+        self.follow(experts_TK.device)
+        with torch.no_grad():
+            self["load"].copy_(load_of(experts_TK, self["load"].shape[0]))
+            self["forwards"].add_(1)
+
+
+def load_of(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """Return (E,) int32, the number of slots of each expert; numbers from E on are slots of no expert.
+
+    Args:
+        experts_TK: (T, K) integers.
+        num_experts: E.
+    """
+    flat = experts_TK.reshape(-1).clamp(max=num_experts)
+    load = flat.new_zeros(num_experts + 1, dtype=torch.int32)
+    return load.index_add(0, flat, torch.ones_like(flat, dtype=torch.int32))[:num_experts]
+
+
+def expert_load(model: nn.Module) -> dict[str, Tensor]:
+    """Return the number of slots of each expert in the last forward of every layer, before any were dropped.
+
+    Under activation checkpointing the recomputation leaves the same numbers. With gradient accumulation they are those
+    of the last micro-batch.
+
+    Args:
+        model: a model that holds :class:`pymoe.nn.MoE` layers, or one of transformers whose experts
+            :func:`pymoe.integrations.transformers.count_expert_load` counts.
+
+    Returns:
+        (E,) int32 on the layer's device, by the name of the layer or of its experts within the model. A ``MoE`` that
+        was not called has a load of zero.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: the model has neither.
+        RuntimeError: no forward of counted experts was seen: there was none, or it ran code that had been compiled
+            before the counting began.
+    """
+    check_model("expert_load", model)
+    loads = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            loads[name or "moe"] = module.stats.load
+        elif isinstance(module, CountedLoad):
+            place = name.rpartition(".")[0]
+            if not module["forwards"]:
+                raise RuntimeError(
+                    f"expert_load: expected a forward of {place or 'the experts'} since its experts are counted, got "
+                    "none; code that was compiled before count_expert_load does not count"
+                )
+            loads[place or "experts"] = module["load"].clone()
+    if not loads:
+        raise ValueError(
+            f"expert_load: expected a model with pymoe.nn.MoE layers or counted experts, got {type(model).__name__} "
+            "with neither; pymoe.integrations.transformers.count_expert_load(model) counts those of transformers"
+        )
+    return loads

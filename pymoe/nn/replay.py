@@ -1,0 +1,304 @@
+"""Routing replay: a forward that sends every token to the experts that were recorded in earlier forwards.
+
+Trainers of reinforcement learning need it, because the program that generates and the one that trains may choose other
+experts for the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe import _torch_private as private
+from pymoe.nn.choices import ChoosingLayer, Removable, choosing_layers
+from pymoe.nn.options import check_model
+
+
+@dataclass
+class Forward:
+    """What one forward of a model chose."""
+
+    shape: tuple[int, ...] | None
+    """The shape of the tokens, such as (B, S); None if the model was given no tensor."""
+    ids: Tensor | None
+    """The token ids, of this shape, if the model was given ids."""
+    choices: dict[str, Tensor] = field(default_factory=dict)
+    """(T, K) int32, the experts of every token, by the name of the layer."""
+
+
+@dataclass
+class Routes:
+    """The experts that the layers of a model chose in one or more forwards, one after another."""
+
+    experts: dict[str, int]
+    """E of every layer, by name, in the model's order."""
+    forwards: list[Forward] = field(default_factory=list)
+
+    def joined(self) -> Forward:
+        """Return the routes of one forward over all tokens: those of several are joined along each sequence.
+
+        Raises:
+            ValueError: there is no forward, or several whose tokens are not (B, S) with the same B, or that called
+                other layers.
+        """
+        if not self.forwards:
+            raise ValueError("Routes: expected at least one recorded forward, got none")
+        first, *others = self.forwards
+        if not others:
+            return first
+        shapes = [forward.shape for forward in self.forwards]
+        rows = shapes[0][0] if shapes[0] else 0
+        for forward in self.forwards:
+            shape, layers = forward.shape, forward.choices
+            if (
+                shape is None
+                or len(shape) != 2
+                or shape[0] != rows
+                or layers.keys() != first.choices.keys()
+                or any(len(choice) != shape[0] * shape[1] for choice in layers.values())
+            ):
+                raise ValueError(
+                    f"Routes: forwards can be joined if each was given tokens (B, S) with the same B and called the "
+                    f"same layers for all of them, got shapes {shapes}"
+                )
+        joined = {
+            name: torch.cat([one.choices[name].unflatten(0, (rows, -1)) for one in self.forwards], 1).flatten(0, 1)
+            for name in first.choices
+        }
+        ids = [forward.ids for forward in self.forwards if forward.ids is not None]
+        length = sum(shape[1] for shape in shapes if shape)
+        return Forward((rows, length), torch.cat(ids, dim=1) if len(ids) == len(shapes) else None, joined)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[Routes]:
+    """Record the experts that every layer chooses, in all forwards of ``model`` in a block.
+
+    ::
+
+        with record_routing(model) as routes:
+            ids = model.generate(prompt, max_new_tokens=20)
+        with replay_routing(model, routes):
+            loss = criterion(model(ids[:, :-1]))  # the last token was generated, but not given to the model
+            loss.backward()
+
+    The forwards that activation checkpointing repeats in a backward pass are not recorded. Recording changes no bits.
+
+    Args:
+        model: a model with :class:`pymoe.nn.MoE` layers, or one of transformers whose experts are behind its interface,
+            after the import of :mod:`pymoe.integrations.transformers`.
+
+    Yields:
+        The routes. They hold copies, on the model's device: K numbers of 4 bytes for a token and layer.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: the model has no such layers, or some whose choice cannot be seen.
+        RuntimeError: at the end of the block: it saw no forward of the model, or not all of one, as for code that was
+            compiled before; within it: code is compiled, or a layer runs twice in a forward or outside of any.
+    """
+    check_model("record_routing", model)
+    layers = choosing_layers("record_routing", model)
+    routes = Routes({name: layer.num_experts for name, layer in layers.items()})
+    watched = _Watched("record_routing", model, layers, lambda shape, ids: routes.forwards.append(Forward(shape, ids)))
+
+    def keep(name: str, experts_TK: Tensor) -> None:
+        if private.current_graph_task_id() != -1:  # a forward that is repeated in the backward pass
+            return
+        watched.check_within(name)
+        choices = routes.forwards[-1].choices
+        if name in choices:
+            raise RuntimeError(f"record_routing: expected one call of {name} in a forward, got two")
+        choices[name] = experts_TK.detach().to(torch.int32, copy=True)
+
+    with watched:
+        for name, layer in layers.items():
+            watched.hooks.append(layer.observe(partial(keep, name)))
+        yield routes
+    if not all(forward.choices for forward in routes.forwards) or not routes.forwards:
+        raise RuntimeError(
+            "record_routing: expected forwards of the model in the block, got none that was seen; code that was "
+            "compiled before the block is not"
+        )
+
+
+@contextmanager
+def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
+    """Make one forward of ``model`` in a block, and its backward pass, take the experts that were recorded.
+
+    The weights of these experts are computed from the router's present scores, by the router's own rule, and gradients
+    reach the router through them (the routing replay of R3, arXiv 2510.11370). If neither weights nor inputs have
+    changed, the forward has the bits of the recorded one. The routes of several recorded forwards, as of a prompt and
+    the tokens that were generated after it, are joined along each sequence, for one forward over all of them.
+
+    The model must be given the same ids as the recorded forwards, padding included: so sequences of several lengths are
+    generated and replayed in one batch, padded alike. Ids are compared, and must be equal. Models that are given
+    embeddings are only compared in the number of tokens.
+
+    Args:
+        model: the model that was recorded, or one with the same layers.
+        routes: see :func:`record_routing`.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: the routes have another number of layers, tokens, choices or experts than the model, or were
+            recorded for other ids; forwards cannot be joined; or a router would choose other experts and its weights
+            cannot be had, for example because it has left out groups of experts before.
+        RuntimeError: the block has more than one forward, or none; a layer ran twice, or not at all; code is compiled;
+            or a layer's activations are recomputed in the backward pass, and this is not in the block.
+    """
+    check_model("replay_routing", model)
+    if not isinstance(routes, Routes):
+        raise TypeError(f"replay_routing: routes must be Routes of record_routing, got {type(routes).__name__}")
+    layers = choosing_layers("replay_routing", model)
+    replay = _Replay(routes, layers)
+    with _Watched("replay_routing", model, layers, replay.begin) as watched:
+        for name, layer in layers.items():
+            used = partial(replay.use, watched, name)
+            choice = replay.choices.get(name)
+            watched.hooks.append(layer.observe(used) if choice is None else layer.replace(choice, used))
+        yield
+    replay.end()
+
+
+class _Replay:
+    """The routes of one forward, and what has been taken of them."""
+
+    def __init__(self, routes: Routes, layers: dict[str, ChoosingLayer]) -> None:
+        recorded, given = list(routes.experts.items()), [(name, one.num_experts) for name, one in layers.items()]
+        alike = len(recorded) == len(given) and all(
+            experts == other_experts and (name.endswith(other) or other.endswith(name))
+            for (name, experts), (other, other_experts) in zip(recorded, given, strict=True)
+        )
+        if not alike:
+            raise ValueError(
+                f"replay_routing: expected a model with the recorded layers (names and experts) {recorded}, got {given}"
+            )
+        joined = routes.joined()
+        self.shape, self.ids = joined.shape, joined.ids
+        names = dict(zip(routes.experts, layers, strict=True))  # a wrapper of the model adds a prefix
+        self.choices = {names[name]: choice.to(torch.int64, copy=True) for name, choice in joined.choices.items()}
+        self.begun = False
+        self.taken: set[str] = set()
+        self.grad = False
+        self.checkpointed = self.recomputed = False
+
+    def begin(self, shape: tuple[int, ...] | None, ids: Tensor | None) -> None:
+        """Begin the forward."""
+        if self.begun:
+            raise RuntimeError("replay_routing: expected one forward of the model in the block, got another")
+        self.begun, self.grad = True, torch.is_grad_enabled()
+        if self.ids is None or ids is None:
+            return
+        if self.ids.shape != ids.shape:
+            raise ValueError(
+                f"replay_routing: expected ids of the recorded shape {tuple(self.ids.shape)}, got {tuple(ids.shape)}; "
+                "the last token that was generated has no routes, because the model was not given it"
+            )
+        if not torch.equal(self.ids, ids.to(self.ids.device)):
+            raise ValueError("replay_routing: expected the ids that were recorded, padding included, got others")
+
+    def use(self, watched: _Watched, name: str, experts_TK: Tensor) -> None:
+        """Raise unless the choice of a layer, which the router has made, is to be replaced by the recorded one."""
+        choice = self.choices.get(name)
+        if choice is None:
+            raise ValueError(f"replay_routing: expected calls of the recorded layers alone, got one of {name}")
+        if choice.shape != experts_TK.shape:
+            recorded, got = (f"{tokens} tokens with {k} choices" for tokens, k in (choice.shape, experts_TK.shape))
+            raise ValueError(f"replay_routing: expected {recorded} in {name}, as recorded, got {got}")
+        if private.current_graph_task_id() != -1:
+            self.recomputed = True
+            return
+        watched.check_within(name)
+        if name in self.taken:
+            raise RuntimeError(f"replay_routing: expected one call of {name} in the forward, got two")
+        self.taken.add(name)
+        self.checkpointed = self.checkpointed or self.grad != torch.is_grad_enabled() or _in_checkpoint()
+
+    def end(self) -> None:
+        """Raise unless all routes were taken, and nothing will be computed again without them."""
+        missing = [name for name in self.choices if name not in self.taken]
+        if missing:
+            raise RuntimeError(
+                f"replay_routing: expected a forward through the recorded layers, got none of {', '.join(missing)}; "
+                "code that was compiled before the block does not replay"
+            )
+        if self.checkpointed and not self.recomputed:
+            raise RuntimeError(
+                "replay_routing: expected the backward pass in the block, because activations are recomputed in it, "
+                "got the end of the block first"
+            )
+
+
+def _in_checkpoint() -> bool:
+    """Return whether the forward runs inside ``torch.utils.checkpoint``, which will repeat it."""
+    hooks = private.top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+class _Watched:
+    """Sees the forwards of a model in a block, and removes hooks at its end.
+
+    A wrapper such as PEFT's may be passed by: ``generate`` calls the model within it. So the forward is the outermost
+    call of a module that contains all layers.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        model: nn.Module,
+        layers: dict[str, ChoosingLayer],
+        begin: Callable[[tuple[int, ...] | None, Tensor | None], None],
+    ) -> None:
+        self.function = function
+        self.begin = begin
+        self.depth = 0
+        self.hooks: list[Removable] = []
+        paths = [name.split(".")[:-1] for name in layers]
+        shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+        self.modules = [model, *(model.get_submodule(".".join(shared[: n + 1])) for n in range(len(shared)))]
+
+    def __enter__(self) -> _Watched:
+        for module in self.modules:
+            self.hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._after, always_call=True))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def check_within(self, name: str) -> None:
+        """Raise unless a forward of the model is running."""
+        if not self.depth:
+            raise RuntimeError(f"{self.function}: expected layers to run in a forward of the model, got {name} alone")
+
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"{self.function}: expected eager code, got torch.compile")
+        if private.current_graph_task_id() != -1:
+            return
+        self.depth += 1
+        if self.depth == 1:
+            self.begin(*_tokens(arguments, named))
+
+    def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if private.current_graph_task_id() == -1 and self.depth:
+            self.depth -= 1
+
+
+def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int, ...] | None, Tensor | None]:
+    """Return the shape of the tokens that a model is given, and their ids if it is given ids."""
+    preferred = [named.get(name) for name in ("input_ids", "inputs_embeds")]
+    for value in (*preferred, *arguments, *named.values()):
+        if isinstance(value, Tensor):
+            is_ids = not value.is_floating_point()
+            return tuple(value.shape if is_ids else value.shape[:-1]), value.detach().clone() if is_ids else None
+    return None, None
