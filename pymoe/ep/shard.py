@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,15 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from pymoe._common import checks
 from pymoe.ep.agreement import assert_same_on_all_ranks, next_model_number, register_layer
+from pymoe.ep.call import ShardedLayer
 from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE
+from pymoe.ep.modules import hidden_size_of, modules_of, sharded_class
 from pymoe.ep.redistribute import watch_optimizers
 from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
 from pymoe.nn.quantized_experts import lost_with
+from pymoe.nn.stacked_experts import StackedExperts
 
 
 def shard(
@@ -108,6 +112,7 @@ def shard(
     mesh = _mesh_of(mesh, model)
     problem: Exception | None = None
     layers: dict[str, MoE] = {}
+    modules: dict[str, tuple[nn.Module, StackedExperts]] = {}
     try:
         _check_order(mesh)
         checks.integer("shard", "chunks", chunks, 1, None, "at least 1")
@@ -121,9 +126,12 @@ def shard(
         checks.choice("shard", "transport", transport, ("exact", "padded"))
         if deduplicate and clones:
             raise ValueError(f"shard: clones must be 0 with deduplicate=True, got {clones}")
-        layers = _layers_of(model)
+        layers, modules = _layers_of(model), modules_of(model)
+        _check_found(model, layers, modules, scope)
+        numbers = [layer.num_experts for layer in layers.values()]
+        numbers += [next(module.parameters()).shape[0] for module, _ in modules.values()]
         if transport == "padded":
-            _check_padded(mesh, layers, chunks, room, clones, deduplicate)
+            _check_padded(mesh, numbers, chunks, room, clones, deduplicate)
     except (TypeError, ValueError) as error:
         problem = error
     options = {
@@ -136,26 +144,32 @@ def shard(
         "transport": transport,
     }
     described = {name: _described(layer) for name, layer in layers.items()}
+    described |= {name: {"options": repr(one)} | _described_parameters(one) for name, (one, _) in modules.items()}
     assert_same_on_all_ranks("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
     watch_optimizers()
     number = next_model_number(mesh.get_group())
     made: dict[int, nn.Parameter] = {}
-    for name, layer in layers.items():
-        fewest = _default_min_rows_to_clone(layer.experts) if min_rows_to_clone is None else min_rows_to_clone
+
+    def sharding_of(name: str, num_experts: int, parameters: Iterable[Tensor], hidden_size: int) -> ExpertSharding:
+        size = sum(one.numel() for one in parameters) // num_experts
         sharding = ExpertSharding(
             name,
             mesh,
-            layer.num_experts,
-            _chunks_of(layer, mesh, chunks),
+            num_experts,
+            _chunks_of(num_experts, mesh, chunks),
             scope,
             max_recv_rows=room,
             model=number,
             clones=clones,
-            min_rows_to_clone=fewest,
+            min_rows_to_clone=fewest_rows_that_pay(size, hidden_size) if min_rows_to_clone is None else min_rows_to_clone,
             deduplicate=deduplicate,
             transport=transport,
         )
         register_layer(sharding)
+        return sharding
+
+    for name, layer in layers.items():
+        sharding = sharding_of(name, layer.num_experts, layer.experts.parameters(), layer.hidden_size)
         layer.router.row_invariant = True
         if layer.shared is not None:
             layer.shared.row_invariant = True
@@ -168,34 +182,37 @@ def shard(
         sharded.sharding = sharding
         if transport == "padded":
             sharded.notes = device_notes(sharding, layer.router.weight.device)
+    for name, (module, experts_of_module) in modules.items():
+        first = next(module.parameters())
+        sharding = sharding_of(name, first.shape[0], module.parameters(), hidden_size_of(module, experts_of_module))
+        sharded = module
+        sharded.__class__ = sharded_class(type(module))
+        sharded.spread(experts_of_module, sharding, made)
+        if transport == "padded":
+            sharded.notes = device_notes(sharding, first.device)
     return model
 
 
-def _chunks_of(layer: MoE, mesh: DeviceMesh, chunks: int) -> int:
-    return min(chunks, -(-layer.num_experts // mesh.size()))
+def _chunks_of(num_experts: int, mesh: DeviceMesh, chunks: int) -> int:
+    return min(chunks, -(-num_experts // mesh.size()))
 
 
 def _check_padded(
-    mesh: DeviceMesh, layers: dict[str, MoE], chunks: int, room: int | None, clones: int, deduplicate: bool
+    mesh: DeviceMesh, numbers: list[int], chunks: int, room: int | None, clones: int, deduplicate: bool
 ) -> None:
-    """Raise unless options fit ``transport="padded"``."""
+    """Raise unless options fit ``transport="padded"``, in layers with these numbers of experts."""
     if clones:
         raise ValueError(f"shard: clones must be 0 with transport='padded', got {clones}")
     if deduplicate:
         raise ValueError("shard: deduplicate must be False with transport='padded', got True")
     if room is None:
         raise ValueError("shard: room must be given with transport='padded', got None")
-    least = mesh.size() * max(_chunks_of(layer, mesh, chunks) for layer in layers.values())
+    least = mesh.size() * max(_chunks_of(experts, mesh, chunks) for experts in numbers)
     if room < least:
         raise ValueError(
             f"shard: room must be at least {least} with transport='padded', a row from each rank in each chunk, got "
             f"{room}"
         )
-
-
-def _default_min_rows_to_clone(experts: Experts) -> int:
-    parameters = sum(one.numel() for one in experts.parameters()) // experts.num_experts
-    return fewest_rows_that_pay(parameters, experts.hidden_size)
 
 
 def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
@@ -227,11 +244,10 @@ def _layers_of(model: Any) -> dict[str, MoE]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model must be a module, got {type(model).__name__}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    if not layers:
-        raise ValueError(f"shard: model must hold a pymoe.nn.MoE, got a {type(model).__name__} without one")
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedLayer):
+            raise ValueError(f"shard: layers must not be sharded yet, got {name!r} on {module.sharding.ranks} ranks")
     for name, layer in layers.items():
-        if isinstance(layer, ShardedMoE):
-            raise ValueError(f"shard: layers must not be sharded yet, got {name!r} on {layer.sharding.ranks} ranks")
         if type(layer) is not MoE:
             raise TypeError(f"shard: layers must be of the class MoE itself, got {name!r} of {type(layer).__name__}")
         if type(layer.experts) is not Experts:
@@ -248,15 +264,35 @@ def _layers_of(model: Any) -> dict[str, MoE]:
     return layers
 
 
-def _described(layer: MoE) -> dict[str, Any]:
-    """Return the properties that must be equal on all ranks, by their names in error messages."""
-    said: dict[str, Any] = {"options": repr(layer)}
-    for name, parameter in layer.experts.named_parameters():
+def _check_found(model: nn.Module, layers: dict[str, MoE], modules: dict[str, Any], scope: Scope) -> None:
+    """Raise unless a model has layers, and all of them take the scope."""
+    if not layers and not modules:
+        raise ValueError(
+            f"shard: model must hold a pymoe.nn.MoE, or experts of transformers (which are found once "
+            f"pymoe.integrations.transformers is imported), got a {type(model).__name__} without them"
+        )
+    if modules and scope != "rank":
+        raise ValueError(
+            f"shard: scope must be 'rank' for experts of transformers, whose losses are transformers' own, got "
+            f"{scope!r} and {next(iter(modules))!r}"
+        )
+
+
+def _described_parameters(experts: nn.Module) -> dict[str, Any]:
+    """Return the properties of experts that must be equal on all ranks, by their names in error messages."""
+    said: dict[str, Any] = {}
+    for name, parameter in experts.named_parameters():
         said |= {
             f"shape of experts.{name}": tuple(parameter.shape),
             f"dtype of experts.{name}": str(parameter.dtype).removeprefix("torch."),
             f"requires_grad of experts.{name}": parameter.requires_grad,
         }
+    return said
+
+
+def _described(layer: MoE) -> dict[str, Any]:
+    """Return the properties of a layer that must be equal on all ranks, by their names in error messages."""
+    said: dict[str, Any] = {"options": repr(layer)} | _described_parameters(layer.experts)
     copies = {f"router.{name}": one for name, one in [*layer.router.named_parameters(), *layer.router.named_buffers()]}
     if layer.shared is not None:
         copies |= {f"shared.{name}": one for name, one in layer.shared.named_parameters()}

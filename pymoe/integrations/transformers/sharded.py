@@ -1,0 +1,62 @@
+"""Experts of transformers spread over ranks by :func:`pymoe.ep.shard`, which asks this for their descriptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import activation_of, place
+from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.nn.apply_experts import Activation
+from pymoe.nn.stacked_experts import StackedExperts, handlers
+
+
+def register() -> None:
+    """Make :func:`pymoe.ep.shard` find the experts of transformers. Further calls change nothing."""
+    if stacked_experts not in handlers:
+        handlers.append(stacked_experts)
+
+
+def stacked_experts(module: nn.Module) -> StackedExperts | None:
+    """Return the description of an experts module behind transformers' interface; None for other modules.
+
+    Raises:
+        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is spread over
+            ranks by transformers, is quantised, or holds experts outside of the interface.
+    """
+    if place(type(module)) in FORWARDS or place(type(module)) in REFUSED:
+        raise ValueError(
+            f"shard: model must have experts behind transformers' interface, got those of {type(module).__name__}, "
+            f"which are outside of it"
+        )
+    if not interface.is_behind(module):
+        return None
+    flags, kind = interface.flags(module), type(module).__name__
+    _check_implementation(module)
+    if flags.expert_parallel:
+        raise ValueError(
+            f"shard: model must not be spread over ranks by transformers, got {kind} with transformers' own expert "
+            f"parallelism; load it without a tp_plan or distributed_config"
+        )
+    if flags.normed:
+        raise ValueError(f"shard: experts must have no norm after every expert, got {kind}, which has post_expert_norm")
+    name = "gate_up_proj" if flags.gated else "up_proj"
+    if not all(isinstance(getattr(module, one, None), Tensor) for one in (name, "down_proj")):
+        raise ValueError(f"shard: experts must have whole weights, got {kind} with quantised ones")
+    biases = (f"{name}_bias", "down_proj_bias") if flags.biased else (None, None)
+    return StackedExperts((name, "down_proj", *biases), flags.transposed, _activation)
+
+
+def _activation(module: Any) -> Activation:
+    _check_implementation(module)
+    return activation_of(module)
+
+
+def _check_implementation(module: Any) -> None:
+    if interface.implementation(module.config) != interface.NAME:
+        raise ValueError(
+            f"shard: model must run with experts_implementation='pymoe', got "
+            f"{interface.implementation(module.config)!r}; call model.set_experts_implementation('pymoe')"
+        )
