@@ -121,14 +121,14 @@ def records_outputs(hook: Any) -> bool:
 
 
 @functools.cache
-def call_before_saving(prepare: Callable[[Any], None]) -> None:
-    """Make ``save_pretrained`` of all models call ``prepare(model)`` first, which may raise.
+def call_before_saving(prepare: Callable[[Any, Any], None]) -> None:
+    """Make ``save_pretrained`` of all models call ``prepare(model, state_dict)`` first, which may raise.
 
     transformers has no hook before saving, which ``Trainer`` and ``push_to_hub`` also use, so its method is wrapped,
     once for all models. Adapters can be saved, because the model that they adapt is not saved with them.
 
     Args:
-        prepare: takes the model.
+        prepare: takes the model, and the state dict that was passed to ``save_pretrained``, or None.
     """
     from transformers import PreTrainedModel
 
@@ -137,7 +137,8 @@ def call_before_saving(prepare: Callable[[Any], None]) -> None:
     @functools.wraps(save)
     def save_pretrained(self: Any, *arguments: Any, **named: Any) -> Any:
         if not saves_adapter_alone(self):
-            prepare(self)
+            passed = inspect.signature(save).bind(self, *arguments, **named).arguments
+            prepare(self, passed.get("state_dict"))
         return save(self, *arguments, **named)
 
     PreTrainedModel.save_pretrained = save_pretrained

@@ -14,9 +14,13 @@ from pymoe.nn.stacked_experts import StackedExperts, handlers
 
 
 def register() -> None:
-    """Make :func:`pymoe.ep.shard` find the experts of transformers. Further calls change nothing."""
+    """Make :func:`pymoe.ep.shard` find the experts of transformers, and ``save_pretrained`` refuse parts of them.
+
+    Further calls change nothing.
+    """
     if stacked_experts not in handlers:
         handlers.append(stacked_experts)
+    interface.call_before_saving(check_saved_whole)
 
 
 def stacked_experts(module: nn.Module) -> StackedExperts | None:
@@ -47,6 +51,19 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
         raise ValueError(f"shard: experts must have whole weights, got {kind} with quantised ones")
     biases = (f"{name}_bias", "down_proj_bias") if flags.biased else (None, None)
     return StackedExperts((name, "down_proj", *biases), flags.transposed, _activation)
+
+
+def check_saved_whole(model: nn.Module, state_dict: object) -> None:
+    """Raise :class:`ValueError` if ``save_pretrained`` would write this rank's experts alone."""
+    if state_dict is None:
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "described", None), StackedExperts):
+                raise ValueError(
+                    f"save_pretrained: expected the state dict of a whole model, as {name!r} has this rank's experts "
+                    f"alone; call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+                    f"cpu_offload=True)) of torch.distributed.checkpoint.state_dict on every rank, and "
+                    f"save_pretrained(..., state_dict=...) with the result on the first rank"
+                )
 
 
 def _activation(module: Any) -> Activation:
