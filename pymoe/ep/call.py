@@ -51,6 +51,7 @@ class ShardedLayer(nn.Module):
     differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
     """
 
+    experts: ExpertShards
     sharding: ExpertSharding
     """The ranks of the experts, such as ``owner`` and ``own_experts``, and the options of :func:`pymoe.ep.shard`."""
     last_rows: list[int] | None = None
@@ -88,7 +89,7 @@ class ShardedLayer(nn.Module):
 
 
 class ExpertCall:
-    """One call of a layer: a context manager in which the layer chooses experts, :meth:`begin`\\ s and finishes.
+    """One call of a layer: a context manager in which the layer chooses experts, and then begins and finishes.
 
     Errors in the context are reported to the other ranks: before :meth:`begin` by the count exchange, later to ranks
     that wait for rows.

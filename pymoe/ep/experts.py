@@ -65,8 +65,7 @@ class ExpertShards(nn.Module):
         self.sharding = sharding
         all_sharded_experts.add(self)
         for name in self.parameter_names:
-            whole = None if name is None else getattr(self, name)
-            if whole is not None:
+            if name is not None and (whole := getattr(self, name)) is not None:
                 if id(whole) not in made:
                     made[id(whole)] = _own_part(whole, sharding)
                     mark_replaced(whole, "shard")

@@ -22,7 +22,7 @@ from pymoe.nn.stacked_experts import StackedExperts, handlers
 
 
 class ShardedModule(ShardedLayer, ExpertShards):
-    """An experts module of a model of transformers whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it.
+    """The experts of a model of transformers, spread over ranks; :func:`pymoe.ep.shard` makes it of an experts module.
 
     It is the layer and its experts in one: the router is outside. Its class has the name of the class that it had and
     is derived from that. Parameters keep their names and shapes; they are DTensors, cut along the experts. Calls are
@@ -33,7 +33,7 @@ class ShardedModule(ShardedLayer, ExpertShards):
     _sizes: dict[str, tuple[int, ...]]
 
     @property
-    def experts(self) -> ShardedModule:
+    def experts(self) -> ShardedModule:  # type: ignore[override]
         """Return the module itself, which holds the experts."""
         return self
 

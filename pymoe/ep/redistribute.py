@@ -222,9 +222,7 @@ def _several(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def _stacked(
-    experts: ExpertShards, order: tuple[int, ...] | None, optimizers: list[Optimizer]
-) -> list[_StackedTensor]:
+def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_StackedTensor]:
     """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks."""
     sharding = experts.sharding
     plain = range(sharding.num_experts)

@@ -151,7 +151,9 @@ def shard(
     made: dict[int, nn.Parameter] = {}
 
     def sharding_of(name: str, num_experts: int, parameters: Iterable[Tensor], hidden_size: int) -> ExpertSharding:
-        size = sum(one.numel() for one in parameters) // num_experts
+        fewest = min_rows_to_clone
+        if fewest is None:
+            fewest = fewest_rows_that_pay(sum(one.numel() for one in parameters) // num_experts, hidden_size)
         sharding = ExpertSharding(
             name,
             mesh,
@@ -161,7 +163,7 @@ def shard(
             max_recv_rows=room,
             model=number,
             clones=clones,
-            min_rows_to_clone=fewest_rows_that_pay(size, hidden_size) if min_rows_to_clone is None else min_rows_to_clone,
+            min_rows_to_clone=fewest,
             deduplicate=deduplicate,
             transport=transport,
         )
@@ -186,7 +188,8 @@ def shard(
         first = next(module.parameters())
         sharding = sharding_of(name, first.shape[0], module.parameters(), hidden_size_of(module, experts_of_module))
         sharded = module
-        sharded.__class__ = sharded_class(type(module))
+        kind: Any = type(module)
+        sharded.__class__ = sharded_class(kind)
         sharded.spread(experts_of_module, sharding, made)
         if transport == "padded":
             sharded.notes = device_notes(sharding, first.device)

@@ -1,4 +1,4 @@
-"""Functions that the ranks run for test_transformers.py: experts modules of transformers on ranks and in one process."""
+"""Functions that the ranks run for test_transformers.py: experts of transformers on ranks and in one process."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformer
 from experts_classes import EXPERTS, experts_classes, hidden_size
 from tiny_models import build
 
-import pymoe.integrations.transformers
+import pymoe.integrations.transformers  # noqa: F401  (registers the name "pymoe")
 from pymoe import ep
 from pymoe.nn import quantize_experts
 
@@ -74,7 +74,7 @@ def results(experts, x, index, weights, directions):
 
 
 def one(rank, world, name, over, dtype="float32", **way):
-    """Return what differs on this rank from one process, with the largest difference; None if it is not in the group."""
+    """Return what differs on this rank from one process, and how far; None if the rank is not in the group."""
     group = groups()[over]
     if rank >= over:
         return None

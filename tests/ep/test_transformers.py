@@ -45,7 +45,8 @@ def test_all_classes_have_the_bits_of_one_process(ranks, name, dtype):
 @pytest.mark.parametrize("name", FEW[:2])
 def test_clones_change_gradients_of_experts_by_rounding_alone(ranks, name):
     for found in ranks.run(experts_modules.one, name=name, over=4, clones=2, min_rows_to_clone=1):
-        assert found and max(found.values()) < 1e-6
+        assert found
+        assert max(found.values()) < 1e-6
         assert not {"y", "dx", "dweights"} & found.keys()
 
 
@@ -54,7 +55,8 @@ def test_deduplicated_rows_change_outputs_and_gradients_of_inputs_by_rounding_al
     found = ranks.run(experts_modules.one, name=name, over=4, deduplicate=True)
     assert any(found)
     for one in found:
-        assert one.keys() <= {"y", "dx"} and max(one.values(), default=0) < 1e-6
+        assert one.keys() <= {"y", "dx"}
+        assert max(one.values(), default=0) < 1e-6
 
 
 def test_ranks_without_experts(ranks):
@@ -84,7 +86,7 @@ def test_autocast(ranks, name):
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_training_steps_equal_those_of_one_process(ranks, name, shape, kind):
     for loss, norm, parameters, trained in ranks.run(experts_modules.trained, name=name, shape=shape, kind=kind):
-        assert loss < 1e-9 and norm < 1e-9
+        assert max(loss, norm) < 1e-9
         assert parameters < 1e-6  # AdamW divides by small gradients
         assert trained > 0
 
@@ -101,7 +103,8 @@ def test_the_state_dict_of_a_whole_model_is_loaded(ranks):
 
 def test_save_pretrained_takes_a_whole_state_dict(ranks, tmp_path):
     for (kind, text, _), differing in ranks.run(experts_modules.pretrained, folder=str(tmp_path)):
-        assert kind == "ValueError" and "has this rank's experts alone; call get_model_state_dict(" in text
+        assert kind == "ValueError"
+        assert "has this rank's experts alone; call get_model_state_dict(" in text
         assert not differing
 
 
