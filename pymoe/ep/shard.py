@@ -40,7 +40,10 @@ def shard(
     deduplicate: bool = False,
     transport: Transport = "exact",
 ) -> nn.Module:
-    """Spread the experts of every :class:`pymoe.nn.MoE` in ``model`` over the ranks of a group, in place.
+    """Spread the experts of every layer in ``model`` over the ranks of a group, in place.
+
+    Layers are every :class:`pymoe.nn.MoE` and, once :mod:`pymoe.integrations.transformers` is imported, every experts
+    module behind transformers' interface, which must run with ``experts_implementation="pymoe"``.
 
     Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by the ranks, and ranks may have
     none. Expert parameters become DTensors (``Shard(0)`` on the mesh) with the shapes and names that they had, so
@@ -49,17 +52,20 @@ def shard(
     the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory by
     ``to_empty``, and initialised or loaded then.
 
-    A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, and the
+    A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back, and the
     host reads at most one tensor of counts; the rank of a token sums its choices, in their order. Sums of rows over an
     expert run in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those
     of one process with the tokens of all ranks, rank after rank, if its router and shared experts are
     ``row_invariant``, as ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared
     experts, which you sum over the ranks; the contribution of the auxiliary losses of ``scope="group"`` to gradients
-    of inputs; and the exceptions that ``clones`` and ``deduplicate`` name below.
+    of inputs; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers this holds
+    if the choices and their weights, which come from transformers' router, are those of one process; gradients of these
+    weights have its bits, too. An activation that pymoe does not fuse must compute every row from that row alone.
 
     Args:
         model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
-            their ``experts`` are refused.
+            their ``experts`` are refused. So are experts of transformers outside of its interface, with a norm after
+            every expert, with an adapter, or with parameters that other modules share.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, it raises alone, and the other ranks wait for the group's timeout.
@@ -68,7 +74,8 @@ def shard(
             to the number of experts of a rank if it is larger.
         scope: the tokens over which capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as in data
             parallelism. ``"group"``: all of them, as in one process; tokens of lower ranks come first, and the mean
-            over ranks of the losses is that of all tokens.
+            over ranks of the losses is that of all tokens. Not for experts of transformers, whose losses are
+            transformers' own.
         room: the maximum number of rows that a rank may receive in a call, counted as one row per choice even with
             ``deduplicate``. If a rank would receive more, every rank raises :class:`GroupError` before anything is
             allocated for the rows. None: no limit. See ``transport`` for the meaning of ``room`` with padded buffers.
@@ -94,7 +101,7 @@ def shard(
             So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K for
             ranks of at most T tokens gives each pair of ranks twice its even share. Rows beyond that number, for one
             pair of ranks in one chunk, are dropped like rows past a capacity, and after these, in the order of tokens
-            and choices; ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` sums them up. If none are
+            and choices; ``stats.dropped`` includes them, and :attr:`ShardedLayer.overflowed` sums them up. If none are
             dropped, all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent:
             see :func:`check_calls`. Not with ``clones`` or ``deduplicate``.
 
@@ -104,8 +111,8 @@ def shard(
     Raises:
         TypeError: an argument, or a layer's class, is of the wrong kind.
         ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
-            range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, or one
-            with a hook on its experts or a ``forward`` of its own.
+            range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, one
+            with a hook on its experts or a ``forward`` of its own, or experts of transformers that are refused.
         GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
             failed. Then every rank raises.
     """

@@ -297,6 +297,13 @@ def pretrained(rank, world, folder):
     return said, differing(again.state_dict(), changed(tiny("mixtral", torch.float32)).state_dict())
 
 
+def generated(rank, world):
+    """Return whether ranks that stop at different lengths generate the tokens of a model in one process."""
+    whole, model = tiny("mixtral").eval(), ep.shard(tiny("mixtral").eval(), dist.group.WORLD)
+    prompt, options = text(world)[0, rank], {"max_new_tokens": 2 + rank, "do_sample": False, "pad_token_id": 0}
+    return torch.equal(model.generate(prompt, synced_gpus=True, **options), whole.generate(prompt, **options))
+
+
 # Mistakes.
 
 

@@ -91,6 +91,10 @@ def test_training_steps_equal_those_of_one_process(ranks, name, shape, kind):
         assert trained > 0
 
 
+def test_ranks_that_stop_at_different_lengths_generate_the_tokens_of_one_process(ranks):
+    assert all(ranks.run(experts_modules.generated))
+
+
 def test_a_checkpoint_is_loaded_on_another_number_of_ranks(ranks, tmp_path):
     ranks.run(experts_modules.saved, folder=str(tmp_path), over=3)
     for number in (1, 2, 4):
