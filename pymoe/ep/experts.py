@@ -255,15 +255,15 @@ class ShardedExperts(ExpertShards, Experts):
     def forward(  # type: ignore[override]
         self, handles: tuple[Tensor, ...], dispatcher: TokenDispatcher, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Tensor, ...]:
-        """Apply the experts to all chunks: :meth:`ExpertShards.apply_to_chunks` with the layer's activation.
+        """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
-            handles: as there.
-            dispatcher: as there.
-            meanwhile: as there.
+            handles: those that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
+            dispatcher: the dispatcher of the call.
+            meanwhile: work to do after the exchange of the weights of clones has begun.
 
         Returns:
-            As there.
+            Handles of the results that are being sent back, one for each chunk.
         """
         ops = operators(self.backend)
         return self.apply_to_chunks(

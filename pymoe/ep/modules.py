@@ -81,7 +81,13 @@ class ShardedModule(ShardedLayer, ExpertShards):
         return y_TH.to(hidden_states.dtype)
 
     def spread(self, described: StackedExperts, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
-        """Keep this rank's experts alone; the arguments are those of :meth:`ExpertShards.shard_parameters`."""
+        """Replace the parameters by DTensors that have only this rank's experts in memory.
+
+        Args:
+            described: the module's experts.
+            sharding: their sharding.
+            made: the DTensors that were made before, by the ids of the parameters that they replaced.
+        """
         self.described = described
         self.parameter_names = described.names
         self._sizes = {name: getattr(self, name).shape[1:] for name in described.names if name is not None}

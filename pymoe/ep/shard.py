@@ -52,7 +52,7 @@ def shard(
     the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory by
     ``to_empty``, and initialised or loaded then.
 
-    A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back, and the
+    A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back; the
     host reads at most one tensor of counts; the rank of a token sums its choices, in their order. Sums of rows over an
     expert run in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those
     of one process with the tokens of all ranks, rank after rank, if its router and shared experts are
