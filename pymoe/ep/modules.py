@@ -61,9 +61,9 @@ class ShardedModule(ShardedLayer, ExpertShards):
         """
         with ExpertCall(self) as call:
             check_mode()
-            check_choice(hidden_states, top_k_index, top_k_weights)
             activation = self.described.activation(self)
             rows_TH = self._rows(hidden_states)
+            check_choice(rows_TH, top_k_index, top_k_weights)
             check_parameters(self.sharding, self, None, rows_TH)
             # This also checks the indices, before other ranks wait for rows.
             load = ops.build_routing(top_k_index, self.sharding.num_experts).offsets.diff()
@@ -106,6 +106,8 @@ class ShardedModule(ShardedLayer, ExpertShards):
 
     def _rows(self, hidden_states: Tensor) -> Tensor:
         """Return the rows as they travel: in the dtype in which they are multiplied by the weights."""
+        checks.floating("MoE", "hidden_states", hidden_states)
+        checks.rank("MoE", "hidden_states", hidden_states, "(T, H)")
         checks.size("MoE", "hidden_states", hidden_states, 1, hidden_size_of(self, self.described), "H of the experts")
         weight = local_tensor(getattr(self, self.described.names[0]))
         rows = hidden_states if autocast_enabled(hidden_states.device.type) else hidden_states.to(weight.dtype)
@@ -121,7 +123,11 @@ class ShardedModule(ShardedLayer, ExpertShards):
 @functools.cache
 def sharded_class(cls: Any) -> Any:
     """Return the class of modules of the class ``cls`` after their experts have been spread over ranks."""
-    forward = functools.wraps(cls.forward)(ShardedModule.forward)
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return ShardedModule.forward(self, hidden_states, top_k_index, top_k_weights)
+
     body = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
     return type(cls.__name__, (ShardedModule, cls), body)
 

@@ -160,9 +160,10 @@ def used(rank, world, how):
     elif how == "hooked":
         seen = []
         spread.register_forward_hook(lambda module, given, output: seen.append((given[0], output)))
+        spread.register_full_backward_hook(lambda module, inner, outer: seen.append((inner[0], outer[0])))
     found = results(called, *part)
     if how == "hooked":
-        assert seen[0][0].shape == seen[0][1].shape == part[0].shape
+        assert [one.shape for pair in seen for one in pair] == [part[0].shape] * 4
     return differing(found, expected)
 
 
@@ -345,6 +346,8 @@ def refused(rank, world, what):
         model["experts"] = built("MuseSparkExperts")
     elif what == "transformers' own":
         experts._is_expert_parallel = True
+    elif what == "transformers' own model":
+        model._tp_size = 2
     elif what == "scope":
         options["scope"] = "group"
     elif what == "forward":

@@ -29,6 +29,7 @@ def equal(ranks, function, **options):
     assert not found
 
 
+@pytest.mark.thinned(usual=11)
 @pytest.mark.parametrize("way", [*EXACT, PADDED], ids=str)
 @pytest.mark.parametrize("name", FEW)
 def test_experts_on_ranks_have_the_bits_of_one_process(ranks, name, way):
@@ -82,6 +83,7 @@ def test_autocast(ranks, name):
     assert all(ranks.run(experts_modules.autocast, name=name))
 
 
+@pytest.mark.thinned(usual=4)
 @pytest.mark.parametrize(("shape", "kind"), [((4,), "ddp"), ((2, 2), "ddp"), ((2, 2), "fsdp"), ((4,), "fsdp")])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_training_steps_equal_those_of_one_process(ranks, name, shape, kind):
@@ -123,7 +125,8 @@ def test_save_pretrained_takes_a_whole_state_dict(ranks, tmp_path):
         ("quantised", "ValueError", "must have whole weights, got MixtralExperts with quantised ones"),
         ("quantised later", "ValueError", "with weights that are spread over ranks"),
         ("norm", "ValueError", "no norm after every expert, got MuseSparkExperts, which has post_expert_norm"),
-        ("transformers' own", "ValueError", "got MixtralExperts with transformers' own expert parallelism"),
+        ("transformers' own", "ValueError", "got MixtralExperts with transformers' own expert or tensor parallelism"),
+        ("transformers' own model", "ValueError", "got ModuleDict with transformers' own expert or tensor parallelism"),
         ("scope", "ValueError", "scope must be 'rank' for experts of transformers"),
         ("forward", "ValueError", "got 'experts' with a forward of its own"),
         ("tied", "ValueError", "must share no parameters with other modules, got 'experts' with 'other.0'"),
@@ -143,7 +146,7 @@ def test_what_cannot_be_spread_is_refused(ranks, what, kind, text):
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
-        ("index", "IndexError", "got 1"),
+        ("index", "IndexError", "experts must lie in [0, E) (E = 8), got "),
         ("width", "ValueError", "hidden_states must have size 48 (H of the experts)"),
         ("frozen", "GroupError", "which parameters of its experts need gradients"),
         ("another model", "GroupError", "all ranks of the group must have the same layer 'experts', got options"),

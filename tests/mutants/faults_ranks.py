@@ -282,7 +282,7 @@ FAULTS = [
     Fault(
         "experts that transformers spreads over ranks are spread again",
         "pymoe/integrations/transformers/sharded.py",
-        "if flags.expert_parallel:",
+        "if interface.is_spread(module):",
         "if False:",
         (TRANSFORMERS, "-k", "refused and own"),
     ),

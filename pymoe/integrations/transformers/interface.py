@@ -78,6 +78,11 @@ def flags(experts: Any) -> Flags:
     )
 
 
+def is_spread(module: Any) -> bool:
+    """Return whether transformers has spread a module over ranks: experts, or a model by tensor parallelism."""
+    return flags(module).expert_parallel or getattr(module, "_tp_size", None) is not None
+
+
 def activation(experts: Any) -> Callable[[Tensor], Tensor]:
     """Return the module's own computation between its two products."""
     chosen: Callable[[Tensor], Tensor] = experts._apply_gate if flags(experts).gated else experts.act_fn

@@ -27,23 +27,23 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     """Return the description of an experts module behind transformers' interface; None for other modules.
 
     Raises:
-        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is spread over
-            ranks by transformers, is quantised, or holds experts outside of the interface.
+        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised, or
+            holds experts outside of the interface; or transformers has spread it over ranks.
     """
     if place(type(module)) in FORWARDS or place(type(module)) in REFUSED:
         raise ValueError(
             f"shard: model must have experts behind transformers' interface, got those of {type(module).__name__}, "
             f"which are outside of it"
         )
+    flags, kind = interface.flags(module), type(module).__name__
+    if interface.is_spread(module):
+        raise ValueError(
+            f"shard: model must not be spread over ranks by transformers, got {kind} with transformers' own expert or "
+            f"tensor parallelism; load it without a tp_plan or distributed_config"
+        )
     if not interface.is_behind(module):
         return None
-    flags, kind = interface.flags(module), type(module).__name__
     _check_implementation(module)
-    if flags.expert_parallel:
-        raise ValueError(
-            f"shard: model must not be spread over ranks by transformers, got {kind} with transformers' own expert "
-            f"parallelism; load it without a tp_plan or distributed_config"
-        )
     if flags.normed:
         raise ValueError(f"shard: experts must have no norm after every expert, got {kind}, which has post_expert_norm")
     name = "gate_up_proj" if flags.gated else "up_proj"
