@@ -30,7 +30,7 @@ from pymoe.nn.local_tensors import LocalTensors
 from pymoe.nn.operands import check_parameter
 from pymoe.nn.options import operators
 
-Experts = Callable[[tuple[Tensor, ...], TokenDispatcher, Callable[[], None] | None], tuple[Tensor, ...]]
+RunExperts = Callable[[tuple[Tensor, ...], TokenDispatcher, Callable[[], None] | None], tuple[Tensor, ...]]
 """Takes the arguments of :meth:`pymoe.ep.ShardedExperts.forward` and returns its results."""
 
 
@@ -139,7 +139,7 @@ class ExpertCall:
         self._rows_SH = self._dispatcher.pack(rows_TH, exchange)
         return self._dispatcher
 
-    def finish(self, experts: Experts, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def finish(self, experts: RunExperts, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Send the rows through the experts; return (T, H), the weighted sum of the outputs of each token.
 
         Args:

@@ -167,6 +167,22 @@ def used(rank, world, how):
     return differing(found, expected)
 
 
+def shared(rank, world):
+    """Return what differs from one process if two modules share a parameter, and whether they still share it."""
+    whole = torch.nn.ModuleDict({name: built("MixtralExperts") for name in ("first", "second")})
+    whole["second"].down_proj = whole["first"].down_proj
+    spread = ep.shard(copy.deepcopy(whole), dist.group.WORLD)
+    parts = inputs(whole["first"], world)
+    expected, found = [
+        [results(one, *given) for one in model.values()]
+        for model, given in ((whole, map(torch.cat, zip(*parts, strict=True))), (spread, parts[rank]))
+        for given in [list(given)]
+    ]
+    names = "gate_up_proj", "down_proj"
+    differ = [name for a, b in zip(found, expected, strict=True) for name in names if not same_bits(a[name], b[name])]
+    return differ, spread["second"].down_proj is spread["first"].down_proj
+
+
 class Called(torch.nn.Module):
     """A module that is called by a function, with the names of its parameters unchanged."""
 

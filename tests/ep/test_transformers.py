@@ -74,6 +74,10 @@ def test_a_spread_module_is_used_like_another(ranks, how):
     equal(ranks, experts_modules.used, how=how)
 
 
+def test_modules_that_share_a_parameter_still_share_it(ranks):
+    assert ranks.run(experts_modules.shared) == [[[], True]] * 4
+
+
 def test_pickles_have_the_class_of_transformers(ranks):
     assert all(ranks.run(experts_modules.pickled))
 
