@@ -70,7 +70,7 @@ def results(experts, x, index, weights, directions):
     y = experts(x, index, weights)
     y.backward(directions)
     found = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
-    return found | {name: full(parameter.grad) for name, parameter in experts.named_parameters()}
+    return found | {name: full(parameter.grad).clone() for name, parameter in experts.named_parameters()}
 
 
 def one(rank, world, name, over, dtype="float32", **way):
