@@ -1,4 +1,7 @@
-"""ShardedExperts: the experts of a layer, of which each rank has and computes a part."""
+"""ShardedExperts: the experts of a layer, of which each rank has and computes a part.
+
+:class:`ExpertShards` is what these and the experts of other packages' modules have in common.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from pymoe.ep.sharding import (
     position_layout,
 )
 from pymoe.nn.experts import Experts
-from pymoe.nn.options import operators
+from pymoe.nn.options import Backend, operators
 
-all_sharded_experts: WeakSet[ShardedExperts] = WeakSet()
-"""Every ShardedExperts of this process."""
+all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
+"""Every ExpertShards of this process."""
 
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
@@ -36,14 +39,15 @@ def mark_replaced(parameter: nn.Parameter, function: str) -> None:
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 
-class ShardedExperts(Experts):
-    """One rank's experts of a :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group.
+class ExpertShards(nn.Module):
+    """Feed-forward networks in parameters stacked along experts, of which each rank has and computes a part.
 
-    Its parameters have the names and shapes of the whole layer's. They are DTensors, cut along the experts
-    (``Shard(0)`` on the group's mesh); ``to_local()`` returns this rank's part. After :func:`pymoe.ep.redistribute` the
-    expert at position p is ``sharding.order[p]``; ``state_dict()`` has expert e at position e.
+    Parameters keep their names and shapes. They are DTensors, cut along the experts (``Shard(0)`` on the group's mesh).
     """
 
+    parameter_names: Sequence[str | None] = PARAMETERS
+    """The names of the four parameters that correspond to :data:`PARAMETERS`; None for one that there is not."""
+    backend: Backend = "native"
     sharding: ExpertSharding
     gradient_divisor: int | None = None
     """Number by which each call divides the gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
@@ -60,48 +64,44 @@ class ShardedExperts(Experts):
         """
         self.sharding = sharding
         all_sharded_experts.add(self)
-        for name in PARAMETERS:
-            whole = getattr(self, name)
-            if whole is not None:
+        for name in self.parameter_names:
+            if name is not None and (whole := getattr(self, name)) is not None:
                 if id(whole) not in made:
                     made[id(whole)] = _own_part(whole, sharding)
                     mark_replaced(whole, "shard")
                 setattr(self, name, made[id(whole)])
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise this rank's experts with the values that one process would draw for them from the same seed.
+    def stacked(self) -> dict[str, Tensor]:
+        """Return the parameters by the names of :data:`PARAMETERS`."""
+        found = zip(PARAMETERS, self.parameter_names, strict=True)
+        whole = {kind: None if name is None else getattr(self, name) for kind, name in found}
+        return {kind: parameter for kind, parameter in whole.items() if parameter is not None}
 
-        So every rank draws random numbers for all experts, and keeps its own.
-        """
-        if isinstance(self, FSDPModule):
-            self.reshard()
-        for weight, bias in ((self.w_in, self.b_in), (self.w_out, self.b_out)):
-            bound = weight.shape[-1] ** -0.5
-            for parameter in (weight, bias):
-                if parameter is not None:
-                    positions = position_layout(parameter, self.sharding).own
-                    order = self.sharding.order or range(self.num_experts)
-                    _draw(parameter.shape, bound, local_data(parameter), [order[place] for place in positions])
-
-    def forward(  # type: ignore[override]
-        self, handles: tuple[Tensor, ...], dispatcher: TokenDispatcher, meanwhile: Callable[[], None] | None = None
+    def apply_to_chunks(
+        self,
+        handles: tuple[Tensor, ...],
+        dispatcher: TokenDispatcher,
+        activate: Callable[[Tensor], Tensor],
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
             handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
+            activate: computes the rows between the two products, each from its own row alone.
             meanwhile: work to do after the exchange of the weights of clones has begun.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        own = [self._local_parameter(name) for name in PARAMETERS]
+        own = [self._local_parameter(name) for name in self.parameter_names]
         by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
         if isinstance(dispatcher, IndexedDispatcher):
             return tuple(
-                start_combine(self._apply_by_index(dispatcher.wait(handles, chunk), *parts), dispatcher.combine, chunk)
+                start_combine(
+                    self._apply_by_index(dispatcher.wait(handles, chunk), activate, *parts), dispatcher.combine, chunk
+                )
                 for chunk, parts in enumerate(by_chunk)
             )
         plan, exchange = dispatcher.plan, dispatcher.dispatch
@@ -115,8 +115,15 @@ class ShardedExperts(Experts):
                 rows, parts = broadcast.wait_with_rows(handle, exchange, chunk)
             else:
                 rows, parts = wait_dispatch(handle, exchange, chunk), by_chunk[chunk]
-            back.append(start_combine(self._apply_to_chunk(rows, chunk, plan, *parts), dispatcher.combine, chunk))
+            computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts)
+            back.append(start_combine(computed, dispatcher.combine, chunk))
         return tuple(back)
+
+    def operands(
+        self, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return parts of the parameters as the products take them: weights (n, out, in) and biases (n, out)."""
+        return w_in, w_out, b_in, b_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled object, and add it to :data:`all_sharded_experts`."""
@@ -159,6 +166,7 @@ class ShardedExperts(Experts):
         rows: Tensor,
         chunk: int,
         plan: RowPlan,
+        activate: Callable[[Tensor], Tensor],
         w_in: Tensor,
         w_out: Tensor,
         b_in: Tensor | None,
@@ -167,6 +175,7 @@ class ShardedExperts(Experts):
         """Return (N, H): for every row the output of its expert, which the plan determines."""
         if w_in.shape[0] == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out)
+        w_in, w_out, b_in, b_out = self.operands(w_in, w_out, b_in, b_out)
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
         # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
@@ -178,14 +187,14 @@ class ShardedExperts(Experts):
         moves = rows.is_cuda and not sorted_rows
         order = None if moves or sorted_rows else routing.token
         inner = ops.dispatch(rows, routing) if moves else rows
-        inner = ops.grouped_linear(inner, w_in, routing.offsets, b_in, order=order)
-        inner = ops.expert_activation(inner, self.activation)
+        inner = activate(ops.grouped_linear(inner, w_in, routing.offsets, b_in, order=order))
         outer: Tensor = ops.grouped_linear(inner, w_out, routing.offsets, b_out, order=order)
         return ops.combine(outer, routing) if moves else outer
 
     def _apply_by_index(
         self,
         received: IndexedRows,
+        activate: Callable[[Tensor], Tensor],
         w_in: Tensor,
         w_out: Tensor,
         b_in: Tensor | None,
@@ -199,18 +208,18 @@ class ShardedExperts(Experts):
         rows, indices, weights, max_computed = received
         if w_in.shape[0] == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, weights)
+        w_in, w_out, b_in, b_out = self.operands(w_in, w_out, b_in, b_out)
         ops = operators(self.backend)
         slot, token, offsets = ops.build_routing(indices, w_in.shape[0], foreign_experts=True)
         routing = Routing(slot, token[:max_computed], offsets)
-        inner = ops.grouped_linear(ops.dispatch(rows, routing), w_in, offsets, b_in)
-        inner = ops.expert_activation(inner, self.activation)
+        inner = activate(ops.grouped_linear(ops.dispatch(rows, routing), w_in, offsets, b_in))
         outer = ops.grouped_linear(inner, w_out, offsets, b_out)
         combined: Tensor = ops.combine(outer, routing, weights)
         return combined
 
-    def _local_parameter(self, name: str) -> Tensor | None:
+    def _local_parameter(self, name: str | None) -> Tensor | None:
         """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
-        parameter = getattr(self, name)
+        parameter = None if name is None else getattr(self, name)
         return None if parameter is None else self._with_divided_gradient(local_tensor(parameter))
 
     def _split_by_chunk(self, own: Tensor | None) -> Sequence[Tensor | None]:
@@ -233,6 +242,49 @@ class ShardedExperts(Experts):
         if local.requires_grad:
             local.register_hook(lambda gradient: gradient / divisor)
         return local
+
+
+class ShardedExperts(ExpertShards, Experts):
+    """One rank's experts of a :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group.
+
+    Its parameters have the names and shapes of the whole layer's. They are DTensors, cut along the experts
+    (``Shard(0)`` on the group's mesh); ``to_local()`` returns this rank's part. After :func:`pymoe.ep.redistribute` the
+    expert at position p is ``sharding.order[p]``; ``state_dict()`` has expert e at position e.
+    """
+
+    def forward(  # type: ignore[override]
+        self, handles: tuple[Tensor, ...], dispatcher: TokenDispatcher, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
+
+        Args:
+            handles: those that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
+            dispatcher: the dispatcher of the call.
+            meanwhile: work to do after the exchange of the weights of clones has begun.
+
+        Returns:
+            Handles of the results that are being sent back, one for each chunk.
+        """
+        ops = operators(self.backend)
+        return self.apply_to_chunks(
+            handles, dispatcher, lambda rows: ops.expert_activation(rows, self.activation), meanwhile
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise this rank's experts with the values that one process would draw for them from the same seed.
+
+        So every rank draws random numbers for all experts, and keeps its own.
+        """
+        if isinstance(self, FSDPModule):
+            self.reshard()
+        for weight, bias in ((self.w_in, self.b_in), (self.w_out, self.b_out)):
+            bound = weight.shape[-1] ** -0.5
+            for parameter in (weight, bias):
+                if parameter is not None:
+                    positions = position_layout(parameter, self.sharding).own
+                    order = self.sharding.order or range(self.num_experts)
+                    _draw(parameter.shape, bound, local_data(parameter), [order[place] for place in positions])
 
 
 def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:

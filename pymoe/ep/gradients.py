@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pymoe._common import checks
 from pymoe.ep.agreement import assert_same_on_all_ranks
-from pymoe.ep.experts import ShardedExperts, mark_replaced
-from pymoe.ep.layer import update_sharding
+from pymoe.ep.call import update_sharding
+from pymoe.ep.experts import ExpertShards, mark_replaced
 from pymoe.ep.sharding import local_data
 
 
@@ -188,12 +188,12 @@ def _power_of_norm(parameters: list[Tensor], p: float, group: dist.ProcessGroup 
     return total
 
 
-def _experts_of(model: nn.Module, mesh: object) -> dict[str, ShardedExperts]:
+def _experts_of(model: nn.Module, mesh: object) -> dict[str, ExpertShards]:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"data_parallel: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"data_parallel: mesh must have one dimension or two, got {mesh}")
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, ShardedExperts)}
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, ExpertShards)}
     if not experts:
         raise ValueError(f"data_parallel: model must hold a layer sharded before, got a {type(model).__name__} without")
     own = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
@@ -228,7 +228,7 @@ def _blocks_of(model: nn.Module, kind: str, blocks: Iterable[nn.Module]) -> list
     return blocks
 
 
-def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExperts], options: dict[str, Any]) -> None:
+def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ExpertShards], options: dict[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if name in options:
             raise TypeError(f"data_parallel: the ranks must be given only by mesh, got {name}, too")
@@ -249,7 +249,7 @@ def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ShardedExpert
 
 
 @torch.no_grad()
-def _broadcast_from_first_replica(experts: dict[str, ShardedExperts], mesh: DeviceMesh) -> None:
+def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: DeviceMesh) -> None:
     """Give all ranks with the same experts the weights of the first of these ranks, as DDP does for other
     parameters.
     """
@@ -289,7 +289,7 @@ def _ddp(
     model: nn.Module,
     mesh: DeviceMesh,
     data_parallel_mesh: DeviceMesh,
-    experts: dict[str, ShardedExperts],
+    experts: dict[str, ExpertShards],
     options: dict[str, Any],
 ) -> DistributedDataParallel:
     sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
@@ -308,7 +308,7 @@ class _ReplicaAverage:
     on all ranks, so another average does not change it. DDP does the same with its own parameters.
     """
 
-    def __init__(self, experts: list[ShardedExperts], mesh: DeviceMesh) -> None:
+    def __init__(self, experts: list[ExpertShards], mesh: DeviceMesh) -> None:
         self._experts = experts
         self._group, self._ranks = mesh.get_group(0), mesh.size(0)
         self._synchronises = True
@@ -335,7 +335,7 @@ def _fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     data_parallel_mesh: DeviceMesh,
-    experts: dict[str, ShardedExperts],
+    experts: dict[str, ExpertShards],
     blocks: list[nn.Module],
     options: dict[str, Any],
 ) -> nn.Module:
@@ -364,7 +364,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names
 
 
-def _move_to_mesh(experts: ShardedExperts, mesh: DeviceMesh) -> None:
+def _move_to_mesh(experts: ExpertShards, mesh: DeviceMesh) -> None:
     """Make parameters DTensors on another mesh of the same ranks, because fully_shard only cuts parameters on a part of
     its own mesh.
     """

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pymoe.ep.agreement import Description, assert_same_on_all_ranks
-from pymoe.ep.experts import ShardedExperts, all_sharded_experts
+from pymoe.ep.call import ShardedLayer, update_sharding
+from pymoe.ep.experts import ExpertShards, all_sharded_experts
 from pymoe.ep.failures import lost_rank
-from pymoe.ep.layer import ShardedMoE, update_sharding
 from pymoe.ep.placement import Placement
 from pymoe.ep.sharding import (
     ExpertMove,
@@ -46,7 +46,7 @@ def redistribute(
 
     This works in place, between two steps: parameters stay the same objects, so optimizers, DDP and FSDP keep working.
     Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes, and with
-    it :attr:`ShardedMoE.sharding`.
+    it :attr:`ShardedLayer.sharding`.
 
     ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement, so a
     checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
@@ -87,7 +87,7 @@ def redistribute(
     """
     layers = _layers_of(model)
     moves: list[_StackedTensor] = []
-    orders: dict[ShardedExperts, tuple[int, ...] | None] = {}
+    orders: dict[ExpertShards, tuple[int, ...] | None] = {}
     problem: Exception | None = None
     described: Description = {"layer": {}}
     optimizers: list[Optimizer] = []
@@ -138,19 +138,19 @@ class _StackedTensor(NamedTuple):
     move: ExpertMove
 
 
-def _layers_of(model: Any) -> dict[str, ShardedMoE]:
+def _layers_of(model: Any) -> dict[str, ShardedLayer]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"redistribute: model must be a module, got {type(model).__name__}")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, ShardedMoE)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ShardedLayer)}
     if not layers:
         raise ValueError(f"redistribute: model must hold a layer sharded before, got a {type(model).__name__} without")
     return layers
 
 
-def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExperts, tuple[int, ...] | None]:
+def _orders(layers: dict[str, ShardedLayer], placement: Any) -> dict[ExpertShards, tuple[int, ...] | None]:
     """Return the new order of experts for every module of experts whose order ``placement`` changes."""
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
-    found: dict[ShardedExperts, tuple[int, ...] | None] = {}
+    found: dict[ExpertShards, tuple[int, ...] | None] = {}
     owners: dict[nn.Parameter, tuple[str, tuple[int, ...] | None]] = {}
     for name in wanted:
         if name not in layers:
@@ -171,7 +171,7 @@ def _orders(layers: dict[str, ShardedMoE], placement: Any) -> dict[ShardedExpert
     return found
 
 
-def _check_all_owners(layers: dict[str, ShardedMoE], moving: Iterable[ShardedExperts]) -> None:
+def _check_all_owners(layers: dict[str, ShardedLayer], moving: Iterable[ExpertShards]) -> None:
     """Raise if a layer that is not in ``layers`` shares parameters with the experts ``moving``."""
     parameters = {parameter for experts in moving for parameter in experts.parameters()}
     own = {layer.experts for layer in layers.values()}
@@ -223,9 +223,7 @@ def _several(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def _stacked(
-    experts: ShardedExperts, order: tuple[int, ...] | None, optimizers: list[Optimizer]
-) -> list[_StackedTensor]:
+def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_StackedTensor]:
     """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks."""
     sharding = experts.sharding
     plain = range(sharding.num_experts)
@@ -247,7 +245,7 @@ def _stacked(
     return found
 
 
-def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
+def _groups(layers: dict[str, ShardedLayer]) -> list[dist.ProcessGroup]:
     """Return the process groups whose ranks must agree, each once."""
     shardings = [layer.sharding for layer in layers.values()]
     meshes = [one.mesh if one.data_parallel_mesh is None else one.data_parallel_mesh for one in shardings]
@@ -256,7 +254,7 @@ def _groups(layers: dict[str, ShardedMoE]) -> list[dist.ProcessGroup]:
 
 # Optimizers.
 
-_moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ShardedExperts, int]] = WeakKeyDictionary()
+_moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ExpertShards, int]] = WeakKeyDictionary()
 """The optimizers whose state dicts are converted, with the number of moves of each module that their state has
 followed."""
 _hooks: list[Any] = []
@@ -287,13 +285,13 @@ def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: Expe
     return found
 
 
-def _check_followed(optimizer: Optimizer, experts: ShardedExperts) -> None:
+def _check_followed(optimizer: Optimizer, experts: ExpertShards) -> None:
     """Raise ValueError if ``optimizer`` has state for ``experts`` and was left out of an earlier move of them."""
     if _is_stale(optimizer, experts):
         raise ValueError(_left_out(optimizer, experts))
 
 
-def _follow(optimizer: Optimizer, experts: ShardedExperts) -> None:
+def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
     """Record that an optimizer's state is in the current order of ``experts``; convert its state dicts from now on."""
     if optimizer not in _moves_followed:
         _moves_followed[optimizer] = WeakKeyDictionary()
@@ -319,12 +317,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _follow(optimizer, experts)
 
 
-def _is_stale(optimizer: Optimizer, experts: ShardedExperts) -> bool:
+def _is_stale(optimizer: Optimizer, experts: ExpertShards) -> bool:
     known = _moves_followed[optimizer].get(experts, 0) if optimizer in _moves_followed else 0
     return known != experts.moves and any(optimizer.state.get(one) for one in experts.parameters())
 
 
-def _left_out(optimizer: Optimizer, experts: ShardedExperts) -> str:
+def _left_out(optimizer: Optimizer, experts: ExpertShards) -> str:
     name = type(optimizer).__name__
     return (
         f"MoE {experts.sharding.title}: an optimizer must be given to the call of redistribute that moves its "

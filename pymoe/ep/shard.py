@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,15 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from pymoe._common import checks
 from pymoe.ep.agreement import assert_same_on_all_ranks, next_model_number, register_layer
+from pymoe.ep.call import ShardedLayer
 from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE
+from pymoe.ep.modules import hidden_size_of, modules_of, sharded_class
 from pymoe.ep.redistribute import watch_optimizers
 from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
 from pymoe.nn.quantized_experts import lost_with
+from pymoe.nn.stacked_experts import StackedExperts
 
 
 def shard(
@@ -36,7 +40,10 @@ def shard(
     deduplicate: bool = False,
     transport: Transport = "exact",
 ) -> nn.Module:
-    """Spread the experts of every :class:`pymoe.nn.MoE` in ``model`` over the ranks of a group, in place.
+    """Spread the experts of every layer in ``model`` over the ranks of a group, in place.
+
+    Layers are every :class:`pymoe.nn.MoE` and, once :mod:`pymoe.integrations.transformers` is imported, every experts
+    module behind transformers' interface, which must run with ``experts_implementation="pymoe"``.
 
     Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by the ranks, and ranks may have
     none. Expert parameters become DTensors (``Shard(0)`` on the mesh) with the shapes and names that they had, so
@@ -45,17 +52,20 @@ def shard(
     the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory by
     ``to_empty``, and initialised or loaded then.
 
-    A call of a layer is collective (:class:`ShardedMoE`). Rows go to the ranks of their experts and come back, and the
+    A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back; the
     host reads at most one tensor of counts; the rank of a token sums its choices, in their order. Sums of rows over an
     expert run in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those
     of one process with the tokens of all ranks, rank after rank, if its router and shared experts are
     ``row_invariant``, as ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared
     experts, which you sum over the ranks; the contribution of the auxiliary losses of ``scope="group"`` to gradients
-    of inputs; and the exceptions that ``clones`` and ``deduplicate`` name below.
+    of inputs; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers this holds
+    if the choices and their weights, which come from transformers' router, are those of one process; gradients of these
+    weights have its bits, too. An activation that pymoe does not fuse must compute every row from that row alone.
 
     Args:
         model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
-            their ``experts`` are refused.
+            their ``experts`` are refused. So are experts of transformers outside of its interface, with a norm after
+            every expert, with an adapter, or with parameters that other modules share.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, only this rank raises, and the other ranks wait for the group's timeout.
@@ -64,7 +74,8 @@ def shard(
             to the number of experts of a rank if it is larger.
         scope: the tokens over which capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as in data
             parallelism. ``"group"``: all of them, as in one process; tokens of lower ranks come first, and the mean
-            over ranks of the losses is that of all tokens.
+            over ranks of the losses is that of all tokens. Not for experts of transformers, whose losses are
+            transformers' own.
         room: the maximum number of rows that a rank may receive in a call, counted as one row per choice even with
             ``deduplicate``. If a rank would receive more, every rank raises :class:`GroupError` before anything is
             allocated for the rows. None: no limit. See ``transport`` for the meaning of ``room`` with padded buffers.
@@ -91,7 +102,7 @@ def shard(
             So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K for
             ranks of at most T tokens gives each pair of ranks twice its even share. Rows beyond that number, for one
             pair of ranks in one chunk, are dropped like rows past a capacity, and after these, in the order of tokens
-            and choices; ``stats.dropped`` includes them, and :attr:`ShardedMoE.overflowed` sums them up. If none are
+            and choices; ``stats.dropped`` includes them, and :attr:`ShardedLayer.overflowed` sums them up. If none are
             dropped, all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent:
             see :func:`check_calls`. It cannot be combined with ``clones`` or ``deduplicate``.
 
@@ -101,14 +112,15 @@ def shard(
     Raises:
         TypeError: an argument, or a layer's class, is of the wrong kind.
         ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
-            range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, or one
-            with a hook on its experts or a ``forward`` of its own.
+            range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, one
+            with a hook on its experts or a ``forward`` of its own, or experts of transformers that are refused.
         GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
             failed. Then every rank raises.
     """
     mesh = _mesh_of(mesh, model)
     problem: Exception | None = None
     layers: dict[str, MoE] = {}
+    modules: dict[str, tuple[nn.Module, StackedExperts]] = {}
     try:
         _check_order(mesh)
         checks.integer("shard", "chunks", chunks, 1, None, "at least 1")
@@ -122,9 +134,12 @@ def shard(
         checks.choice("shard", "transport", transport, ("exact", "padded"))
         if deduplicate and clones:
             raise ValueError(f"shard: clones must be 0 with deduplicate=True, got {clones}")
-        layers = _layers_of(model)
+        layers, modules = _layers_of(model), modules_of(model)
+        _check_found(model, layers, modules, scope)
+        numbers = [layer.num_experts for layer in layers.values()]
+        numbers += [next(module.parameters()).shape[0] for module, _ in modules.values()]
         if transport == "padded":
-            _check_padded(mesh, layers, chunks, room, clones, deduplicate)
+            _check_padded(mesh, numbers, chunks, room, clones, deduplicate)
     except (TypeError, ValueError) as error:
         problem = error
     options = {
@@ -137,17 +152,21 @@ def shard(
         "transport": transport,
     }
     described = {name: _described(layer) for name, layer in layers.items()}
+    described |= {name: {"options": repr(one)} | _described_parameters(one) for name, (one, _) in modules.items()}
     assert_same_on_all_ranks("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
     watch_optimizers()
     number = next_model_number(mesh.get_group())
     made: dict[int, nn.Parameter] = {}
-    for name, layer in layers.items():
-        fewest = _default_min_rows_to_clone(layer.experts) if min_rows_to_clone is None else min_rows_to_clone
+
+    def sharding_of(name: str, num_experts: int, parameters: Iterable[Tensor], hidden_size: int) -> ExpertSharding:
+        fewest = min_rows_to_clone
+        if fewest is None:
+            fewest = fewest_rows_that_pay(sum(one.numel() for one in parameters) // num_experts, hidden_size)
         sharding = ExpertSharding(
             name,
             mesh,
-            layer.num_experts,
-            _chunks_of(layer, mesh, chunks),
+            num_experts,
+            _chunks_of(num_experts, mesh, chunks),
             scope,
             max_recv_rows=room,
             model=number,
@@ -157,6 +176,10 @@ def shard(
             transport=transport,
         )
         register_layer(sharding)
+        return sharding
+
+    for name, layer in layers.items():
+        sharding = sharding_of(name, layer.num_experts, layer.experts.parameters(), layer.hidden_size)
         layer.router.row_invariant = True
         if layer.shared is not None:
             layer.shared.row_invariant = True
@@ -169,34 +192,38 @@ def shard(
         sharded.sharding = sharding
         if transport == "padded":
             sharded.notes = device_notes(sharding, layer.router.weight.device)
+    for name, (module, experts_of_module) in modules.items():
+        first = next(module.parameters())
+        sharding = sharding_of(name, first.shape[0], module.parameters(), hidden_size_of(module, experts_of_module))
+        sharded = module
+        kind: Any = type(module)
+        sharded.__class__ = sharded_class(kind)
+        sharded.spread(experts_of_module, sharding, made)
+        if transport == "padded":
+            sharded.notes = device_notes(sharding, first.device)
     return model
 
 
-def _chunks_of(layer: MoE, mesh: DeviceMesh, chunks: int) -> int:
-    return min(chunks, -(-layer.num_experts // mesh.size()))
+def _chunks_of(num_experts: int, mesh: DeviceMesh, chunks: int) -> int:
+    return min(chunks, -(-num_experts // mesh.size()))
 
 
 def _check_padded(
-    mesh: DeviceMesh, layers: dict[str, MoE], chunks: int, room: int | None, clones: int, deduplicate: bool
+    mesh: DeviceMesh, numbers: list[int], chunks: int, room: int | None, clones: int, deduplicate: bool
 ) -> None:
-    """Raise unless options fit ``transport="padded"``."""
+    """Raise unless options fit ``transport="padded"``, in layers with these numbers of experts."""
     if clones:
         raise ValueError(f"shard: clones must be 0 with transport='padded', got {clones}")
     if deduplicate:
         raise ValueError("shard: deduplicate must be False with transport='padded', got True")
     if room is None:
         raise ValueError("shard: room must be given with transport='padded', got None")
-    least = mesh.size() * max(_chunks_of(layer, mesh, chunks) for layer in layers.values())
+    least = mesh.size() * max(_chunks_of(experts, mesh, chunks) for experts in numbers)
     if room < least:
         raise ValueError(
             f"shard: room must be at least {least} with transport='padded', a row from each rank in each chunk, got "
             f"{room}"
         )
-
-
-def _default_min_rows_to_clone(experts: Experts) -> int:
-    parameters = sum(one.numel() for one in experts.parameters()) // experts.num_experts
-    return fewest_rows_that_pay(parameters, experts.hidden_size)
 
 
 def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
@@ -228,11 +255,10 @@ def _layers_of(model: Any) -> dict[str, MoE]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model must be a module, got {type(model).__name__}")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    if not layers:
-        raise ValueError(f"shard: model must hold a pymoe.nn.MoE, got a {type(model).__name__} without one")
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedLayer):
+            raise ValueError(f"shard: layers must not be sharded yet, got {name!r} on {module.sharding.ranks} ranks")
     for name, layer in layers.items():
-        if isinstance(layer, ShardedMoE):
-            raise ValueError(f"shard: layers must not be sharded yet, got {name!r} on {layer.sharding.ranks} ranks")
         if type(layer) is not MoE:
             raise TypeError(f"shard: layers must be of the class MoE itself, got {name!r} of {type(layer).__name__}")
         if type(layer.experts) is not Experts:
@@ -249,15 +275,35 @@ def _layers_of(model: Any) -> dict[str, MoE]:
     return layers
 
 
-def _described(layer: MoE) -> dict[str, Any]:
-    """Return the properties that must be equal on all ranks, by their names in error messages."""
-    said: dict[str, Any] = {"options": repr(layer)}
-    for name, parameter in layer.experts.named_parameters():
+def _check_found(model: nn.Module, layers: dict[str, MoE], modules: dict[str, Any], scope: Scope) -> None:
+    """Raise unless a model has layers, and all of them take the scope."""
+    if not layers and not modules:
+        raise ValueError(
+            f"shard: model must hold a pymoe.nn.MoE, or experts of transformers (which are found once "
+            f"pymoe.integrations.transformers is imported), got a {type(model).__name__} without them"
+        )
+    if modules and scope != "rank":
+        raise ValueError(
+            f"shard: scope must be 'rank' for experts of transformers, whose losses are transformers' own, got "
+            f"{scope!r} and {next(iter(modules))!r}"
+        )
+
+
+def _described_parameters(experts: nn.Module) -> dict[str, Any]:
+    """Return the properties of experts that must be equal on all ranks, by their names in error messages."""
+    said: dict[str, Any] = {}
+    for name, parameter in experts.named_parameters():
         said |= {
             f"shape of experts.{name}": tuple(parameter.shape),
             f"dtype of experts.{name}": str(parameter.dtype).removeprefix("torch."),
             f"requires_grad of experts.{name}": parameter.requires_grad,
         }
+    return said
+
+
+def _described(layer: MoE) -> dict[str, Any]:
+    """Return the properties of a layer that must be equal on all ranks, by their names in error messages."""
+    said: dict[str, Any] = {"options": repr(layer)} | _described_parameters(layer.experts)
     copies = {f"router.{name}": one for name, one in [*layer.router.named_parameters(), *layer.router.named_buffers()]}
     if layer.shared is not None:
         copies |= {f"shared.{name}": one for name, one in layer.shared.named_parameters()}

@@ -70,7 +70,7 @@ def test_ranks_that_shard_different_models_all_raise(ranks, wrong, text):
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
-        ("no layer", "ValueError", "shard: model must hold a pymoe.nn.MoE, got a Linear without one"),
+        ("no layer", "ValueError", "transformers is imported), got a Linear without them"),
         ("twice", "ValueError", "shard: layers must not be sharded yet, got '0' on 4 ranks"),
         ("own class", "TypeError", "shard: layers must be of the class MoE itself, got '0' of Own"),
         ("quantised", "TypeError", "of the class Experts itself, got '0' with QuantizedExperts"),

@@ -10,6 +10,7 @@ MOVED = "tests/ep/test_redistribute.py"
 DUPLICATES = "tests/ep/test_duplicates.py"
 PADDED = "tests/ep/test_padded.py"
 BUGS = "tests/ep/test_bugs_ep.py"
+TRANSFORMERS = "tests/ep/test_transformers.py"
 
 FAULTS = [
     Fault(
@@ -91,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "a rank without experts does not check its parameters",
-        "pymoe/ep/layer.py",
+        "pymoe/ep/call.py",
         "if parameter is not None:",
         "if parameter is not None and 0 not in stack:",
         (MISTAKES, "-k", "also_without_experts"),
@@ -242,5 +243,54 @@ FAULTS = [
         "own / group_tokens.double(), 1.0)",
         "own / group_tokens, 1.0).double()",
         (BUGS, "-k", "share_of_a_groups_losses"),
+    ),
+    Fault(
+        "rows of experts of transformers go to the next expert",
+        "pymoe/ep/modules.py",
+        "Gate(weights_TK, top_k_index.int(), load)",
+        "Gate(weights_TK, (top_k_index.int() + 1) % load.shape[0], load.roll(1))",
+        (TRANSFORMERS, "-k", "bits_of_one_process"),
+    ),
+    Fault(
+        "the weights of transformers' router get no gradient",
+        "pymoe/ep/modules.py",
+        "weights_TK = top_k_weights.to",
+        "weights_TK = top_k_weights.detach().to",
+        (TRANSFORMERS, "-k", "training_steps"),
+    ),
+    Fault(
+        "transposed weights are divided by the ranks along their inputs",
+        "pymoe/ep/experts.py",
+        "[Shard(0)],",
+        "[Shard(whole.dim() - 2)],",
+        (TRANSFORMERS, "-k", "bits_of_one_process and GptOss"),
+    ),
+    Fault(
+        "weights of transformers are taken for (E, out, in)",
+        "pymoe/ep/modules.py",
+        "w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)",
+        "pass",
+        (TRANSFORMERS, "-k", "bits_of_one_process and GptOss"),
+    ),
+    Fault(
+        "save_pretrained writes the experts of one rank",
+        "pymoe/integrations/transformers/sharded.py",
+        "if state_dict is None:",
+        "if False:",
+        (TRANSFORMERS, "-k", "save_pretrained"),
+    ),
+    Fault(
+        "experts that transformers spreads over ranks are spread again",
+        "pymoe/integrations/transformers/sharded.py",
+        "if interface.is_spread(module):",
+        "if False:",
+        (TRANSFORMERS, "-k", "refused and own"),
+    ),
+    Fault(
+        "a parameter of experts is replaced in one of two modules",
+        "pymoe/ep/modules.py",
+        "if id(module) not in inside and id(parameter) in owned:",
+        "if False:",
+        (TRANSFORMERS, "-k", "refused and tied"),
     ),
 ]

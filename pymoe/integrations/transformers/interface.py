@@ -80,6 +80,11 @@ def flags(experts: Any) -> Flags:
     )
 
 
+def is_spread(module: Any) -> bool:
+    """Return whether transformers has spread a module over ranks: experts, or a model by tensor parallelism."""
+    return flags(module).expert_parallel or getattr(module, "_tp_size", None) is not None
+
+
 def activation(experts: Any) -> Callable[[Tensor], Tensor]:
     """Return the module's own computation between its two products."""
     chosen: Callable[[Tensor], Tensor] = experts._apply_gate if flags(experts).gated else experts.act_fn
@@ -123,14 +128,14 @@ def records_outputs(hook: Any) -> bool:
 
 
 @functools.cache
-def call_before_saving(prepare: Callable[[Any], None]) -> None:
-    """Make ``save_pretrained`` of all models call ``prepare(model)`` first, which may raise.
+def call_before_saving(prepare: Callable[[Any, Any], None]) -> None:
+    """Make ``save_pretrained`` of all models call ``prepare(model, state_dict)`` first, which may raise.
 
     transformers has no hook before saving, which ``Trainer`` and ``push_to_hub`` also use, so its method is wrapped,
     once for all models. Adapters can be saved, because the model that they adapt is not saved with them.
 
     Args:
-        prepare: takes the model.
+        prepare: takes the model, and the state dict that was passed to ``save_pretrained``, or None.
     """
     from transformers import PreTrainedModel
 
@@ -139,7 +144,8 @@ def call_before_saving(prepare: Callable[[Any], None]) -> None:
     @functools.wraps(save)
     def save_pretrained(self: Any, *arguments: Any, **named: Any) -> Any:
         if not saves_adapter_alone(self):
-            prepare(self)
+            passed = inspect.signature(save).bind(self, *arguments, **named).arguments
+            prepare(self, passed.get("state_dict"))
         return save(self, *arguments, **named)
 
     PreTrainedModel.save_pretrained = save_pretrained

@@ -499,7 +499,7 @@ def register() -> None:
     interface.call_before_saving(prepare_to_save)
 
 
-def prepare_to_save(model: nn.Module) -> None:
+def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:

@@ -1,0 +1,208 @@
+"""ShardedModule: the experts of another package's module, spread over the ranks of a group."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pymoe import ops
+from pymoe._common import checks
+from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled, cast_operands
+from pymoe._common.types import Gate
+from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
+from pymoe.ep.experts import ExpertShards
+from pymoe.ep.sharding import ExpertSharding, local_tensor
+from pymoe.nn.apply_experts import activate, check_choice
+from pymoe.nn.plain_calls import attached_to
+from pymoe.nn.stacked_experts import StackedExperts, handlers
+
+
+class ShardedModule(ShardedLayer, ExpertShards):
+    """The experts of a model of transformers, spread over ranks; :func:`pymoe.ep.shard` makes it of an experts module.
+
+    It is the layer and its experts in one: the router is outside. Its class has the name of the class that it had and
+    is derived from that. Parameters keep their names and shapes; they are DTensors, cut along the experts. Calls are
+    collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of their rank.
+    """
+
+    described: StackedExperts
+    _sizes: dict[str, tuple[int, ...]]
+
+    @property
+    def experts(self) -> ShardedModule:  # type: ignore[override]
+        """Return the module itself, which holds the experts."""
+        return self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send every token of this rank through its experts, wherever they are.
+
+        Args:
+            hidden_states: (T, H), any floating dtype; cast to that of the parameters, or by autocast. There may be no
+                tokens; other ranks may have more or fewer.
+            top_k_index: (T, K) int32 or int64, the experts of every token.
+            top_k_weights: (T, K), any floating dtype, the factor of every choice.
+
+        Returns:
+            (T, H), the dtype of ``hidden_states``. Differentiable in it, in ``top_k_weights`` and in the parameters.
+
+        Raises:
+            TypeError: an argument or a parameter has the wrong dtype; the other ranks raise :class:`GroupError`.
+            ValueError: an argument or a parameter has the wrong shape, or the module runs another implementation of
+                experts; the same.
+            IndexError: an index lies outside 0..E-1; the same.
+            RuntimeError: inside a transform of :mod:`torch.func`, or in forward mode.
+            GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
+                more rows than ``room``.
+        """
+        with ExpertCall(self) as call:
+            check_mode()
+            activation = self.described.activation(self)
+            rows_TH = self._rows(hidden_states)
+            check_choice(rows_TH, top_k_index, top_k_weights)
+            check_parameters(self.sharding, self, None, rows_TH)
+            # This also checks the indices, before other ranks wait for rows.
+            load = ops.build_routing(top_k_index, self.sharding.num_experts).offsets.diff()
+            weights_TK = top_k_weights.to(accumulate_dtype(rows_TH.dtype))
+            kind = "its own" if callable(activation) else activation
+            options = "experts", type(self).__name__, "activation", kind
+            call.begin(rows_TH, Gate(weights_TK, top_k_index.int(), load), None, options)
+
+            def activated(rows: Tensor) -> Tensor:
+                return activate(rows, activation).to(rows.dtype)
+
+            y_TH = call.finish(
+                lambda handles, dispatcher, _: self.apply_to_chunks(handles, dispatcher, activated), weights_TK
+            )
+        return y_TH.to(hidden_states.dtype)
+
+    def spread(self, described: StackedExperts, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
+        """Replace the parameters by DTensors that have only this rank's experts in memory.
+
+        Args:
+            described: the module's experts.
+            sharding: their sharding.
+            made: the DTensors that were made before, by the ids of the parameters that they replaced.
+        """
+        self.described = described
+        self.parameter_names = described.names
+        self._sizes = {name: getattr(self, name).shape[1:] for name in described.names if name is not None}
+        self.shard_parameters(sharding, made)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by name, without the leading size E."""
+        return self._sizes
+
+    def operands(
+        self, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        if self.described.transposed:
+            w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
+        return w_in, w_out, b_in, b_out
+
+    def _rows(self, hidden_states: Tensor) -> Tensor:
+        """Return the rows as they travel: in the dtype in which they are multiplied by the weights."""
+        checks.floating("MoE", "hidden_states", hidden_states)
+        checks.rank("MoE", "hidden_states", hidden_states, "(T, H)")
+        checks.size("MoE", "hidden_states", hidden_states, 1, hidden_size_of(self, self.described), "H of the experts")
+        weight = local_tensor(getattr(self, self.described.names[0]))
+        rows = hidden_states if autocast_enabled(hidden_states.device.type) else hidden_states.to(weight.dtype)
+        (rows,) = cast_operands(rows)  # type: ignore[assignment]
+        return rows
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle with the class that the module had, because the object's own class is not in any module."""
+        before = _class_before(type(self))
+        return super().__reduce_ex__(protocol) if before is None else (_empty, (before,), self.__dict__)
+
+
+@functools.cache
+def sharded_class(cls: Any) -> Any:
+    """Return the class of modules of the class ``cls`` after their experts have been spread over ranks."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return ShardedModule.forward(self, hidden_states, top_k_index, top_k_weights)
+
+    body = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    return type(cls.__name__, (ShardedModule, cls), body)
+
+
+def _class_before(cls: type) -> Any:
+    return cls.__bases__[1] if cls.__bases__[0] is ShardedModule else None
+
+
+def _empty(before: Any) -> Any:
+    derived = sharded_class(before)
+    return derived.__new__(derived)
+
+
+def modules_of(model: nn.Module) -> dict[str, tuple[nn.Module, StackedExperts]]:
+    """Return the experts modules of other packages in a model, by name, with their descriptions.
+
+    Raises:
+        TypeError: parameters are not of a floating dtype, or of different ones.
+        ValueError: experts cannot be spread over ranks.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        described = next(filter(None, (handler(module) for handler in handlers)), None)
+        if described is not None:
+            _check(name, module, described)
+            found[name] = module, described
+    inside = {id(module) for module, _ in found.values()}
+    owned = {id(parameter): name for name, (module, _) in found.items() for parameter in module.parameters()}
+    for other, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(module) not in inside and id(parameter) in owned:
+                raise ValueError(
+                    f"shard: experts must share no parameters with other modules, got {owned[id(parameter)]!r} with "
+                    f"{f'{other}.{name}'.lstrip('.')!r}"
+                )
+    return found
+
+
+def hidden_size_of(module: nn.Module, described: StackedExperts) -> int:
+    """Return H, the width of the rows of experts."""
+    size: int = getattr(module, described.names[0]).shape[1 if described.transposed else 2]
+    return size
+
+
+def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
+    if name.rpartition(".")[2] == "base_layer":  # PEFT's name for a wrapped module
+        raise ValueError(
+            f"shard: model must have experts that nothing adapts, got {name.rpartition('.')[0]!r} with an adapter; "
+            f"merge it first (merge_and_unload() in PEFT)"
+        )
+    if lost := attached_to(module, harmless=lambda hook: True):
+        raise ValueError(
+            f"shard: experts must have the forward of their class, which is replaced, got {name!r} with {lost}, as "
+            f"offloading gives them; remove it first"
+        )
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    names = [one for one in described.names if one is not None]
+    if set(parameters) != set(names):
+        raise ValueError(
+            f"shard: experts must have the parameters {' and '.join(names)} alone, got {name!r} with "
+            f"{', '.join(parameters) or 'none'}"
+        )
+    if any(isinstance(one, DTensor) for one in parameters.values()):
+        raise ValueError(
+            f"shard: experts must have whole parameters, got {name!r} with parameters that are spread over ranks "
+            f"already, as fully_shard and tensor parallelism leave them; shard first"
+        )
+    w_in, w_out = parameters[names[0]], parameters[names[1]]
+    for one in names:
+        if parameters[one].dtype not in FLOATING or parameters[one].dtype != w_in.dtype:
+            seen = ", ".join(str(parameters[other].dtype).removeprefix("torch.") for other in names)
+            raise TypeError(f"shard: experts must have parameters of one floating dtype, got {name!r} with {seen}")
+    shapes = [tuple(parameters[one].shape) for one in names]
+    width = (1, 2) if described.transposed else (2, 1)  # the dimensions of H in w_in and w_out
+    if w_in.dim() != 3 or w_out.dim() != 3 or w_in.shape[width[0]] != w_out.shape[width[1]]:
+        raise ValueError(f"shard: experts must return rows as wide as those they take, got {name!r} with {shapes}")
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(f"shard: parameters must be stacked along the same experts, got {name!r} with {shapes}")

@@ -1,0 +1,79 @@
+"""Experts of transformers spread over ranks by :func:`pymoe.ep.shard`, which asks this for their descriptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.activations import activation_of, place
+from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.nn.apply_experts import Activation
+from pymoe.nn.stacked_experts import StackedExperts, handlers
+
+
+def register() -> None:
+    """Make :func:`pymoe.ep.shard` find the experts of transformers, and ``save_pretrained`` refuse parts of them.
+
+    Further calls change nothing.
+    """
+    if stacked_experts not in handlers:
+        handlers.append(stacked_experts)
+    interface.call_before_saving(check_saved_whole)
+
+
+def stacked_experts(module: nn.Module) -> StackedExperts | None:
+    """Return the description of an experts module behind transformers' interface; None for other modules.
+
+    Raises:
+        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised, or
+            holds experts outside of the interface; or transformers has spread it over ranks.
+    """
+    if place(type(module)) in FORWARDS or place(type(module)) in REFUSED:
+        raise ValueError(
+            f"shard: model must have experts behind transformers' interface, got those of {type(module).__name__}, "
+            f"which are outside of it"
+        )
+    flags, kind = interface.flags(module), type(module).__name__
+    if interface.is_spread(module):
+        raise ValueError(
+            f"shard: model must not be spread over ranks by transformers, got {kind} with transformers' own expert or "
+            f"tensor parallelism; load it without a tp_plan or distributed_config"
+        )
+    if not interface.is_behind(module):
+        return None
+    _check_implementation(module)
+    if flags.normed:
+        raise ValueError(f"shard: experts must have no norm after every expert, got {kind}, which has post_expert_norm")
+    name = "gate_up_proj" if flags.gated else "up_proj"
+    if not all(isinstance(getattr(module, one, None), Tensor) for one in (name, "down_proj")):
+        raise ValueError(f"shard: experts must have whole weights, got {kind} with quantised ones")
+    biases = (f"{name}_bias", "down_proj_bias") if flags.biased else (None, None)
+    return StackedExperts((name, "down_proj", *biases), flags.transposed, _activation)
+
+
+def check_saved_whole(model: nn.Module, state_dict: object) -> None:
+    """Raise :class:`ValueError` if ``save_pretrained`` would write this rank's experts alone."""
+    if state_dict is None:
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "described", None), StackedExperts):
+                raise ValueError(
+                    f"save_pretrained: expected the state dict of a whole model, as {name!r} has this rank's experts "
+                    f"alone; call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+                    f"cpu_offload=True)) of torch.distributed.checkpoint.state_dict on every rank, and "
+                    f"save_pretrained(..., state_dict=...) with the result on the first rank"
+                )
+
+
+def _activation(module: Any) -> Activation:
+    _check_implementation(module)
+    return activation_of(module)
+
+
+def _check_implementation(module: Any) -> None:
+    if interface.implementation(module.config) != interface.NAME:
+        raise ValueError(
+            f"shard: model must run with experts_implementation='pymoe', got "
+            f"{interface.implementation(module.config)!r}; call model.set_experts_implementation('pymoe')"
+        )
