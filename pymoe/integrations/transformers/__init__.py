@@ -12,7 +12,7 @@ and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgrap
 this raises :class:`ImportError` if transformers is missing or older.
 """
 
-from pymoe.integrations.transformers import outside, quantized, quantizer
+from pymoe.integrations.transformers import outside, peft_layers, quantized, quantizer
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
@@ -25,3 +25,4 @@ register(experts_forward)
 quantized.register()
 outside.register()
 quantizer.register()
+peft_layers.register()
