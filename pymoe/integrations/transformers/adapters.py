@@ -50,8 +50,8 @@ def lend(experts: Any, name: str, adapters: list[LowRank]) -> Iterator[None]:
         left = take(experts)
     if left:
         raise RuntimeError(
-            f"experts_implementation='pymoe' ({type(experts).__name__}): expected a call of the experts' forward, which "
-            f"adds the adapters of {', '.join(left)}, got a forward that did not"
+            f"experts_implementation='pymoe' ({type(experts).__name__}): expected a call of the experts' forward, "
+            f"which adds the adapters of {', '.join(left)}, got a forward that did not"
         )
 
 

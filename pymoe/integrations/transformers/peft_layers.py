@@ -1,9 +1,9 @@
 """LoRA of PEFT on models that run on pymoe. Only this file has private names of PEFT; they are those of PEFT 0.21.
 
-PEFT adapts a parameter (``target_parameters``) by a wrapper around its module, which puts the sum of the weights and of
-``B @ A`` of all experts in the parameter's place during a call. Around experts that run on pymoe it lends A and B to them
-instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper, its parameters, and so the files of adapters
-stay PEFT's. What is not such an experts module is computed as PEFT does it.
+PEFT adapts a parameter (``target_parameters``) by a wrapper around its module. During a call it puts the weights plus
+``B @ A`` of all experts in the parameter's place. Around experts that run on pymoe it now lends A and B to them
+instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper and its parameters, and so the files of
+adapters, stay PEFT's. What is not such an experts module is computed as PEFT does it.
 
 In a model with quantised weights PEFT finds the experts' weights by stand-ins without memory, and dense layers get a
 wrapper that is derived from PEFT's own.
@@ -36,7 +36,7 @@ MODULE = "peft.tuners.lora.model"
 
 USED = {
     "ParamWrapper": ("_activate_lora", "get_param", "get_delta_factors", "get_base_layer"),
-    "LoraModel": ("_check_new_adapter_config", "_inject_parameters", "_create_new_module", "_check_merge_allowed"),
+    "LoraModel": ("_inject_parameters", "_create_new_module", "_check_merge_allowed"),
 }
 """Methods that are replaced or called."""
 
@@ -71,7 +71,10 @@ class _AfterImport(MetaPathFinder):
 def change(module: Any) -> None:
     """Change the classes of PEFT's module; of a version without the names that are needed, warn and change nothing."""
     lacking = [
-        f"{kind}.{name}" for kind, names in USED.items() for name in names if not hasattr(getattr(module, kind, None), name)
+        f"{kind}.{name}"
+        for kind, names in USED.items()
+        for name in names
+        if not hasattr(getattr(module, kind, None), name)
     ]
     if lacking:
         warnings.warn(
@@ -97,7 +100,8 @@ def _change_wrapper(kind: Any) -> None:
     def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
         active = [name for name in active_adapters if name in self.lora_A]
         experts = self.get_base_layer()
-        if active and _is_by_rows(experts, self.parameter_name):
+        packed = isinstance(getattr(experts, self.parameter_name), QuantizedLinear)
+        if active and (packed or _is_by_rows(experts, self.parameter_name)):
             with lend(experts, self.parameter_name, [_low_rank(self, experts, name) for name in active]):
                 yield
         else:
@@ -123,15 +127,15 @@ def _is_by_rows(experts: Any, name: str) -> bool:
         on_pymoe = interface.is_behind(experts) and interface.implementation(experts.config) == interface.NAME
         names = stacked_names(experts) if on_pymoe else ()
     if on_pymoe and name not in names:
-        _warn_once(type(experts).__name__, name)
+        _warn_once(type(experts).__name__.removeprefix("Parametrized"))  # as it is called during PEFT's way
     return name in names
 
 
 @functools.cache
-def _warn_once(kind: str, name: str) -> None:
+def _warn_once(kind: str) -> None:
     warnings.warn(
-        f"pymoe: the adapter of {name} in {kind} is computed as PEFT does it, by a copy of the adapted parameter in every "
-        f"call; by rows pymoe computes those of stacked weights behind transformers' interface for experts",
+        f"pymoe: adapters of {kind} are computed as PEFT does it, by a copy of the adapted parameter in every call; "
+        f"pymoe computes those of stacked weights behind transformers' interface for experts by rows",
         stacklevel=2,
     )
 
@@ -164,14 +168,14 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
         if not interface.is_behind(experts):
             continue
         own, transposed = experts._parameters, interface.flags(experts).transposed
-        others = dict(own)
         for name in stacked_names(experts):
             layer = experts._modules.get(name)
-            if isinstance(layer, QuantizedLinear):
-                own[name] = nn.Parameter(_stand_in(layer, transposed, dtype), requires_grad=False)
-                places.append((own, name))
-        for name in others:
-            own[name] = own.pop(name)  # after the stacked weights
+            if not isinstance(layer, QuantizedLinear):
+                continue
+            own[name] = nn.Parameter(_stand_in(layer, transposed, dtype), requires_grad=False)
+            places.append((own, name))
+            if (bias := f"{name}_bias") in own:
+                own[bias] = own.pop(bias)  # after its weight
     try:
         yield
     finally:
@@ -183,16 +187,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 def _change_model(kind: Any, dense_layer: Any) -> None:
-    check_config, inject = kind._check_new_adapter_config, kind._inject_parameters
-    create, check_merge = kind._create_new_module, kind._check_merge_allowed
-
-    def _check_new_adapter_config(self: Any, config: Any) -> None:
-        if config.target_modules == "all-linear" and any(_is_dense(module) for module in self.model.modules()):
-            raise ValueError(
-                "LoraConfig: target_modules must name the layers of a model with quantised dense layers, got "
-                "'all-linear', which PEFT reads as all layers that are not quantised"
-            )
-        check_config(self, config)
+    inject, create, check_merge = kind._inject_parameters, kind._create_new_module, kind._check_merge_allowed
 
     def _inject_parameters(self: Any, peft_config: Any, model: nn.Module, *others: Any, **named: Any) -> Any:
         with _stand_ins(model):
@@ -200,7 +195,7 @@ def _change_model(kind: Any, dense_layer: Any) -> None:
 
     def _create_new_module(lora_config: Any, adapter_name: str, target: Any, **named: Any) -> Any:
         base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
-        if _is_dense(base):
+        if isinstance(base, QuantizedDenseLinear):
             return dense_layer(target, adapter_name, config=lora_config, **named)
         return create(lora_config, adapter_name, target, **named)
 
@@ -210,23 +205,18 @@ def _change_model(kind: Any, dense_layer: Any) -> None:
             layer = getattr(layer, getattr(module, "parameter_name", ""), layer)
             if isinstance(layer, QuantizedLinear):
                 raise ValueError(
-                    f"merge_adapter: expected weights that are not quantised, got {name!r} in {layer.bits} bits, which "
-                    f"would lose most of an adapter by rounding; merge it into the whole model, and quantise the result"
+                    f"merge_adapter: expected weights that are not quantised, got {name!r} in {layer.bits} bits; "
+                    f"keep the adapter next to them, or merge it into the whole model and quantise the result"
                 )
         check_merge(self)
 
-    kind._check_new_adapter_config = functools.wraps(check_config)(_check_new_adapter_config)
     kind._inject_parameters = functools.wraps(inject)(_inject_parameters)
     kind._create_new_module = staticmethod(functools.wraps(create)(_create_new_module))
     kind._check_merge_allowed = functools.wraps(check_merge)(_check_merge_allowed)
 
 
-def _is_dense(module: Any) -> bool:
-    return isinstance(module, QuantizedDenseLinear)
-
-
 def _dense_layer(module: Any) -> Any:
-    """Return the class of PEFT's wrapper for a quantised dense layer: its ``lora.Linear`` without what reads weights."""
+    """Return the class of PEFT's wrapper for a quantised dense layer: ``lora.Linear`` without what reads weights."""
 
     class LoraQuantizedDenseLinear(sys.modules[f"{module.__package__}.layer"].Linear):  # type: ignore[misc]
         @property

@@ -193,7 +193,7 @@ def test_it_generates_and_has_no_gradients(tmp_path):
     with pytest.raises(ValueError, match="no backward, but x requires a gradient"):
         read(ids)
     assert read.is_quantized
-    assert read.hf_quantizer.is_trainable is False
+    assert read.hf_quantizer.is_trainable is True
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
