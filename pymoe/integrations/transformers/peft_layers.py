@@ -121,14 +121,14 @@ def _change_wrapper(kind: Any) -> None:
 
 def _is_by_rows(experts: Any, name: str) -> bool:
     """Return whether ``experts`` run on pymoe and take adapters of the parameter ``name``; warn if only the first."""
-    if isinstance(experts, OnPymoe):
-        on_pymoe, names = True, ()
+    if interface.is_behind(experts):
+        on_pymoe = interface.implementation(experts.config) == interface.NAME
+        by_rows = on_pymoe and name in stacked_names(experts)
     else:
-        on_pymoe = interface.is_behind(experts) and interface.implementation(experts.config) == interface.NAME
-        names = stacked_names(experts) if on_pymoe else ()
-    if on_pymoe and name not in names:
+        on_pymoe, by_rows = isinstance(experts, OnPymoe), False
+    if on_pymoe and not by_rows:
         _warn_once(type(experts).__name__.removeprefix("Parametrized"))  # as it is called during PEFT's way
-    return name in names
+    return by_rows
 
 
 @functools.cache
