@@ -15,6 +15,20 @@
 #include "kernels/cpu/for_each_isa.h"
 
 namespace pymoe::cpu {
+
+template <typename T>
+auto chosen_gemm() -> void (*)(const Gemm<T>&) {
+#if PYMOE_MULTIVERSION
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (best_isa() >= Isa::kAmx) return &v4_bf16::gemm_amx<AmxTiles>;
+  }
+#endif
+  return PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
+}
+template auto chosen_gemm<float>() -> void (*)(const Gemm<float>&);
+template auto chosen_gemm<BFloat16>() -> void (*)(const Gemm<BFloat16>&);
+template auto chosen_gemm<Float16>() -> void (*)(const Gemm<Float16>&);
+
 namespace {
 
 template <typename T>
@@ -26,17 +40,6 @@ void fill_zero(void* begin, int64_t bytes) {
   auto* data = static_cast<char*>(begin);
   parallel_for(0, bytes, int64_t{256} << 10,
                [&](int64_t from, int64_t to) { memset(data + from, 0, static_cast<size_t>(to - from)); });
-}
-
-// Returns the gemm for T of the instruction set in use.
-template <typename T>
-auto chosen_gemm() {
-#if PYMOE_MULTIVERSION
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    if (best_isa() >= Isa::kAmx) return &v4_bf16::gemm_amx<AmxTiles>;
-  }
-#endif
-  return PYMOE_SELECT_ISA_UP_TO_BF16(gemm<T>);
 }
 
 // A block of the output of one expert: one task.

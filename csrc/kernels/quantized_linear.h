@@ -1,6 +1,8 @@
-// quantized_linear: one linear layer per expert with quantised weights over rows that are sorted by expert.
+// quantized_linear: one linear layer per expert with quantised weights over rows that are sorted by expert, and the
+// gradient of its input.
 //
-//     y[r] = W[e] @ x[r] + bias[e]      for rows offsets[e] <= r < offsets[e + 1]; (S, H) -> (S, N)
+//     forward       y[r] = W[e] @ x[r] + bias[e]      for rows offsets[e] <= r < offsets[e + 1]; (S, H) -> (S, N)
+//     input grad    dx[r] = W[e].T @ grad[r]          for these rows;                            (S, N) -> (S, H)
 //
 // W is packed as described in quantized_weight.h. Rows of x are rounded to integers of 16 bits in blocks of 128 inputs,
 // whose step is a power of two. Products with the codes of the weights (at mxfp4 with twice their values) are added up
@@ -10,8 +12,13 @@
 // the rows around it. At fp8 and in the affine formats nothing is rounded to integers: fp32 fused multiply-adds add up
 // the products of a block of 128 inputs in their order, and the sums are scaled (fp8) and added as above.
 //
-// Rows past offsets[E] belong to no expert: their y is zero, their x is never read. Every element of the output is
-// written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
+// The input gradient takes the weights of dequantize_weight, rounded to the dtype of `grad`. Some inputs of one expert
+// at a time are decoded as a matrix (inputs, N) of at most kDecodedBytes, or of 32 inputs if these take more, and
+// multiplied by gemm (kernels/cpu/gemm.h): the bits are those of grouped_linear with all weights decoded as (E, H, N),
+// and depend neither on the threads nor on the rows around a row.
+//
+// Rows past offsets[E] belong to no expert: their y or dx is zero, their x or grad is never read. Every element of the
+// output is written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
 // std::out_of_range is thrown before any memory is touched. All tensors are contiguous. CPU only.
 #pragma once
 
@@ -36,6 +43,21 @@ struct QuantizedLinearArguments {
   DType dtype;             // dtype of x, bias and y: fp32, bf16 or fp16
   void* workspace;         // quantized_linear_workspace bytes of any content, 64-byte aligned for speed
 };
+
+struct QuantizedInputGradArguments {
+  const void* grad;        // (S, N)
+  const uint8_t* packed;   // (E, tiles of N, bytes of a tile)
+  const int32_t* offsets;  // (E + 1,)
+  void* out;               // dx (S, H)
+  int64_t rows;            // S
+  int64_t inputs;          // H
+  int64_t outputs;         // N
+  int64_t experts;         // E
+  WeightFormat format;     // of the packed weights
+  DType dtype;             // dtype of grad and dx: fp32, bf16 or fp16
+};
+
+inline constexpr int64_t kDecodedBytes = 1 << 20;  // of a thread, which keeps them between calls
 
 // The rounded form of a row's block of inputs: 128 integers and these numbers.
 struct RoundedBlock {
@@ -78,6 +100,7 @@ constexpr int64_t quantized_linear_workspace(int64_t rows, int64_t inputs, Weigh
 
 namespace cpu {
 void quantized_linear(const QuantizedLinearArguments& arguments);
+void quantized_linear_input_grad(const QuantizedInputGradArguments& arguments);
 }  // namespace cpu
 
 }  // namespace pymoe

@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/amx_tiles.h"
 #include "kernels/cpu/checked_offsets.h"
+#include "kernels/cpu/gemm.h"
 #include "kernels/cpu/parallel.h"
 #include "kernels/quantized_weight.h"
 
@@ -29,20 +30,25 @@ struct Way {
   int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
 };
 
-// Calls multiply_tile_fused with the usual handling of subnormal numbers, which a thread may have set to flush them.
-template <WeightFormat kFormat, typename T>
-void multiply_with_subnormals(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
-                              int64_t row_stride, int64_t count) {
-  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fused<kFormat, T>);
+// Calls f with the usual handling of subnormal numbers, which a thread may have set to flush them.
+template <typename F>
+void with_subnormals(const F& f) {
 #if PYMOE_MULTIVERSION
   constexpr unsigned kFlush = 0x8040;  // of results (FTZ) and operands (DAZ)
   const unsigned before = _mm_getcsr();
   if ((before & kFlush) != 0) _mm_setcsr(before & ~kFlush);
-  multiply(tile, inputs, x, bias, out, row_stride, count);
+  f();
   if ((before & kFlush) != 0) _mm_setcsr(before);
 #else
-  multiply(tile, inputs, x, bias, out, row_stride, count);
+  f();
 #endif
+}
+
+template <WeightFormat kFormat, typename T>
+void multiply_with_subnormals(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
+                              int64_t row_stride, int64_t count) {
+  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fused<kFormat, T>);
+  with_subnormals([&] { multiply(tile, inputs, x, bias, out, row_stride, count); });
 }
 
 template <typename T, WeightFormat kFormat>
@@ -114,6 +120,14 @@ std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kFormat>&
   return tasks;
 }
 
+// Clears the rows of the result, of `columns` columns, that belong to no expert.
+template <typename Arguments>
+void clear_unused(const Arguments& a, int64_t columns) {
+  const int64_t used = a.offsets[a.experts], row_bytes = columns * size_of(a.dtype);
+  const int64_t bytes = (a.rows - used) * row_bytes;
+  if (bytes > 0) std::memset(static_cast<char*>(a.out) + used * row_bytes, 0, static_cast<size_t>(bytes));
+}
+
 template <typename T, WeightFormat kFormat>
 void multiply(const QuantizedLinearArguments& a) {
   const Ways<T, kFormat> ways;
@@ -151,29 +165,95 @@ void multiply(const QuantizedLinearArguments& a) {
                         std::min(kQuantizedTile, a.outputs - output));
     }
   });
-  const int64_t unused = (a.rows - used) * a.outputs;
-  if (unused > 0) std::memset(static_cast<T*>(a.out) + used * a.outputs, 0, static_cast<size_t>(unused) * sizeof(T));
+  clear_unused(a, a.outputs);
+}
+
+// Returns how many inputs of an expert are decoded at a time: a multiple of 32, and few enough that every thread gets
+// several of the tasks. The number does not affect the results.
+int64_t inputs_together(int64_t inputs, int64_t input_bytes, int64_t experts) {
+  const auto slices = [&](int64_t width) { return (inputs + width - 1) / width; };
+  int64_t width = std::max<int64_t>(1, kDecodedBytes / std::max<int64_t>(1, input_bytes * kQuantizedGroup));
+  width = std::min(width, quantized_groups(inputs)) * kQuantizedGroup;
+  const int threads = num_threads();
+  while (threads > 1 && experts * slices(width) < 6 * threads && width > kQuantizedGroup) {
+    width = round_up(width / 2, kQuantizedGroup);
+  }
+  return round_up((inputs + slices(width) - 1) / slices(width), kQuantizedGroup);  // slices of equal size
+}
+
+template <typename T, WeightFormat kFormat>
+void input_grad(const QuantizedInputGradArguments& a) {
+  const auto decode = PYMOE_SELECT_ISA_UP_TO_BF16(decode_inputs<kFormat, T>);
+  const auto gemm = chosen_gemm<T>();
+  const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.format, a.inputs);
+  std::vector<int64_t> busy;  // experts with rows
+  for (int64_t e = 0; e < a.experts; ++e) {
+    if (a.offsets[e] < a.offsets[e + 1] && a.inputs > 0) busy.push_back(e);
+  }
+  const auto input_bytes = a.outputs * static_cast<int64_t>(sizeof(T)), experts = static_cast<int64_t>(busy.size());
+  const int64_t width = experts == 0 ? 1 : inputs_together(a.inputs, input_bytes, experts);
+  const int64_t slices = (a.inputs + width - 1) / width;
+  parallel_tasks(experts * slices, [&](int64_t task) {
+    const int64_t expert = busy[static_cast<size_t>(task / slices)], first = task % slices * width;
+    const int64_t count = std::min(width, a.inputs - first), row = a.offsets[expert];
+    thread_local ThreadBuffer buffer;
+    auto* weights = static_cast<T*>(buffer.reserve(std::max<int64_t>(1, count * input_bytes)));  // (count, N)
+    with_subnormals([&] {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t output = tile * kQuantizedTile;
+        decode(a.packed + (expert * tiles + tile) * bytes, first, first + count,
+               std::min(kQuantizedTile, a.outputs - output), weights + output, a.outputs);
+      }
+    });
+    gemm({
+        .a = static_cast<const T*>(a.grad) + row * a.outputs,
+        .a_row_stride = a.outputs,
+        .a_column_stride = 1,
+        .b = weights,
+        .b_row_stride = 1,
+        .b_column_stride = a.outputs,
+        .bias = nullptr,
+        .bias_stride = 0,
+        .c = static_cast<T*>(a.out) + row * a.inputs + first,
+        .c_row_stride = a.inputs,
+        .m = a.offsets[expert + 1] - row,
+        .n = count,
+        .k = a.outputs,
+    });
+  });
+  clear_unused(a, a.inputs);
+}
+
+// Calls run.template operator()<T, format>() for the dtype and the format of the arguments.
+template <typename Arguments, typename Run>
+void select(const Arguments& arguments, const Run& run) {
+  const auto with = [&]<typename T>(TypeTag<T>) {
+    switch (arguments.format) {
+      case WeightFormat::kInt8: return run.template operator()<T, WeightFormat::kInt8>();
+      case WeightFormat::kInt4: return run.template operator()<T, WeightFormat::kInt4>();
+      case WeightFormat::kMxfp4: return run.template operator()<T, WeightFormat::kMxfp4>();
+      case WeightFormat::kFp8: return run.template operator()<T, WeightFormat::kFp8>();
+      case WeightFormat::kAffine8: return run.template operator()<T, WeightFormat::kAffine8>();
+      case WeightFormat::kAffine4: return run.template operator()<T, WeightFormat::kAffine4>();
+    }
+  };
+  switch (arguments.dtype) {
+    case DType::kBFloat16: return with(TypeTag<BFloat16>{});
+    case DType::kFloat16: return with(TypeTag<Float16>{});
+    default: return with(TypeTag<float>{});
+  }
 }
 
 }  // namespace
 
 void quantized_linear(const QuantizedLinearArguments& arguments) {
   check_offsets("quantized_linear", arguments.offsets, arguments.experts, arguments.rows);
-  const auto run = [&]<typename T>(TypeTag<T>) {
-    switch (arguments.format) {
-      case WeightFormat::kInt8: return multiply<T, WeightFormat::kInt8>(arguments);
-      case WeightFormat::kInt4: return multiply<T, WeightFormat::kInt4>(arguments);
-      case WeightFormat::kMxfp4: return multiply<T, WeightFormat::kMxfp4>(arguments);
-      case WeightFormat::kFp8: return multiply<T, WeightFormat::kFp8>(arguments);
-      case WeightFormat::kAffine8: return multiply<T, WeightFormat::kAffine8>(arguments);
-      case WeightFormat::kAffine4: return multiply<T, WeightFormat::kAffine4>(arguments);
-    }
-  };
-  switch (arguments.dtype) {
-    case DType::kBFloat16: return run(TypeTag<BFloat16>{});
-    case DType::kFloat16: return run(TypeTag<Float16>{});
-    default: return run(TypeTag<float>{});
-  }
+  select(arguments, [&]<typename T, WeightFormat kFormat>() { multiply<T, kFormat>(arguments); });
+}
+
+void quantized_linear_input_grad(const QuantizedInputGradArguments& arguments) {
+  check_offsets("quantized_linear", arguments.offsets, arguments.experts, arguments.rows);
+  select(arguments, [&]<typename T, WeightFormat kFormat>() { input_grad<T, kFormat>(arguments); });
 }
 
 }  // namespace pymoe::cpu

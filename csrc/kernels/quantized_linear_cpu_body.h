@@ -5,7 +5,7 @@
 // processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
 // one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in pairs. Many
 // rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine
-// formats are multiplied in quantized_linear_fused.h.
+// formats are multiplied in quantized_linear_fused.h, and the gradient decodes weights in quantized_linear_decode.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -492,7 +492,10 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
 
 }  // namespace pymoe::cpu::PYMOE_ISA
 
+// clang-format off: each depends on those before it
 #include "kernels/quantized_linear_fused.h"
+#include "kernels/quantized_linear_decode.h"
+// clang-format on
 #if PYMOE_ISA_HAS_BF16
 #include "kernels/quantized_linear_amx.h"
 #endif

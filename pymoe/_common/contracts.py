@@ -516,11 +516,6 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor |
         )
     if bias is not None:
         check_bias(name, x, bias, packed.shape[0], "E of weight.packed", outputs, "weight.output_features")
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        raise ValueError(
-            f"{name}: quantised weights have no backward, but {'x' if x.requires_grad else 'bias'} requires a "
-            f"gradient; call it under torch.no_grad()"
-        )
     if is_compiling():
         if in_forward_mode():
             _NoTangents.jvp(None)
@@ -547,6 +542,18 @@ class _NoTangents(torch.autograd.Function):
             "quantized_linear: quantised weights have no forward-mode derivative (jvp, jacfwd, hessian, forward_ad); "
             "dequantize them with pymoe.ops.dequantize_weight to differentiate"
         )
+
+
+refuse_tangents = _NoTangents.jvp
+"""Takes what ``jvp`` of an ``autograd.Function`` takes, and raises the error of :func:`quantized_linear`."""
+
+
+def refuse_second_gradient(*_: object) -> NoReturn:
+    """Raise the error of a backward pass through the gradient of :func:`quantized_linear`."""
+    raise NotImplementedError(
+        "quantized_linear: quantised weights have no second derivative (a backward pass through gradients that were "
+        "computed with create_graph=True); dequantize them with pymoe.ops.dequantize_weight to differentiate again"
+    )
 
 
 def check_logits(name: str, logits: Tensor) -> None:

@@ -58,9 +58,9 @@ def apply_experts(
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; a router's choice.
         weights: (T, K), any floating dtype; float64 for float64 ``x`` only.
         w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for gated activations, else N = F. Any strides:
-            a transposed view of an (E, H, N) parameter is read in place. For inference, such weights in 8 or 4 bits
-            from :func:`pymoe.ops.quantize_weight`: then ``w_out`` must be quantised too, the products are computed by
-            :func:`pymoe.ops.quantized_linear`, and neither ``x`` nor a bias may require a gradient.
+            a transposed view of an (E, H, N) parameter is read in place. Or such weights in 8 or 4 bits from
+            :func:`pymoe.ops.quantize_weight`: then ``w_out`` must be quantised too, the products are computed by
+            :func:`pymoe.ops.quantized_linear`, and the weights get no gradient.
         w_out: (E, O, F), the dtype of ``x``, any strides. O is usually H.
         b_in: (E, N), the dtype of ``x``, or None.
         b_out: (E, O), the dtype of ``x``, or None.
@@ -73,7 +73,7 @@ def apply_experts(
 
     Returns:
         (T, O), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``). Differentiable in ``x``, ``weights``
-        and the parameters, any number of times.
+        and the parameters, any number of times; in ``x`` and the biases once if weights are quantised.
 
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
@@ -435,11 +435,7 @@ def apply_quantized_experts(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Return the result of :func:`apply_experts` for quantised weights and arguments that fit.
-
-    It is differentiable in ``weights`` alone: ``x`` and the biases must not require a gradient while gradients are
-    recorded.
-    """
+    """Return the result of :func:`apply_experts` for quantised weights and arguments that fit."""
     if callable(activation) or is_recorded(x, weights, b_in, b_out):
 
         def networks(rows: Tensor, offsets: Tensor) -> Tensor:

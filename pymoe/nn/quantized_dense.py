@@ -30,12 +30,12 @@ _NO_WEIGHT = (
 
 
 class QuantizedDenseLinear(QuantizedLinear):
-    """A linear layer with weights in 8 or 4 bits, for inference: it is called as a :class:`torch.nn.Linear`.
+    """A linear layer with weights in 8 or 4 bits, which is called as a :class:`torch.nn.Linear`.
 
     It is a :class:`QuantizedLinear` of one expert, to which all rows belong, so its products are those of
     :func:`pymoe.ops.quantized_linear`: a row of the result has the same bits on every processor, for any number of
-    threads, and alone or among many. It has no parameters and no backward: inputs that require a gradient are refused
-    while gradients are recorded. A new layer computes zeros until it gets its weights.
+    threads, and alone or among many. It has no parameters: gradients reach its inputs, and so what comes before
+    it, and not its weights. A new layer computes zeros until it gets its weights.
 
     Args:
         in_features: H.
@@ -158,12 +158,11 @@ class QuantizedDenseLinear(QuantizedLinear):
             x: (..., H) float32, bfloat16 or float16.
 
         Returns:
-            (..., N), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
+            (..., N), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``). Differentiable in ``x``, once.
 
         Raises:
             TypeError: ``x`` has another dtype.
-            ValueError: the last dimension is not H, the device is another, or ``x`` requires a gradient while
-                gradients are recorded.
+            ValueError: the last dimension is not H, or the device is another.
             NotImplementedError: ``x`` has a tangent, as for :func:`pymoe.ops.quantized_linear`.
         """
         packed, bias = self._buffers["packed"], self._buffers["bias"]
@@ -284,7 +283,7 @@ def _reads_weight(kind: type, own: str) -> bool:
 
 
 def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None = None) -> Quantized:
-    """Round the weights of the dense linear layers in a model to 8 or 4 bits, in place, for inference.
+    """Round the weights of the dense linear layers in a model to 8 or 4 bits, in place.
 
     Each becomes a :class:`QuantizedDenseLinear` and keeps its bias. :func:`quantize_experts` does so for experts. By
     default, these layers are rounded, by the names that models of transformers give them:

@@ -1,4 +1,4 @@
-"""Experts with weights in 8 or 4 bits, for inference, and quantize_experts, which rounds those of a model in place."""
+"""Experts with weights in 8 or 4 bits, and quantize_experts, which rounds those of a model in place."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class QuantizedLinear(nn.Module):
 
         Returns:
             (S, N), or (..., N) without offsets; the dtype of ``rows_SH`` (the autocast dtype inside
-            ``torch.autocast``).
+            ``torch.autocast``). Differentiable in ``rows_SH`` and ``bias``, once.
         """
         if bias is not None:
             (rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]
@@ -195,11 +195,10 @@ def format_repr(layer: QuantizedLinear | QuantizedExperts) -> str:
 
 
 class QuantizedExperts(nn.Module):
-    """E feed-forward networks with weights in 8 or 4 bits over rows that are sorted by expert, for inference.
+    """E feed-forward networks with weights in 8 or 4 bits over rows that are sorted by expert.
 
     It takes the place of :class:`Experts`, also inside :class:`MoE`; :func:`quantize_experts` makes one from each
-    :class:`Experts`. It has no parameters and no backward: rows that require a gradient are refused while gradients are
-    recorded.
+    :class:`Experts`. It has no parameters: gradients reach its rows, and so what comes before it, and not its weights.
 
     Args:
         hidden_size: H.
@@ -293,10 +292,7 @@ class QuantizedExperts(nn.Module):
 
         Returns:
             (S, H), the dtype of ``rows_SH`` (the autocast dtype inside ``torch.autocast``); zero past
-            ``offsets[-1]``.
-
-        Raises:
-            ValueError: ``rows_SH`` requires a gradient while gradients are recorded.
+            ``offsets[-1]``. Differentiable in ``rows_SH``, once.
         """
         inner = self.w_in(rows_SH, offsets, self.b_in)
         inner = operators(self.backend).expert_activation(inner, self.activation)
@@ -356,7 +352,7 @@ handlers: list[Handler] = []
 
 
 def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "int") -> Quantized:
-    """Round the weights of all experts in a model to 8 or 4 bits, in place, for inference.
+    """Round the weights of all experts in a model to 8 or 4 bits, in place.
 
     Every :class:`Experts` becomes a :class:`QuantizedExperts`. With :mod:`pymoe.integrations.transformers` imported,
     the experts of a model of transformers that runs with ``experts_implementation="pymoe"`` keep their module, in which

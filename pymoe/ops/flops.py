@@ -30,6 +30,10 @@ def _quantized_linear(x: Shape, packed: Shape, offsets: Any, bias: Any, format: 
     return 2 * prod(x) * output_features
 
 
+def _input_grad(grad: Shape, packed: Shape, offsets: Any, format: int, input_features: int) -> int:
+    return 2 * prod(grad) * input_features
+
+
 def _networks(rows: int, w_in: Shape, w_out: Shape) -> int:
     return 2 * rows * (w_in[1] * w_in[2] + w_out[1] * w_out[2])
 
@@ -75,6 +79,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_linear": _grouped_linear,
     "grouped_linear_weight_grad": _weight_grad,
     "quantized_linear": _quantized_linear,
+    "quantized_linear_input_grad": _input_grad,
     **dict.fromkeys(
         (
             "build_routing",

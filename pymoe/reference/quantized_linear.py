@@ -1,17 +1,20 @@
-"""quantized_linear: one linear layer per expert with weights in 8 or 4 bits, for inference."""
+"""quantized_linear: one linear layer per expert with weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pymoe._common.contracts import check_offsets, check_quantized_linear
+from pymoe._common.contracts import check_offsets, check_quantized_linear, refuse_second_gradient
 from pymoe._common.dtypes import cast_operands
 from pymoe._common.types import BLOCK, GROUP, RUNS, QuantizedWeight, number_of, up
-from pymoe.reference.quantized_weight import fused_multiply_add, unpack, wide_weights
+from pymoe.reference.grouped_linear import grouped_linear
+from pymoe.reference.quantized_weight import dequantize_weight, fused_multiply_add, unpack, wide_weights
 
 LARGEST_CODE = 127 * 256 + 127
 """Largest code of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
@@ -48,6 +51,11 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
     ``F.linear`` casts its operands.
 
+    The gradient of ``x`` is that of the products with the weights W themselves, rounded to the dtype of ``x``, as if
+    ``x`` had not been rounded: ``grouped_linear(grad, dequantize_weight(weight).to(x.dtype).transpose(1, 2)
+    .contiguous(), offsets)``. The native gradient has the same bits as this native product, and decodes only a part of
+    one expert's weights at a time (1 MiB for each thread, or 32 inputs if these take more).
+
     Args:
         x: (S, H), rows sorted by expert as :func:`dispatch` leaves them, or (..., H) if ``offsets`` is None; float32,
             bfloat16 or float16.
@@ -56,24 +64,72 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
         bias: (E, N), the dtype of ``x``, or None.
 
     Returns:
-        (S, N), or (..., N) if ``offsets`` is None, the dtype of ``x``. Not differentiable.
+        (S, N), or (..., N) if ``offsets`` is None, the dtype of ``x``. Differentiable in ``x`` and ``bias``, once; the
+        weights get no gradient.
 
     Raises:
         TypeError: a dtype is not as above, or ``weight`` is not a :class:`QuantizedWeight`.
-        ValueError: a rank, size or device does not fit, ``offsets`` does not start at 0 or decreases, or ``x`` or
-            ``bias`` requires a gradient while gradients are recorded.
+        ValueError: a rank, size or device does not fit, or ``offsets`` does not start at 0 or decreases.
         IndexError: ``offsets`` ends past S.
-        NotImplementedError: ``x`` or ``bias`` has a tangent of forward-mode differentiation. A graph of
-            ``torch.compile``, which cannot see tangents, refuses every call inside forward mode.
+        NotImplementedError: the gradient of ``x`` is differentiated again, or ``x`` or ``bias`` has a tangent of
+            forward-mode differentiation. A graph of ``torch.compile``, which cannot see tangents, refuses every call
+            inside forward mode.
     """
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check_quantized_linear(x, weight, offsets, bias)
-    weight = QuantizedWeight(*weight)
-    outputs, inputs, number = weight.output_features, weight.input_features, number_of(weight)
-    shape = (*x.shape[:-1], outputs)
-    x = x.reshape(math.prod(x.shape[:-1]), inputs)
-    bounds = [0, x.shape[0]] if offsets is None else offsets.tolist()
-    check_offsets(bounds, x.shape[0], "quantized_linear")
+    shape = (*x.shape[:-1], weight[2])
+    x = x.reshape(math.prod(x.shape[:-1]), weight[3])
+    if offsets is None:
+        offsets = bounds_of(x)
+    check_offsets(offsets.tolist(), x.shape[0], "quantized_linear")
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    multiply = _Product.apply if differentiated else _multiply
+    y: Tensor = multiply(x, weight[0], offsets, bias, weight)
+    return y.view(shape)
+
+
+def bounds_of(rows: Tensor) -> Tensor:
+    """Return the offsets of one expert to which all rows belong."""
+    return torch.arange(2, dtype=torch.int32, device=rows.device) * rows.shape[0]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, weight: QuantizedWeight) -> Tensor:
+        return _multiply(x, packed, offsets, bias, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, packed, offsets, _, ctx.weight = inputs
+        ctx.save_for_backward(packed, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        packed, offsets = ctx.saved_tensors
+        needs_x, _, _, needs_bias, _ = ctx.needs_input_grad
+        grad_bias = None
+        if needs_bias:
+            parts = [grad[begin:end].float().sum(dim=0, keepdim=True) for begin, end in pairwise(offsets.tolist())]
+            grad_bias = torch.cat([grad.new_zeros(0, grad.shape[1]), *parts]).to(grad.dtype)
+        return _InputGrad.apply(grad, packed, offsets, ctx.weight) if needs_x else None, None, None, grad_bias, None
+
+
+class _InputGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(grad: Tensor, packed: Tensor, offsets: Tensor, weight: QuantizedWeight) -> Tensor:
+        wide = dequantize_weight(QuantizedWeight(packed, *weight[1:]))
+        return grouped_linear(grad, wide.to(grad.dtype).transpose(1, 2).contiguous(), offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep nothing, since there is no second derivative."""
+
+    backward = staticmethod(refuse_second_gradient)
+
+
+def _multiply(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, weight: QuantizedWeight) -> Tensor:
+    weight = QuantizedWeight(packed, *weight[1:])
+    outputs, number, bounds = weight.output_features, number_of(weight), offsets.tolist()
     codes, scale, minimum = (wide_weights(weight), None, None) if weight.format == "affine" else unpack(weight)
     rows = x.new_zeros(x.shape[0], outputs)
     for expert in range(len(bounds) - 1):
@@ -88,7 +144,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
         if bias is not None:
             y = y + bias[expert].float()
         rows[begin:end] = y.to(x.dtype)
-    return rows.view(shape)
+    return rows
 
 
 def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, number: int) -> Tensor:

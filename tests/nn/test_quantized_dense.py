@@ -196,11 +196,13 @@ def test_it_describes_itself_and_has_no_weight(bits):
 
 
 @BITS
-def test_gradients_are_refused(bits):
+def test_inputs_get_the_gradients_of_the_dequantised_weights(bits):
     layer = QuantizedDenseLinear.from_linear(linear(), bits)
-    x = torch.randn(3, 70, requires_grad=True)
-    with pytest.raises(ValueError, match="quantised weights have no backward, but x requires a gradient"):
-        layer(x)
+    wide = ops.dequantize_weight(layer.quantized_weight)[0]
+    for shape in ((70,), (3, 70), (2, 0, 70), (2, 5, 70)):
+        x, grad = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 130)
+        (found,) = torch.autograd.grad(layer(x), x, grad)
+        torch.testing.assert_close(found, grad @ wide)
     with torch.no_grad():
         assert not layer(x).requires_grad
     assert not layer(x.detach()).requires_grad

@@ -77,15 +77,21 @@ def test_one_native_call_returns_the_bits_of_six(dtype, form):
     assert relative(moe(x), reference(x)) < 1e-2
 
 
-@BITS
-def test_the_layer_is_for_inference(bits):
-    moe = layer()
-    quantize_experts(moe, bits)
-    x = torch.randn(3, 40)
-    y = moe(x)  # the router has gradients, the experts have none
-    assert_same_bits(y.detach(), moe.requires_grad_(False)(x), "y")
-    with pytest.raises(ValueError, match=r"quantized_linear: .* no backward, but x requires a gradient"):
-        moe(x.requires_grad_())
+@FORMS
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_router_and_what_precedes_it_get_the_gradients_of_dequantised_experts(form, bias):
+    moe = layer(bias=bias)
+    plain = with_rounded_weights(moe, *form)
+    quantize_layer(moe, *form)
+    before, grad_y = torch.nn.Linear(9, 40), torch.randn(30, 40)
+    rows = torch.randn(30, 9)
+    found, expected = (
+        torch.autograd.grad(model(before(rows)), [*before.parameters(), model.router.weight], grad_y)
+        for model in (moe, plain)
+    )
+    for got, wanted in zip(found, expected, strict=True):
+        assert relative(got, wanted) < 1e-3
+    assert_same_bits(moe(before(rows)).detach(), moe.requires_grad_(False)(before(rows).detach()), "y")
 
 
 @torch.no_grad()
@@ -159,14 +165,23 @@ def test_apply_experts_takes_quantised_weights(form):
     assert relative(y, apply_experts(x, chosen, weights, *plain, **options)) < 3e-4
 
 
-def test_apply_experts_differentiates_the_weights_of_the_choice_alone():
-    w_in, w_out = (pymoe.ops.quantize_weight(torch.randn(*shape), 8) for shape in ((3, 8, 6), (3, 6, 4)))
-    x, chosen = torch.randn(5, 6), torch.randint(0, 3, (5, 2))
-    weights = torch.rand(5, 2, requires_grad=True)
-    apply_experts(x, chosen, weights, w_in, w_out).sum().backward()
-    assert weights.grad is not None
-    with pytest.raises(ValueError, match="x requires a gradient"):
-        apply_experts(x.requires_grad_(), chosen, weights, w_in, w_out)
+@pytest.mark.parametrize("activation", ["relu_squared", torch.relu])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_apply_experts_differentiates_all_but_the_quantised_weights(capacity, activation):
+    packed = [pymoe.ops.quantize_weight(torch.randn(*shape), 8) for shape in ((3, 8, 6), (3, 6, 8))]
+    plain = [pymoe.ops.dequantize_weight(weight) for weight in packed]
+    chosen, grad = torch.randint(0, 3, (5, 2)), torch.randn(5, 6)
+    x, weights, b_in, b_out = (torch.randn(*shape, requires_grad=True) for shape in ((5, 6), (5, 2), (3, 8), (3, 6)))
+    found, expected = (
+        torch.autograd.grad(
+            apply_experts(x, chosen, weights, *both, b_in=b_in, b_out=b_out, activation=activation, capacity=capacity),
+            (x, weights, b_in, b_out),
+            grad,
+        )
+        for both in (packed, plain)
+    )
+    for got, wanted in zip(found, expected, strict=True):
+        assert relative(got, wanted) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -244,17 +244,6 @@ def test_a_nan_or_an_infinity_makes_its_row_nan_and_no_other(backend):
 
 
 @BACKENDS
-def test_no_backward_is_said_before_it_is_missed(backend):
-    x, weight = normal(3, 20).requires_grad_(), backend.quantize_weight(normal(1, 10, 20), 8)
-    with pytest.raises(ValueError, match=r"no backward, but x requires a gradient; call it under torch.no_grad\(\)"):
-        backend.quantized_linear(x, weight, offsets_of([3]))
-    with torch.no_grad():
-        assert not backend.quantized_linear(x, weight, offsets_of([3])).requires_grad
-    with torch.inference_mode():
-        backend.quantized_linear(x, weight, offsets_of([3]))
-
-
-@BACKENDS
 def test_autocast_casts_rows_and_bias(backend):
     x, weight, bias = normal(3, 20), backend.quantize_weight(normal(1, 10, 20), 8), normal(1, 10)
     with torch.autocast("cpu", torch.bfloat16):

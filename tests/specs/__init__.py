@@ -19,7 +19,13 @@ from pymoe.bench.calls import BenchCase, Operator, Sample, generator, mapped, te
 from pymoe.bench.operators import OPERATORS
 
 WITHOUT_CUDA = frozenset(
-    {"apply_chosen_quantized_experts", "apply_quantized_experts", "quantize_weight", "quantized_linear"}
+    {
+        "apply_chosen_quantized_experts",
+        "apply_quantized_experts",
+        "quantize_weight",
+        "quantized_linear",
+        "quantized_linear_input_grad",
+    }
 )
 """The operators that have no CUDA kernel, and refuse CUDA tensors in every build."""
 

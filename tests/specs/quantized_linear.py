@@ -143,9 +143,6 @@ def _error_inputs() -> Iterator[ErrorInput]:
     yield wrong("bias_rank", ValueError, "bias must have shape (E, N)", x, weight, offsets, bias[0])
     yield wrong("bias_E", ValueError, "E of weight", x, weight, offsets, bias[:1])
     yield wrong("bias_N", ValueError, "weight.output_features", x, weight, offsets, bias[:, :3])
-    leaf, bias_leaf = x.clone().requires_grad_(), bias.clone().requires_grad_()
-    yield wrong("gradient_of_x", ValueError, "no backward, but x requires a gradient", leaf, weight, offsets)
-    yield wrong("gradient_of_bias", ValueError, "but bias requires a gradient", x, weight, offsets, bias_leaf)
 
 
 def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
@@ -155,7 +152,12 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             number, name = number_of(weight), f"{form}_{str(dtype).removeprefix('torch.')}"
             yield RawCall(f"bias_{name}", "quantized_linear", (x, weight.packed, offsets, bias, number, 6))
             yield RawCall(f"no_bias_{name}", "quantized_linear", (x, weight.packed, offsets, None, number, 6))
+            grad = torch.randn(len(x), 6, generator=generator).to(dtype)
+            yield RawCall(f"grad_{name}", "quantized_linear_input_grad", (grad, weight.packed, offsets, number, 40))
             one = weight.packed[:1].contiguous()
+            yield RawCall(
+                f"grad_all_rows_{name}", "quantized_linear_input_grad", (grad[:, None], one, None, number, 40)
+            )
             yield RawCall(f"all_rows_{name}", "quantized_linear", (x[:, None], one, None, bias[:1], number, 6))
 
 

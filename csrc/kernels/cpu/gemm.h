@@ -18,8 +18,7 @@
 // bf16 has a separate scheme if the processor multiplies tiles: gemm_amx.h, with gemm_amx_pack.h,
 // gemm_amx_store.h and the instructions in amx_tiles.h.
 //
-// They are compiled once per instruction set: a file that calls gemm through PYMOE_SELECT_ISA_UP_TO_BF16 names
-// gemm_body.h as its PYMOE_ISA_BODY.
+// They are compiled once per instruction set, in kernels/grouped_linear_cpu.cpp; other files call chosen_gemm.
 #pragma once
 
 #include <algorithm>
@@ -59,6 +58,10 @@ struct Gemm {
   const int32_t* rows = nullptr;
   const int32_t* steps = nullptr;
 };
+
+// Returns the gemm for T of the instruction set in use.
+template <typename T>
+auto chosen_gemm() -> void (*)(const Gemm<T>&);
 
 // Returns element i of an order, or i if the order is null.
 PYMOE_INLINE int64_t place_of(const int32_t* order, int64_t i) { return order == nullptr ? i : order[i]; }

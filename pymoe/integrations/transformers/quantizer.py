@@ -57,7 +57,7 @@ class PymoeQuantizer(HfQuantizer):
     into a table that it logs.
     """
 
-    is_trainable = True  # adapters are, next to the quantised weights
+    is_trainable = True
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
